@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import pytest
+from pydantic import AliasChoices, Field
+
+from atroposlib.config import Config, ConfigError, load_config, resolve_config
+
+
+class Sub(Config):
+    group_size: int = Field(4, ge=1)
+    use_wandb: bool = True
+    steps: int = 1
+    limit: float | None = 0.5
+
+
+class Tree(Config):
+    model_name: str = Field("m", validation_alias=AliasChoices("model_name", "model"))
+    master_port: int = Field(0, ge=0, le=65535, json_schema_extra={"env": "MASTER_PORT"})
+    betas: tuple[float, float] = (0.9, 0.95)
+    names: list[str] = []
+    shared: bool = False
+    env: Sub = Sub()
+
+
+def resolve(*argv: str, **layers: object) -> Tree:
+    return resolve_config(Tree, argv, prog="t", env=layers.get("env", {}), defaults=layers.get("defaults"))[0]  # type: ignore[arg-type]
+
+
+def test_dashes_underscores_and_equals_are_the_same_flag() -> None:
+    assert resolve("--model-name", "a").model_name == resolve("--model_name=a").model_name == resolve("--model", "a").model_name == "a"
+
+
+def test_negative_value_after_a_space_is_a_value() -> None:
+    assert resolve("--env.steps", "-1").env.steps == -1
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [(["--shared"], True), (["--shared", "false"], False), (["--shared=true"], True), (["--no-shared"], False), (["--shared", "--env.steps", "2"], True)],
+)
+def test_boolean_with_or_without_value(argv: list[str], expected: bool) -> None:
+    assert resolve(*argv).shared is expected
+
+
+def test_nested_negated_boolean() -> None:
+    assert resolve("--env.no-use-wandb").env.use_wandb is False
+
+
+def test_none_is_null_and_lists_are_comma_separated() -> None:
+    tree = resolve("--env.limit", "None", "--names", "a,b", "--betas", "0.8,0.9")
+    assert tree.env.limit is None and tree.names == ["a", "b"] and tree.betas == (0.8, 0.9)
+
+
+def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("env: {group_size: 3, steps: 3}\nmodel: from-yaml\n")
+    tree = resolve(
+        "--config", str(file), "--env.steps", "9", env={"MASTER_PORT": "29500"}, defaults={"master_port": 1, "model_name": "d", "env": {"limit": 0.25}}
+    )
+    assert (tree.env.group_size, tree.env.steps, tree.master_port, tree.model_name, tree.env.limit) == (3, 9, 29500, "from-yaml", 0.25)
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragment"),
+    [
+        (["--modle-name", "x"], "did you mean 'model_name'?"),
+        (["--env.group_size", "0"], "greater than or equal to 1 (got '0')"),
+        (["--master-port", "70000"], "less than or equal to 65535"),
+        (["--env.steps"], "expects a value"),
+        (["stray"], "unexpected argument 'stray'"),
+        (["--config", "/nonexistent.yaml"], "No such file"),
+    ],
+)
+def test_wrong_input_names_value_and_remedy(argv: list[str], fragment: str) -> None:
+    with pytest.raises(ConfigError, match=".*") as caught:
+        resolve(*argv)
+    assert fragment in str(caught.value)
+
+
+def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("env: {groupsize: 3}\n")
+    with pytest.raises(ConfigError, match="did you mean 'env.group_size'"):
+        resolve("--config", str(file))
+
+
+def test_dry_run_prints_the_tree_and_exits_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(Tree, ["--dry-run", "--env.steps", "5"], prog="t", env={})
+    assert caught.value.code == 0 and "steps: 5" in capsys.readouterr().out
+
+
+def test_wrong_input_exits_two_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load_config(Tree, ["--nope"], prog="t", env={})
+    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
