@@ -1,0 +1,163 @@
+"""The trainer's side of the batching API: register, fetch batches, report steps, read evaluations. Synchronous, with deadlines.
+
+Every request has a 10 s timeout. An API that is down is waited for, up to `patience_s`; one that was restarted has forgotten its
+trainer and is registered with again, from the step the trainer has reached.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+import requests
+
+from atroposlib.logs import get_logger, waiting
+from example_trainer.errors import TrainerError
+
+HTTP_TIMEOUT_S = 10.0
+POLL_FIRST_S = 0.05
+POLL_LAST_S = 1.0
+REMINDER_S = 60.0
+
+log = get_logger(__name__)
+
+
+class ApiError(TrainerError):
+    """The batching API did not answer in time, or refused."""
+
+
+class _Unreachable(Exception):
+    """No usable answer this time; worth another try."""
+
+
+class ApiClient:
+    """One trainer's session with the batching API. `registration` is the body of /register, kept for re-registering."""
+
+    def __init__(self, url: str, registration: dict[str, Any], *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+        self.url = url.rstrip("/")
+        self._registration = dict(registration)
+        self._patience_s = patience_s
+        self._sleep = sleep
+        self._session = requests.Session()
+        self._progress: tuple[int, int] | None = None  # step and policy version last reported
+
+    def wait_until_up(self) -> None:
+        """Return when GET /info answers. Raises ApiError after `patience_s` seconds."""
+        self._patiently("GET", "/info", what="the batching API")
+
+    def register(self) -> None:
+        """POST /register: from now on environments may join."""
+        self._patiently("POST", "/register", self._registration, what="registration")
+
+    def fetch_batch(self, timeout_s: float) -> list[dict[str, Any]]:
+        """The next batch, polled for with growing pauses. Raises ApiError after `timeout_s` seconds without one."""
+        start = time.monotonic()
+        reminder, pause = start + REMINDER_S, POLL_FIRST_S
+        with waiting(log, "a batch", peer=self.url, deadline_s=timeout_s):
+            while True:
+                reply = self._patiently("GET", "/batch", what="a batch")
+                if reply.get("status") == "error":
+                    log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.get("message"))
+                    self._register_again()
+                elif reply.get("batch"):
+                    batch: list[dict[str, Any]] = reply["batch"]
+                    return batch
+                now = time.monotonic()
+                if now - start >= timeout_s:
+                    raise ApiError(
+                        f"no batch of {self._registration['batch_size']} sequences from {self.url} within {timeout_s:.0f} s; check that an "
+                        "environment is running and that its group size divides the batch, or raise --fetch-timeout"
+                    )
+                if now >= reminder:
+                    log.info("Still waiting for a batch from %s, %.0f of at most %.0f s", self.url, now - start, timeout_s)
+                    reminder += REMINDER_S
+                self._sleep(pause)
+                pause = min(pause * 1.5, POLL_LAST_S)
+
+    def report_step(self, step: int, policy_version: int) -> None:
+        """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""
+        self._progress = (step, policy_version)
+        self._patiently("POST", "/trainer-step", {"step": step, "policy_version": policy_version}, what="the step report")
+
+    def evaluation(self, policy_version: int, deadline_s: float) -> float | None:
+        """Mean held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s` seconds have passed.
+
+        None without any. With `deadline_s` 0 nothing is waited for.
+        """
+        results, pending = self._evaluations(policy_version)
+        if pending and deadline_s > 0:
+            with waiting(log, f"the evaluation of policy {policy_version} by {', '.join(pending)}", peer=self.url, deadline_s=deadline_s):
+                end, pause = time.monotonic() + deadline_s, POLL_FIRST_S
+                while pending and time.monotonic() < end:
+                    self._sleep(pause)
+                    pause = min(pause * 1.5, POLL_LAST_S)
+                    results, pending = self._evaluations(policy_version)
+            if pending:
+                log.warning("Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)", policy_version, ", ".join(pending), deadline_s)
+        accuracies = [result["accuracy"] for result in results if result["accuracy"] is not None]
+        return sum(accuracies) / len(accuracies) if accuracies else None
+
+    def close(self) -> None:
+        """Drop the connection."""
+        self._session.close()
+
+    def _evaluations(self, policy_version: int) -> tuple[list[dict[str, Any]], list[str]]:
+        reply = self._patiently("GET", f"/evaluations?policy_version={policy_version}", what="evaluations")
+        return reply["results"], reply["pending"]
+
+    def _register_again(self) -> None:
+        if self._progress is not None:
+            self._registration["starting_step"] = self._progress[0]
+        self.register()
+        if self._progress is not None:
+            self.report_step(*self._progress)
+
+    def _patiently(self, method: str, path: str, body: dict[str, Any] | None = None, *, what: str) -> dict[str, Any]:
+        """One request, repeated while the API is down, up to `patience_s` seconds. Raises ApiError then, or at once on a refusal."""
+        try:
+            return self._request(method, path, body)
+        except _Unreachable as error:
+            log.warning("%s %s%s failed: %s", method, self.url, path, error)
+        end, pause, last = time.monotonic() + self._patience_s, POLL_FIRST_S, ""
+        with waiting(log, what, peer=self.url, deadline_s=self._patience_s):
+            while time.monotonic() < end:
+                self._sleep(pause)
+                pause = min(pause * 2, POLL_LAST_S)
+                try:
+                    return self._request(method, path, body)
+                except _Unreachable as error:
+                    last = str(error)
+            raise ApiError(
+                f"the batching API at {self.url} did not answer {method} {path} within {self._patience_s:.0f} s ({last}); "
+                "start it with `python -m atroposlib.cli.run_api`, or correct --atropos-url"
+            )
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        data = None if body is None else orjson.dumps(body)
+        try:
+            reply = self._session.request(
+                method, self.url + path, data=data, headers={"Content-Type": "application/json"} if data else None, timeout=HTTP_TIMEOUT_S
+            )
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
+            raise _Unreachable(_reason(error)) from error
+        except requests.RequestException as error:
+            raise ApiError(f"--atropos-url {self.url} cannot be used: {_reason(error)}") from error
+        if reply.status_code >= 500:
+            raise _Unreachable(f"HTTP {reply.status_code}")
+        if reply.status_code >= 400:
+            raise ApiError(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}: {reply.text[:300]}")
+        try:
+            content = orjson.loads(reply.content)
+        except orjson.JSONDecodeError as error:
+            raise ApiError(f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})") from error
+        if not isinstance(content, dict):
+            raise ApiError(f"{method} {self.url}{path} answered {type(content).__name__} where an object was expected; is --atropos-url the batching API?")
+        return content
+
+
+def _reason(error: Exception) -> str:
+    """The cause at the bottom of requests' chain, in a few words."""
+    if isinstance(error, requests.Timeout):
+        return f"no answer within {HTTP_TIMEOUT_S:.0f} s"
+    text = str(error)
+    return "connection refused" if "refused" in text else text.splitlines()[0][:200] if text else type(error).__name__

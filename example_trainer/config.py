@@ -1,0 +1,117 @@
+"""The trainer's configuration: every flag of `example_trainer/grpo.py`, its bounds and its default.
+
+Filled by `atroposlib.config.load_config` from flags, a YAML file and environment variables before a socket or a device is
+touched. This module imports neither torch nor vLLM, so that launchers can read it cheaply.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
+
+from atroposlib.config import Config
+
+
+class TrainerConfig(Config):
+    """GRPO on batches from the Atropos API, new weights to vLLM after every step."""
+
+    # --- model -------------------------------------------------------------------------------------------------------
+    model_name: str = Field(
+        min_length=1,
+        validation_alias=AliasChoices("model_name", "model"),
+        description="Hugging Face model id or local folder; --model is the same flag",
+    )
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto takes a GPU when there is one")
+    dtype: Literal["float32"] = Field(
+        "float32",
+        description="master weights; bfloat16 ones lose most updates at RL learning rates, the bridge casts to what vLLM serves",
+    )
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 leaves PyTorch's choice")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, about a third more time")
+
+    # --- optimization ------------------------------------------------------------------------------------------------
+    training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
+    batch_size: int = Field(2, ge=1, description="sequences per accumulation slot")
+    gradient_accumulation_steps: int = Field(
+        32, ge=1, description="slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the micro-batches"
+    )
+    micro_batch_tokens: int = Field(4096, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone")
+    logits_chunk_mb: int = Field(128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies")
+    seq_len: int = Field(2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted")
+    lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field("adamw", description="adamw is PyTorch's fused AdamW on float32 states")
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field((0.9, 0.999), description="AdamW's betas")
+    adam_eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this L2 norm")
+    seed: int = Field(0, ge=0, lt=2**32, description="seed of the trainer's generators")
+
+    # --- GRPO --------------------------------------------------------------------------------------------------------
+    clip_eps: float = Field(0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]")
+    clip_eps_high: float | None = Field(None, ge=0, description="upper clip distance where it differs from clip_eps")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the start model; above 0 keeps a frozen copy in memory")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    advantage_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation + 1e-4")
+
+    # --- services ----------------------------------------------------------------------------------------------------
+    atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://.+", description="the batching API")
+    api_timeout: float = Field(120.0, gt=0, description="seconds to wait for the batching API to come up, or back")
+    fetch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch")
+    eval_deadline: float = Field(300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits")
+
+    # --- weight bridge -----------------------------------------------------------------------------------------------
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = Field("none", description="how new weights reach vLLM")
+    use_shared_memory: bool = Field(False, description="shared_vllm by broadcast to vLLM's weight updater threads")
+    single_copy: bool = Field(False, description="shared_vllm with one copy of the weights")
+    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
+    vllm_port: int = Field(9001, ge=1, le=65535, description="port of the vLLM server")
+    vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
+    master_addr: str = Field(
+        "localhost", min_length=1, description="address at which the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
+    )
+    master_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one", json_schema_extra={"env": "MASTER_PORT"})
+    num_inference_nodes: int = Field(
+        0, ge=0, description="machines vLLM runs on beside this one; 0 is this machine alone", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
+    )
+    bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
+    bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
+    parity_tolerance: float = Field(
+        0.05, gt=0, description="largest difference allowed between vLLM's and the trainer's log-probabilities after the first syncs"
+    )
+
+    # --- checkpoints, metrics ----------------------------------------------------------------------------------------
+    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`")
+    checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
+    keep_checkpoints: int = Field(2, ge=0, description="newest step_N/ folders to keep; 0 keeps all")
+    resume: str | None = Field(None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start")
+    log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
+    metrics_path: Path | None = Field(None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl")
+    use_wandb: bool = Field(False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases")
+    wandb_project: str = Field("atropos", min_length=1, description="Weights & Biases project, told to environments too")
+    wandb_group: str | None = Field(None, description="Weights & Biases group, told to environments too")
+    tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one batch, as registered with the API."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def metrics_file(self) -> Path:
+        """Where the metrics rows go."""
+        return self.metrics_path or self.log_dir / "metrics.jsonl"
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_is_here(cls, value: str) -> str:
+        if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError("adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way_to_share(self) -> "TrainerConfig":
+        if self.use_shared_memory and self.single_copy:
+            raise ValueError("--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one")
+        return self

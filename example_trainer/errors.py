@@ -1,0 +1,5 @@
+"""The one base of errors that end a training run with a line for the person who started it, instead of a traceback."""
+
+
+class TrainerError(RuntimeError):
+    """What failed, with which value, and what to do about it."""

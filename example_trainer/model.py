@@ -1,0 +1,75 @@
+"""Loading a causal language model for training: float32, packed attention, and a check that the packed path computes the same."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from example_trainer.errors import TrainerError
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.policy import trained_hidden
+from example_trainer.packing import MicroBatch
+
+
+class ModelError(TrainerError):
+    """A model that cannot be loaded or trained."""
+
+
+def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """The model `name` (hub id or local folder) in float32 on `device`, in training mode without dropout."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
+    except (OSError, ValueError, SafetensorError) as error:
+        kind = "folder" if Path(name).is_dir() else "model id (there is no folder of that name here)"
+        raise ModelError(
+            f"cannot load --model-name {name!r}, a {kind}: {_first_line(error)}; give a Hugging Face model id that this machine can "
+            "download or has cached, or a folder with config.json and safetensors weights"
+        ) from error
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the sampler has none: dropout would turn the probability ratio into noise
+    model.to(device).train()
+    model.config.use_cache = False
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_packed_forward(model)
+    return model
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
+    """The tokenizer beside the model, to be kept in checkpoints; None where there is none. Training itself never uses text."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+    return tokenizer
+
+
+@torch.no_grad()
+def check_packed_forward(model: PreTrainedModel) -> None:
+    """Raise ModelError unless logits of two packed sequences equal those of the model's own forward on each alone."""
+    device = model.device
+    lengths = (5, 7)
+    tokens = torch.arange(1, 1 + sum(lengths), device=device) % model.config.get_text_config().vocab_size
+    none = torch.empty(0, device=device)
+    position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
+    rows = torch.arange(len(tokens), device=device)
+    packed = MicroBatch(tokens[None], position_ids[None], lengths, rows, tokens, none, none, none, None)
+    try:
+        found = model.get_output_embeddings()(trained_hidden(model, packed))
+    except (TypeError, ValueError) as error:
+        raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {_first_line(error)}") from error
+    expected = torch.cat([model(input_ids=part[None]).logits[0] for part in tokens.split(lengths)])
+    difference = (found - expected).abs().max().item()
+    limit = 1e-3 * max(1.0, expected.abs().max().item())
+    if not difference <= limit:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g} (limit {limit:.3g}) from "
+            "its own forward pass; architectures that reshape logits or attend across positions in other ways than Llama and Qwen are not supported"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,49 @@
+"""The optimizer, its learning-rate schedule and the one update of a step."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+
+
+def make_optimizer(parameters: Iterable[Tensor], config: TrainerConfig) -> Optimizer:
+    """The configured optimizer on float32 parameters. Call it after the bridge has bound them to their final storage."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if config.optimizer == "adafactor":
+        return torch.optim.Adafactor(trained, lr=config.lr, weight_decay=config.weight_decay)
+    if config.optimizer == "adamw_8bit":
+        if not all(parameter.is_cuda for parameter in trained):
+            raise TrainerError("--optimizer adamw_8bit runs on CUDA devices only; use adamw or adafactor on this device")
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(
+            trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
+        )
+    return torch.optim.AdamW(
+        trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def make_scheduler(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
+    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, constant after."""
+    return LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / max(1, warmup_steps)))
+
+
+def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> float:
+    """Clip, step and clear the accumulated gradients; the L2 norm before clipping. Raises TrainerError, weights unchanged, if it is not finite."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    if not torch.isfinite(norm):
+        raise TrainerError(
+            f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
+            "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
+        )
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

@@ -1,0 +1,87 @@
+"""Micro-batches by token budget: sequences are laid end to end in one row, so no padding is ever computed.
+
+    rollouts      [a b c d] [e f g]               micro-batch   a b c   e f        last token predicts nothing: not fed
+    trained           c d      f g                 rows            1 2     3 4      positions that predict a trained token
+                                                   targets         c d     f g
+
+Tokens behind the last trained one cannot influence the loss and are not fed either.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from example_trainer.batching import Rollout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed row of T tokens with R trained ones. Tensors live on the trainer's device."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T], restarting at 0 with each sequence
+    lengths: tuple[int, ...]  # tokens fed of each sequence; their sum is T
+    rows: Tensor  # [R], positions in the row whose next token is trained
+    targets: Tensor  # [R], that token
+    sampler_logprobs: Tensor  # [R]
+    advantages: Tensor  # [R]
+    temperatures: Tensor  # [R]
+    reference_logprobs: Tensor | None  # [R], where the environment gave them for every sequence
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch: first fit, longest first; each sum is at most `budget`, a longer one goes alone.
+
+    Every index appears once; the result depends on the lengths alone.
+    """
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fit = next((b for b, free in enumerate(room) if lengths[index] <= free), None)
+        if fit is None:
+            bins.append([index])
+            room.append(budget - lengths[index])
+        else:
+            bins[fit].append(index)
+            room[fit] -= lengths[index]
+    return [sorted(members) for members in bins]
+
+
+def fed_length(rollout: Rollout) -> int:
+    """Tokens the model must read to predict all trained ones: all before the last of them."""
+    return int(np.flatnonzero(rollout.trained)[-1])
+
+
+def micro_batches(rollouts: Sequence[Rollout], budget: int, device: torch.device) -> list[MicroBatch]:
+    """Pack rollouts, each with at least one trained token, into rows of at most `budget` tokens."""
+    lengths = [fed_length(rollout) for rollout in rollouts]
+    return [_micro_batch([rollouts[i] for i in members], device) for members in pack(lengths, budget)]
+
+
+def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
+    lengths = tuple(fed_length(rollout) for rollout in rollouts)
+    starts = np.cumsum((0, *lengths[:-1]))
+    trained = [np.flatnonzero(rollout.trained) for rollout in rollouts]  # positions within each sequence, from 1
+
+    def tensor(parts: Sequence[NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts)).to(device)
+
+    def of_trained(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+        return tensor([array[positions] for array, positions in zip(arrays, trained, strict=True)])
+
+    references = [rollout.reference_logprobs for rollout in rollouts if rollout.reference_logprobs is not None]
+    return MicroBatch(
+        input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
+        position_ids=tensor([np.arange(length) for length in lengths])[None],
+        lengths=lengths,
+        rows=tensor([start + positions - 1 for start, positions in zip(starts, trained, strict=True)]),
+        targets=of_trained([rollout.tokens for rollout in rollouts]),
+        sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
+        advantages=of_trained([rollout.advantages for rollout in rollouts]),
+        temperatures=of_trained([np.full(len(rollout.tokens), rollout.temperature, np.float32) for rollout in rollouts]),
+        reference_logprobs=of_trained(references) if len(references) == len(rollouts) else None,
+    )

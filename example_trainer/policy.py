@@ -1,0 +1,91 @@
+"""The policy's log-probabilities of trained tokens, and their gradients, without ever holding all logits.
+
+    packed row [1, T] ── body ──▶ hidden [T, d] ── rows ──▶ [R, d] ── head, a chunk at a time ──▶ logits [chunk, vocab]
+
+Logits exist only for trained tokens and only one chunk at a time: `accumulate_gradients` differentiates each chunk's loss before
+it makes the next chunk's logits, then runs one backward pass through the body. Log-probabilities and entropies are float32.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from example_trainer.packing import MicroBatch
+
+ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+
+
+class _LogprobsAndEntropy(torch.autograd.Function):
+    """Fused log-softmax, gather and entropy of logits [rows, vocab]; keeps one buffer of that size for its one backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        largest = logits.amax(-1, keepdim=True)
+        probabilities = torch.sub(logits, largest).exp_()
+        total = probabilities.sum(-1, keepdim=True)
+        log_total = (largest + total.log())[:, 0]
+        probabilities.div_(total)
+        entropy = log_total - torch.linalg.vecdot(probabilities, logits)
+        ctx.save_for_backward(probabilities, targets, entropy)
+        return logits.gather(1, targets[:, None])[:, 0] - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:
+        probabilities, targets, entropy = ctx.saved_tensors
+        if grad_entropy.any():
+            of_entropy = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropy[:, None]).mul_(-grad_entropy[:, None])
+            grad = probabilities.mul_(-grad_logprobs[:, None]).add_(of_entropy)
+        else:
+            grad = probabilities.mul_(-grad_logprobs[:, None])
+        return grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None]), None
+
+
+def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of `targets` [rows] and entropy [rows] under softmax(logits / temperature); logits are [rows, vocab]."""
+    logits = logits.float()
+    if bool((temperatures != 1).any()):
+        logits = logits / temperatures[:, None]
+    result: tuple[Tensor, Tensor] = _LogprobsAndEntropy.apply(logits, targets)
+    return result
+
+
+def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """The last hidden states that predict a trained token, [R, d]."""
+    output = model.base_model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, packed_lengths=batch.lengths, use_cache=False, return_dict=True
+    )
+    return output.last_hidden_state[0, batch.rows]
+
+
+def _chunks(model: PreTrainedModel, rows: int, chunk_mb: int) -> Iterator[slice]:
+    size = max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().weight.shape[0]))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+@torch.no_grad()
+def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> Tensor:
+    """Log-probabilities of the trained tokens, [R], without gradients."""
+    hidden = trained_hidden(model, batch)
+    head = model.get_output_embeddings()
+    parts = [
+        logprobs_and_entropy(head(hidden[chunk]), batch.targets[chunk], batch.temperatures[chunk])[0]
+        for chunk in _chunks(model, len(hidden), chunk_mb)
+    ]
+    return torch.cat(parts)
+
+
+def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int) -> None:
+    """Add the gradient of the summed `chunk_loss(logprobs, entropy, chunk)` to the parameters' `.grad`.
+
+    `chunk` says which of the R trained tokens the two [chunk] tensors belong to; the result is a scalar.
+    """
+    hidden = trained_hidden(model, batch)
+    cut = hidden.detach().requires_grad_()
+    head = model.get_output_embeddings()
+    for chunk in _chunks(model, len(cut), chunk_mb):
+        logprobs, entropy = logprobs_and_entropy(head(cut[chunk]), batch.targets[chunk], batch.temperatures[chunk])
+        chunk_loss(logprobs, entropy, chunk).backward()
+    hidden.backward(cut.grad)

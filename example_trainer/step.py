@@ -1,0 +1,86 @@
+"""The gradient of one batch: every micro-batch adds its share of one mean over all trained tokens, so accumulation is exact."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from example_trainer.losses import LossSettings, k3, token_losses
+from example_trainer.packing import MicroBatch
+from example_trainer.policy import accumulate_gradients, token_logprobs
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Means over the batch's trained tokens, before the update. `kl` is to the reference model, None without one."""
+
+    loss: float
+    pg_loss: float
+    kl: float | None
+    entropy: float
+    ratio_mean: float
+    ratio_clipped_frac: float
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    sampler_kl: float
+
+
+class _Sums:
+    """Sums over tokens, kept on the device until the step is over."""
+
+    NAMES = ("loss", "pg_loss", "kl", "entropy", "ratio", "clipped", "logprob_diff", "sampler_kl")
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(self.NAMES), device=device)
+        self.largest_diff = torch.zeros((), device=device)
+
+    def add(self, sums: Sequence[Tensor], diff: Tensor) -> None:
+        self.values += torch.stack([value.detach().float() for value in sums])
+        self.largest_diff = torch.maximum(self.largest_diff, diff.max())
+
+    def figures(self, tokens: int, with_kl: bool) -> StepFigures:
+        mean = dict(zip(self.NAMES, (self.values / tokens).tolist(), strict=True))
+        return StepFigures(
+            loss=mean["loss"],
+            pg_loss=mean["pg_loss"],
+            kl=mean["kl"] if with_kl else None,
+            entropy=mean["entropy"],
+            ratio_mean=mean["ratio"],
+            ratio_clipped_frac=mean["clipped"],
+            logprob_diff_mean=mean["logprob_diff"],
+            logprob_diff_max=self.largest_diff.item(),
+            sampler_kl=mean["sampler_kl"],
+        )
+
+
+def batch_gradients(
+    model: PreTrainedModel, batches: Sequence[MicroBatch], settings: LossSettings, *, reference: PreTrainedModel | None = None, chunk_mb: int = 128
+) -> StepFigures:
+    """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
+
+    The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
+    """
+    tokens = sum(len(batch.rows) for batch in batches)
+    sums = _Sums(batches[0].input_ids.device)
+    for batch in batches:
+        reference_logprobs = batch.reference_logprobs
+        if settings.kl_coef > 0 and reference_logprobs is None and reference is not None:
+            reference_logprobs = token_logprobs(reference, batch, chunk_mb)
+
+        def chunk_loss(
+            logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, reference_logprobs: Tensor | None = reference_logprobs
+        ) -> Tensor:
+            sampler = batch.sampler_logprobs[chunk]
+            of_chunk = None if reference_logprobs is None else reference_logprobs[chunk]
+            losses = token_losses(logprobs, entropy, sampler, batch.advantages[chunk], of_chunk, settings)
+            with torch.no_grad():
+                diff = (logprobs - sampler).abs()
+                kl = torch.zeros_like(diff) if losses.kl is None else losses.kl
+                terms = (losses.total, losses.policy, kl, entropy, losses.ratio, losses.clipped, diff, k3(sampler, logprobs))
+                sums.add([term.sum() for term in terms], diff)
+            return losses.total.sum() / tokens
+
+        accumulate_gradients(model, batch, chunk_loss, chunk_mb)
+    return sums.figures(tokens, with_kl=settings.kl_coef > 0)

