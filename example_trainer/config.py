@@ -67,6 +67,7 @@ class TrainerConfig(Config):
     single_copy: bool = Field(False, description="shared_vllm with one copy of the weights")
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
     vllm_port: int = Field(9001, ge=1, le=65535, description="port of the vLLM server")
+    vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to come up")
     vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
     master_addr: str = Field(
         "localhost", min_length=1, description="address at which the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}

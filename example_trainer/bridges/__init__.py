@@ -1,0 +1,67 @@
+"""Weight bridges: how a policy reaches vLLM after each step. One file a bridge, one line here that registers it.
+
+The trainer calls, in this order: `connect(model)` once, before the optimizer exists; `sync(version)` with the start weights and
+after every step; `parity_probe()` when it wants proof; `close()` at the end.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+
+
+class BridgeError(TrainerError):
+    """The bridge cannot be built or has failed; vLLM goes on serving its last committed weights."""
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What one sync did; seconds and bytes."""
+
+    policy_version: int
+    stall_s: float  # generation stood still
+    transfer_s: float  # bytes travelled, generation going on
+    apply_s: float  # part of the stall in which the weights changed
+    bytes_moved: int
+
+
+class WeightBridge(Protocol):
+    """One way to hand weights over. Every method raises BridgeError with the value, the limit and the remedy."""
+
+    def connect(self, model: PreTrainedModel) -> None:
+        """Agree with vLLM on every parameter and re-point the model's parameters into the bridge's buffer."""
+
+    def sync(self, policy_version: int) -> SyncReport:
+        """Make the model's current weights what vLLM serves, as `policy_version`."""
+
+    def parity_probe(self) -> float:
+        """Largest |log-probability difference| between vLLM and the trainer on a fixed prompt, in nats."""
+
+    def close(self) -> None:
+        """Leave in an orderly way; never raises for a peer that is gone."""
+
+
+def _broadcast(config: TrainerConfig) -> WeightBridge:
+    from example_trainer.bridges.broadcast import BroadcastBridge
+
+    return BroadcastBridge(config)
+
+
+BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
+    "shared_vllm --use-shared-memory": _broadcast,
+}
+
+
+def make_bridge(config: TrainerConfig) -> WeightBridge:
+    """The bridge that the flags choose. Raises BridgeError naming what is there."""
+    if config.num_inference_nodes > 0:
+        raise BridgeError(f"NUM_INFERENCE_NODES={config.num_inference_nodes}: one vLLM server on one host is supported (0); give --vllm-host and --vllm-port")
+    flag = " --use-shared-memory" if config.use_shared_memory else " --single-copy" if config.single_copy else ""
+    chosen = config.weight_bridge_mode + (flag if config.weight_bridge_mode == "shared_vllm" else "")
+    if chosen not in BRIDGES:
+        raise BridgeError(f"--weight-bridge-mode {chosen} is not available; choose: {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}")
+    return BRIDGES[chosen](config)

@@ -1,0 +1,97 @@
+"""HTTP client of the vLLM server's bridge routes, as the trainer uses them. Every call has a deadline."""
+
+import time
+from typing import Any
+
+import requests
+
+from atroposlib.logs import get_logger
+from example_trainer.bridges import BridgeError
+
+log = get_logger(__name__)
+
+POLL_S = 1.0
+REMIND_S = 15.0
+
+
+class VllmClient:
+    """One vLLM server at `host:port`; `api_key` is its --api-key, if it has one."""
+
+    def __init__(self, host: str, port: int, api_key: str | None, timeout_s: float) -> None:
+        self.url = f"http://{host}:{port}"
+        self._timeout_s = timeout_s
+        self._http = requests.Session()
+        if api_key:
+            self._http.headers["Authorization"] = f"Bearer {api_key}"
+
+    def wait_until_ready(self, deadline_s: float) -> dict[str, Any]:
+        """The bridge status once the server answers with its bridge on. Raises BridgeError at the deadline."""
+        log.info("Waiting for the vLLM server at %s, at most %.0f s", self.url, deadline_s)
+        start = reminded = time.monotonic()
+        while True:
+            try:
+                status = self.status()
+                break
+            except requests.RequestException as error:
+                waited = time.monotonic() - start
+                if waited > deadline_s:
+                    raise BridgeError(
+                        f"no vLLM server at {self.url} after {waited:.0f} s ({type(error).__name__}): start example_trainer/vllm_api_server.py there, or set --vllm-host/--vllm-port"
+                    ) from error
+                if time.monotonic() - reminded > REMIND_S:
+                    reminded = time.monotonic()
+                    log.info("Still waiting for the vLLM server at %s (%.0f of %.0f s)", self.url, waited, deadline_s)
+                time.sleep(POLL_S)
+        if not status["enabled"]:
+            raise BridgeError(f"the vLLM server at {self.url} runs without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
+        log.info("vLLM server at %s is ready after %.1f s: model %s, TP=%d, policy version %d", self.url, time.monotonic() - start, status["model"], status["tp_size"], status["policy_version"])
+        return status
+
+    def status(self) -> dict[str, Any]:
+        """Bridge status; raises requests.RequestException while the server is not up, BridgeError if it refuses us."""
+        return self._call("GET", "/v1/bridge/status", raise_transport=True)
+
+    def manifest(self) -> dict[str, Any]:
+        return self._call("GET", "/v1/bridge/manifest")
+
+    def open_session(self, offer: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/session", offer)
+
+    def heartbeat(self, session: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/bridge/session/{session}/heartbeat", {})
+
+    def close_session(self, session: str) -> None:
+        self._call("DELETE", f"/v1/bridge/session/{session}")
+
+    def commit(self, session: str, policy_version: int) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/commit", {"session": session, "policy_version": policy_version})
+
+    def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
+        """vLLM's log-probability of each prompt token but the first."""
+        body = {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        reply = self._call("POST", "/v1/generate", body)
+        return [position[str(token)] for token, position in zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)]
+
+    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, raise_transport: bool = False) -> dict[str, Any]:
+        try:
+            reply = self._http.request(method, self.url + path, json=body, timeout=(5, self._timeout_s))
+        except requests.RequestException as error:
+            if raise_transport:
+                raise
+            raise BridgeError(f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit {self._timeout_s:.0f} s); see its log") from error
+        if reply.status_code == 404 and path == "/v1/bridge/status":
+            raise BridgeError(f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py")
+        if reply.status_code >= 400:
+            raise BridgeError(f"the vLLM server at {self.url} refused {method} {path} ({reply.status_code}): {_reason(reply)}")
+        content: dict[str, Any] = reply.json()
+        return content
+
+
+def _reason(reply: requests.Response) -> str:
+    """The sentence in vLLM's or FastAPI's error body."""
+    try:
+        content = reply.json()
+    except requests.JSONDecodeError:
+        return reply.text[:300]
+    error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -1,0 +1,107 @@
+"""Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that receives.
+
+    wire image (whole tensors)   ──direct, TP=1──▶  staging arena  ──commit──▶  live
+                 └── scratch ── this rank's shards ──▲
+
+On a CPU a commit exchanges the two: parameters are re-pointed, no byte moves, and the former live buffer becomes the next
+staging. On a GPU captured graphs hold addresses, so a commit copies staging into the live tensors. Memory: the rank's weights
+twice once a trainer has joined.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from vllm_patching.mapping import Shard
+from vllm_patching.protocol import Bucket, Manifest, align
+
+
+class Arena:
+    """The live parameters of one rank, and the making and committing of staging buffers for them."""
+
+    def __init__(self, model: nn.Module, manifest: Manifest, shards: list[Shard]) -> None:
+        self._parameters = dict(model.named_parameters())
+        self.manifest = manifest
+        self.shards = {shard.name: shard for shard in shards}
+        self.offsets: dict[str, int] = {}
+        self.nbytes = 0
+        for name, parameter in self._parameters.items():
+            self.offsets[name] = align(self.nbytes)
+            self.nbytes = self.offsets[name] + parameter.numel() * parameter.element_size()
+        self.device = next(iter(self._parameters.values())).device
+        self._live: torch.Tensor | None = None
+        if self.device.type == "cpu":
+            self._live = self._copy_of_live()
+            self._point_at(self._live)
+
+    def make_staging(self) -> "Staging":
+        """A buffer as large as the rank's weights, filled with the live ones so that padding rows stay what they are."""
+        return Staging(self, self._copy_of_live())
+
+    def commit(self, staging: "Staging") -> float:
+        """Make the staged weights the live ones; seconds taken. Called between forward steps only."""
+        start = time.perf_counter()
+        if self._live is None:
+            for name, view in self.views(staging.buffer).items():
+                self._parameters[name].data.copy_(view)
+            torch.cuda.synchronize(self.device)
+        else:
+            self._point_at(staging.buffer)
+            self._live, staging.buffer = staging.buffer, self._live
+        return time.perf_counter() - start
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each parameter of this rank, by vLLM's name, as a view into `buffer` (flat uint8 [nbytes])."""
+        views = {}
+        for name, parameter in self._parameters.items():
+            start = self.offsets[name]
+            flat = buffer[start : start + parameter.numel() * parameter.element_size()]
+            views[name] = flat.view(parameter.dtype).view(parameter.shape)
+        return views
+
+    def _copy_of_live(self) -> torch.Tensor:
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        for name, view in self.views(buffer).items():
+            view.copy_(self._parameters[name].data)
+        return buffer
+
+    def _point_at(self, buffer: torch.Tensor) -> None:
+        for name, view in self.views(buffer).items():
+            self._parameters[name].data = view
+
+
+class Staging:
+    """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no other."""
+
+    def __init__(self, arena: Arena, buffer: torch.Tensor) -> None:
+        self._arena = arena
+        self.buffer = buffer
+
+    def receive(self, bucket: Bucket, broadcast: Callable[[torch.Tensor], None]) -> None:
+        """Receive one bucket; `broadcast` fills a flat uint8 buffer [end - start]."""
+        start = self._direct_offset(bucket)
+        if start is not None:
+            broadcast(self.buffer[start : start + bucket.end - bucket.start])
+            return
+        scratch = torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self.buffer.device)
+        broadcast(scratch)
+        views = self._arena.views(self.buffer)
+        for tensor in bucket.tensors:
+            shard = self._arena.shards[tensor.name]
+            target = views[shard.vllm_name]
+            offset = tensor.offset - bucket.start
+            whole = scratch[offset : offset + tensor.nbytes].view(target.dtype).view(tensor.shape)
+            target.narrow(shard.dim, shard.start, shard.length).copy_(whole.narrow(shard.dim, shard.full_start, shard.length))
+
+    def _direct_offset(self, bucket: Bucket) -> int | None:
+        """Where in the arena the whole bucket lands byte for byte, or None if it must be taken apart."""
+        places = set()
+        for tensor in bucket.tensors:
+            shard = self._arena.shards[tensor.name]
+            if not shard.whole:
+                return None
+            row_bytes = tensor.nbytes // tensor.shape[0]
+            places.add(self._arena.offsets[shard.vllm_name] + shard.start * row_bytes - (tensor.offset - bucket.start))
+        return places.pop() if len(places) == 1 else None

@@ -1,0 +1,118 @@
+"""Our routes inside vLLM's own OpenAI server, mounted through its endpoint-plugin hook.
+
+    GET    /v1/bridge/status                  policy version, session, lease, every worker's updater
+    GET    /v1/bridge/manifest                what vLLM holds, in wire order
+    POST   /v1/bridge/session                 a trainer offers a session           409 if another one lives
+    POST   /v1/bridge/session/{id}/heartbeat  sign of life, renews the lease       404 if it is not the current one
+    DELETE /v1/bridge/session/{id}            orderly leave
+    POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
+    POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
+
+`/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself.
+"""
+
+import asyncio
+import hmac
+from argparse import Namespace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from vllm_patching import compat
+from vllm_patching.bridge_state import BridgeConflict, BridgeState
+from vllm_patching.generate import GenerateError, run_generate
+
+log = compat.init_logger("vllm.atropos_bridge")
+
+
+class BridgeEndpoints:
+    """vLLM's `EndpointPlugin` contract; enabled by naming `atropos_bridge_http` in VLLM_PLUGINS (the launcher does)."""
+
+    name = "atropos_bridge_http"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(bridge_routes())
+        app.include_router(generate_routes())
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        enabled = "atropos_bridge" in (args.additional_config or {})
+        state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled)
+        state.generate_keys = [key for key in (args.api_key or []) if key]
+        await state.bridge.start()
+        log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if enabled else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1")
+
+
+def _bridge(request: Request) -> BridgeState:
+    state: BridgeState = request.app.state.bridge
+    if not state.enabled:
+        raise HTTPException(409, "the weight bridge is off: start the server with VLLM_ENABLE_SHARED_WEIGHTS=1")
+    return state
+
+
+Bridge = Annotated[BridgeState, Depends(_bridge)]
+
+
+def bridge_routes() -> APIRouter:
+    """Routes under /v1/bridge; a conflict with the session's rules is a 409 with the reason."""
+    router = APIRouter(prefix="/v1/bridge", tags=["bridge"])
+
+    @router.get("/status")
+    async def status(request: Request) -> dict[str, Any]:
+        state: BridgeState = request.app.state.bridge
+        return await state.status()
+
+    @router.get("/manifest")
+    async def manifest(bridge: Bridge) -> dict[str, Any]:
+        return await bridge.manifest()
+
+    @router.post("/session")
+    async def open_session(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        return await _or_conflict(bridge.open(offer))
+
+    @router.post("/session/{session}/heartbeat")
+    async def heartbeat(bridge: Bridge, session: str) -> dict[str, Any]:
+        return await _or_conflict(bridge.heartbeat(session))
+
+    @router.delete("/session/{session}")
+    async def close_session(bridge: Bridge, session: str) -> dict[str, Any]:
+        return await _or_conflict(bridge.close(session))
+
+    @router.post("/commit")
+    async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> dict[str, Any]:
+        # shielded: a trainer that hangs up in the middle must not leave the engine paused
+        return await _or_conflict(asyncio.shield(asyncio.create_task(bridge.commit(session, policy_version))))
+
+    return router
+
+
+async def _or_conflict(act: Any) -> dict[str, Any]:
+    try:
+        return await act
+    except BridgeConflict as conflict:
+        raise HTTPException(conflict.status, str(conflict)) from conflict
+
+
+def generate_routes() -> APIRouter:
+    """The ancestor's /generate, also under /v1."""
+    router = APIRouter(tags=["generate"])
+
+    @router.post("/generate")
+    @router.post("/v1/generate")
+    async def generate(request: Request, body: Annotated[dict[str, Any], Body()]) -> JSONResponse:
+        _check_key(request)
+        try:
+            reply = await run_generate(request, body)
+        except GenerateError as error:
+            raise HTTPException(error.status, str(error)) from error
+        return JSONResponse(reply)
+
+    return router
+
+
+def _check_key(request: Request) -> None:
+    keys: list[str] = request.app.state.generate_keys
+    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
+        raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")

@@ -1,0 +1,101 @@
+"""`/generate`: token ids in, token ids, log-probabilities and policy versions out; nothing is tokenised twice.
+
+Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "prompt_logprobs": k, ...any vLLM sampling parameter}
+Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
+           "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
+           "policy_versions": [[first, last] per sequence]}
+"""
+
+import asyncio
+import difflib
+import uuid
+from typing import Any
+
+from fastapi import Request
+
+from vllm_patching import compat
+
+_OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
+
+
+class GenerateError(RuntimeError):
+    """A request that cannot be served; `status` is the HTTP code."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises GenerateError."""
+    prompt = _prompt(body)
+    params = _sampling_params(body)
+    generating = asyncio.create_task(_final_output(request.app.state.bridge._engine, prompt, params))
+    hung_up = asyncio.create_task(_disconnected(request))
+    done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+    if generating not in done:
+        generating.cancel()
+        raise GenerateError("the client closed the connection", 499)
+    hung_up.cancel()
+    try:
+        output = generating.result()
+    except ValueError as error:  # vLLM's verdict on the prompt, e.g. longer than --max-model-len
+        raise GenerateError(str(error), 400) from error
+    return _reply(output, params, request.app.state.bridge.policy_version)
+
+
+def _prompt(body: dict[str, Any]) -> Any:
+    prompt = body.get("prompt", body)
+    if isinstance(prompt, str):
+        return prompt
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise GenerateError("prompt must be a string or {'prompt_token_ids': [non-negative ints]}", 422)
+    return {"prompt_token_ids": ids}
+
+
+def _sampling_params(body: dict[str, Any]) -> Any:
+    known = compat.SamplingParams.__struct_fields__
+    chosen = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
+    for key in chosen:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            raise GenerateError(f"unknown sampling parameter {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""), 422)
+    try:
+        return compat.SamplingParams(**{**chosen, "output_kind": compat.RequestOutputKind.FINAL_ONLY})
+    except (ValueError, TypeError) as error:
+        raise GenerateError(str(error), 422) from error
+
+
+async def _final_output(engine: Any, prompt: Any, params: Any) -> Any:
+    output = None
+    async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}"):
+        pass
+    return output
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _reply(output: Any, params: Any, policy_version: int) -> dict[str, Any]:
+    reply: dict[str, Any] = {
+        "text": [sequence.text for sequence in output.outputs],
+        "prompt": output.prompt,
+        "finish_reasons": [sequence.finish_reason for sequence in output.outputs],
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "token_ids": [list(sequence.token_ids) for sequence in output.outputs],
+        "policy_versions": [compat.policy_versions(sequence, policy_version) for sequence in output.outputs],
+    }
+    if params.logprobs is not None:
+        reply["logprobs"] = [[[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs]
+    if params.prompt_logprobs is not None:
+        reply["prompt_logprobs"] = [
+            None if position is None else {str(token): entry.logprob for token, entry in position.items()} for position in output.prompt_logprobs
+        ]
+    return reply
+
+
+def _sampled(sequence: Any) -> list[tuple[int, Any]]:
+    return [(token, position[token]) for token, position in zip(sequence.token_ids, sequence.logprobs, strict=True)]

@@ -1,0 +1,114 @@
+"""vLLM's fused, tensor-parallel parameters as Hugging Face tensors. Pure inspection of a loaded model; nothing is moved.
+
+Rules for unquantised layers (each checked by log-probabilities with TP 1 and 2):
+    QKVParallelLinear          rows q | k | v of this rank; k/v block chosen by rank // num_kv_head_replicas
+    MergedColumnParallelLinear rows gate | up, each 1/TP
+    ColumnParallelLinear       rows 1/TP            RowParallelLinear   columns 1/TP (its bias is replicated)
+    VocabParallelEmbedding     the rank's vocabulary rows, padding excluded         everything else   replicated
+A tied output head is the same parameter as the embedding and appears once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vllm_patching import compat
+from vllm_patching.protocol import DTYPE_BYTES, Manifest, lay_out
+
+
+class UnsupportedModel(RuntimeError):
+    """A parameter that the bridge cannot express; the message names it and why."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where one Hugging Face tensor lives on this rank: `length` rows or columns of a vLLM parameter."""
+
+    name: str  # Hugging Face
+    vllm_name: str
+    dim: int  # sharded dimension: 0 rows, 1 columns
+    start: int  # within the vLLM parameter of this rank
+    length: int
+    full_start: int  # within the whole Hugging Face tensor
+    full_shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.length == self.full_shape[self.dim]
+
+
+def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
+    """Every shard of this rank in vLLM's parameter order. Raises UnsupportedModel."""
+    packed = model.packed_modules_mapping
+    found: list[Shard] = []
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            full_name = f"{module_name}.{leaf}" if module_name else leaf
+            _check(full_name, parameter)
+            found.extend(_shards(full_name, module_name, leaf, module, parameter, packed, tp_rank, tp_size))
+    return found
+
+
+def manifest_of(model: nn.Module, model_name: str, shards: list[Shard], tp_size: int) -> Manifest:
+    """The wire image: whole Hugging Face tensors in vLLM's parameter order, the parts of a fused parameter adjacent."""
+    dtypes = {name: _dtype(parameter) for name, parameter in model.named_parameters()}
+    parts: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
+    for shard in shards:
+        parts.setdefault(shard.vllm_name, []).append((shard.name, shard.full_shape, dtypes[shard.vllm_name]))
+    tensors = tuple(lay_out(list(parts.items())))
+    return Manifest(model_name, tp_size, tensors[-1].offset + tensors[-1].nbytes, tensors)
+
+
+def _dtype(parameter: torch.Tensor) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _check(name: str, parameter: torch.Tensor) -> None:
+    if _dtype(parameter) not in DTYPE_BYTES:
+        raise UnsupportedModel(f"{name} is {_dtype(parameter)}: the bridge carries {sorted(DTYPE_BYTES)} only; serve an unquantised model")
+    if parameter.numel() == 0:
+        raise UnsupportedModel(f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py")
+
+
+def _shards(
+    full_name: str, module_name: str, leaf: str, module: nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]], tp_rank: int, tp_size: int
+) -> Iterator[Shard]:
+    shape = tuple(parameter.shape)
+    parent, _, module_leaf = module_name.rpartition(".")
+
+    def rows(name: str, start: int, length: int, full_length: int, full_start: int) -> Shard:
+        return Shard(name, full_name, 0, start, length, full_start, (full_length, *shape[1:]))
+
+    if isinstance(module, compat.QKVParallelLinear):
+        size = module.head_size
+        kv_rank = tp_rank // module.num_kv_head_replicas
+        blocks = (
+            (module.num_heads * size, module.total_num_heads * size, tp_rank),
+            (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank),
+            (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank),
+        )
+        start = 0
+        for part, (length, full_length, block) in zip(packed[module_leaf], blocks, strict=True):
+            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, block * length)
+            start += length
+    elif isinstance(module, compat.MergedColumnParallelLinear):
+        start = 0
+        for part, full_length in zip(packed[module_leaf], module.output_sizes, strict=True):
+            length = full_length // tp_size
+            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, tp_rank * length)
+            start += length
+    elif isinstance(module, compat.ColumnParallelLinear):
+        yield rows(full_name, 0, shape[0], shape[0] * tp_size, tp_rank * shape[0])
+    elif isinstance(module, compat.RowParallelLinear) and leaf == "weight":
+        yield Shard(full_name, full_name, 1, 0, shape[1], tp_rank * shape[1], (shape[0], shape[1] * tp_size))
+    elif isinstance(module, compat.VocabParallelEmbedding):
+        first, last = module.shard_indices.org_vocab_start_index, module.shard_indices.org_vocab_end_index
+        yield rows(full_name, 0, last - first, module.org_vocab_size, first)
+    else:
+        yield rows(full_name, 0, shape[0] if shape else 1, shape[0] if shape else 1, 0)

@@ -1,0 +1,166 @@
+"""The protocol of the broadcast bridge, in one place. Imports neither vLLM nor torch nor the trainer.
+
+    trainer                                vLLM server (API process)            worker r (updater thread)
+       │ GET  /v1/bridge/manifest  ───────────▶│  what each parameter is               │
+       │ TCPStore listens                      │                                       │
+       │ POST /v1/bridge/session   ───────────▶│── open_session ──────────────────────▶│ manifest digest compared
+       │        ◀──────────────── Gloo (and NCCL) group: trainer rank 0, workers 1..TP ┤ joins once, never rejoins
+       │ store[go/k] = version                 │                                       │
+       │ bucket 0, bucket 1, ... broadcast  ──────────────────────────────────────────▶│ into the staging arena
+       │        ◀────────────────────────────────────────────────── store[ack/k/r] ────┤
+       │ POST /v1/bridge/commit    ───────────▶│ pause(keep) → apply on all ranks      │
+       │        ◀───── stall, apply ───────────│ → set version → resume                │
+
+Invariants
+- A session is one trainer start: a random id that no other process can guess. A worker joins it once; after any failure the
+  session is dead and only a new one can go on. Serving goes on with the last committed weights.
+- Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
+- The first commit of a session may set any policy version (a resumed trainer); after that it rises by exactly one.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DATA_BACKENDS = ("gloo", "nccl")
+
+
+class ManifestMismatch(ValueError):
+    """Trainer and vLLM do not hold the same model; the message names the first difference."""
+
+
+@dataclass(frozen=True)
+class WireTensor:
+    """One Hugging Face tensor as it travels: whole (never a TP shard), row-major, at `offset` bytes of the wire image."""
+
+    name: str  # Hugging Face name, e.g. model.layers.0.self_attn.q_proj.weight
+    shape: tuple[int, ...]
+    dtype: str  # a key of DTYPE_BYTES: the dtype vLLM holds, so the trainer casts
+    vllm_name: str  # the parameter it becomes part of, e.g. model.layers.0.self_attn.qkv_proj.weight
+    offset: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive tensors sent by one broadcast: bytes [start, end) of the wire image."""
+
+    start: int
+    end: int
+    tensors: tuple[WireTensor, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What vLLM holds and in which order it expects to receive it; identical on every rank."""
+
+    model: str
+    tp_size: int
+    nbytes: int
+    tensors: tuple[WireTensor, ...]
+
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes, order and offsets."""
+        rows = [[t.name, list(t.shape), t.dtype, t.offset] for t in self.tensors]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    def buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """Whole tensors grouped up to `bucket_bytes`; a larger tensor is a bucket of its own."""
+        groups: list[list[WireTensor]] = []
+        for tensor in self.tensors:
+            if groups and tensor.offset + tensor.nbytes - groups[-1][0].offset <= bucket_bytes:
+                groups[-1].append(tensor)
+            else:
+                groups.append([tensor])
+        return [Bucket(group[0].offset, group[-1].offset + group[-1].nbytes, tuple(group)) for group in groups]
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict) -> "Manifest":
+        """Raises KeyError or TypeError when `data` is not a manifest."""
+        tensors = tuple(WireTensor(t["name"], tuple(t["shape"]), t["dtype"], t["vllm_name"], t["offset"]) for t in data["tensors"])
+        return Manifest(data["model"], data["tp_size"], data["nbytes"], tensors)
+
+
+@dataclass(frozen=True)
+class SessionOffer:
+    """What a trainer posts to open a session: where its store listens and what both sides must agree on."""
+
+    session: str
+    address: str
+    port: int
+    world_size: int  # 1 trainer rank + TP workers
+    backend: str  # data group: gloo | nccl
+    manifest_digest: str
+    bucket_bytes: int
+    timeout_s: float  # deadline of each collective and of each store wait
+    lease_s: float  # how long the session lives without a sign of life from the trainer
+    trainer: str  # host:pid, for messages
+
+    @staticmethod
+    def from_json(data: dict) -> "SessionOffer":
+        """Raises ValueError naming the field that is missing, unknown or out of range."""
+        fields = SessionOffer.__dataclass_fields__
+        if wrong := sorted(set(fields) ^ set(data)):
+            raise ValueError(f"session offer: missing or unknown fields {wrong}; expected {sorted(fields)}")
+        offer = SessionOffer(**data)
+        if offer.backend not in DATA_BACKENDS:
+            raise ValueError(f"session offer: backend {offer.backend!r} is none of {DATA_BACKENDS}")
+        if not 0 < offer.port < 65536 or offer.world_size < 2 or offer.bucket_bytes < 1 or not 0 < offer.timeout_s <= 3600 or not 0 < offer.lease_s <= 3600:
+            raise ValueError(f"session offer: port, world_size, bucket_bytes, timeout_s or lease_s out of range: {data}")
+        return offer
+
+
+def go_key(sequence: int) -> str:
+    """Store key under which the trainer announces transfer number `sequence` of the session."""
+    return f"go/{sequence}"
+
+
+def ack_key(sequence: int, rank: int) -> str:
+    """Store key under which worker `rank` (0..TP-1) reports that transfer `sequence` is staged."""
+    return f"ack/{sequence}/{rank}"
+
+
+def join_key(rank: int) -> str:
+    """Store key under which worker `rank` reports that it is in the group."""
+    return f"join/{rank}"
+
+
+GOODBYE = "goodbye"  # value of go_key when the trainer leaves in an orderly way
+
+
+def align(offset: int) -> int:
+    return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def lay_out(parts: Sequence[tuple[str, Sequence[tuple[str, tuple[int, ...], str]]]]) -> Iterator[WireTensor]:
+    """Offsets for `(vllm_name, [(hf_name, shape, dtype), ...])`: parts of one fused parameter touch, parameters are aligned."""
+    offset = 0
+    for vllm_name, tensors in parts:
+        offset = align(offset)
+        for name, shape, dtype in tensors:
+            tensor = WireTensor(name, shape, dtype, vllm_name, offset)
+            offset += tensor.nbytes
+            yield tensor
+
+
+def compare(manifest: Manifest, trainer: dict[str, tuple[int, ...]]) -> None:
+    """Raise ManifestMismatch unless the trainer's tensors (name -> shape, tied ones once) are exactly the manifest's."""
+    mapped = sum(trainer.get(t.name) == t.shape for t in manifest.tensors)
+    where = f"{mapped}/{len(manifest.tensors)} tensors agree; vLLM serves {manifest.model!r}. Start both with the same model"
+    for tensor in manifest.tensors:
+        if tensor.name not in trainer:
+            raise ManifestMismatch(f"vLLM holds {tensor.name} {list(tensor.shape)}, the trainer does not ({where})")
+        if trainer[tensor.name] != tensor.shape:
+            raise ManifestMismatch(f"{tensor.name}: vLLM holds {list(tensor.shape)}, the trainer {list(trainer[tensor.name])} ({where})")
+    if extra := sorted(set(trainer) - {t.name for t in manifest.tensors}):
+        raise ManifestMismatch(f"the trainer holds {extra[0]} {list(trainer[extra[0]])}, vLLM does not; {len(extra)} such ({where})")

@@ -1,0 +1,80 @@
+"""Process groups over which weight bytes travel; used by the trainer (rank 0) and by each updater thread (rank 1 + TP rank).
+
+The groups are built directly on a TCPStore: torch.distributed's default group, which vLLM uses for tensor parallelism, is never
+touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an NCCL group on GPUs.
+"""
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+CHUNK_BYTES = 16 << 20  # of one broadcast; measured best for Gloo over loopback
+
+
+class TransportError(RuntimeError):
+    """A peer died, went silent past its deadline, or could not be reached."""
+
+
+@dataclass
+class Groups:
+    """One session's groups. `close` is final: a failed group is never used again."""
+
+    control: dist.ProcessGroup
+    data: dist.ProcessGroup
+    backend: str
+
+    def barrier(self) -> None:
+        self.control.barrier().wait()
+
+    def broadcast(self, buffer: torch.Tensor) -> None:
+        """Send (rank 0) or receive `buffer`: flat uint8 [nbytes]. Raises RuntimeError on a dead or silent peer."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        for chunk in buffer.split(CHUNK_BYTES):
+            self.data.broadcast([chunk], options).wait()
+
+    def close(self) -> None:
+        if self.backend == "nccl":
+            self.data.abort()
+
+
+def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
+    """The trainer's store, bound to `address` only (port 0 = any free one), and its port. Raises TransportError if taken."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise TransportError(f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port or 0 for any free one") from error
+    listener.listen()
+    bound = listener.getsockname()[1]
+    store = dist.TCPStore(
+        address, bound, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, bound
+
+
+def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A worker's connection to the trainer's store."""
+    return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds."""
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, timedelta(seconds=timeout_s))
+
+
+def make_data_group(
+    control: dist.ProcessGroup, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str
+) -> dist.ProcessGroup:
+    """The group that carries weights: `control` itself for gloo, a group of its own for nccl."""
+    if backend == "gloo":
+        return control
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupNCCL(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, options)

@@ -1,0 +1,158 @@
+"""The thread that receives weights inside a vLLM worker, one a worker: `WeightUpdater_TP{r}`.
+
+It only ever writes a staging buffer; live parameters change in `take`, which the worker calls between two forward steps. The
+thread waits for sessions offered through the guarded HTTP endpoint, so it connects to nobody by itself. A failed session is
+dropped with its buffer; if its thread hangs in a collective, a new thread of the same name serves the next session and the old
+one ends at its deadline without touching anything.
+"""
+
+import queue
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from vllm_patching import transport
+from vllm_patching.arena import Arena, Staging
+from vllm_patching.compat import init_logger
+from vllm_patching.protocol import GOODBYE, SessionOffer, ack_key, go_key, join_key
+
+log = init_logger("vllm.atropos_bridge")
+
+IDLE_POLL_S = 5.0  # a store wait that times out poisons nothing, unlike a collective
+
+
+@dataclass
+class UpdaterStatus:
+    """What this worker's updater is doing, as `/v1/bridge/status` shows it."""
+
+    rank: int
+    state: str = "idle"  # idle | joining | joined | receiving | staged | failed
+    session: str | None = None
+    staged_version: int | None = None
+    receive_s: float | None = None
+    error: str | None = None
+
+
+@dataclass
+class _Staged:
+    session: str
+    version: int
+    staging: Staging
+
+
+class WeightUpdater:
+    """Owns the thread and the staged weights of one worker (`rank` = its TP rank)."""
+
+    def __init__(self, arena: Arena, rank: int) -> None:
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._staged: _Staged | None = None
+        self._status = UpdaterStatus(rank)
+        self._offers: queue.Queue[SessionOffer] = queue.Queue()
+        self._start_thread()
+
+    @property
+    def thread_name(self) -> str:
+        return f"WeightUpdater_TP{self._status.rank}"
+
+    def status(self) -> dict[str, object]:
+        return asdict(self._status)
+
+    def open(self, offer: SessionOffer) -> None:
+        """Join `offer` in the background; whatever an earlier session had staged is dropped."""
+        with self._lock:
+            self._staged = None
+            if self._status.state in ("joining", "joined", "receiving", "staged"):
+                log.info("Session %s replaces %s", offer.session, self._status.session)
+                self._start_thread()
+            self._status = UpdaterStatus(self._status.rank, "joining", offer.session)
+            self._offers.put(offer)
+
+    def take(self, session: str, version: int) -> Staging | None:
+        """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
+        with self._lock:
+            staged = self._staged
+            return staged.staging if staged and (staged.session, staged.version) == (session, version) else None
+
+    def committed(self) -> None:
+        with self._lock:
+            self._staged = None
+            self._status.state = "joined"
+
+    def _start_thread(self) -> None:
+        self._offers = queue.Queue()
+        threading.Thread(target=self._run, args=(self._offers,), name=self.thread_name, daemon=True).start()
+
+    def _run(self, offers: "queue.Queue[SessionOffer]") -> None:
+        while offers is self._offers:
+            offer = offers.get()
+            try:
+                self._serve(offer)
+            except (RuntimeError, OSError) as error:  # torch.distributed raises RuntimeError for dead and silent peers
+                self._fail(offer, error)
+
+    def _serve(self, offer: SessionOffer) -> None:
+        rank = self._status.rank
+        peer = f"{offer.address}:{offer.port}"
+        log.info("Joining session %s of trainer %s at %s as rank %d of %d, at most %.0f s", offer.session, offer.trainer, peer, rank + 1, offer.world_size, offer.timeout_s)
+        start = time.monotonic()
+        staging = self._arena.make_staging()
+        store = transport.join_store(offer.address, offer.port, offer.timeout_s)
+        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
+        data = transport.make_data_group(control, store, offer.session, rank + 1, offer.world_size, offer.timeout_s, offer.backend)
+        groups = transport.Groups(control, data, offer.backend)
+        store.set(join_key(rank), "1")
+        groups.barrier()
+        self._show(offer, "joined")
+        log.info("Joined session %s after %.1f s; receiving in buckets of %.0f MiB", offer.session, time.monotonic() - start, offer.bucket_bytes / 2**20)
+        buckets = self._arena.manifest.buckets(offer.bucket_bytes)
+        sequence = 0
+        while (version := self._next_version(store, offer, sequence)) is not None:
+            self._show(offer, "receiving")
+            log.info("Receiving policy version %d (%.1f MB, %d buckets) from %s, at most %.0f s a bucket", version, self._arena.manifest.nbytes / 1e6, len(buckets), peer, offer.timeout_s)
+            begun = time.perf_counter()
+            for bucket in buckets:
+                staging.receive(bucket, groups.broadcast)
+            if staging.buffer.is_cuda:
+                torch.cuda.current_stream(staging.buffer.device).synchronize()
+            seconds = time.perf_counter() - begun
+            with self._lock:
+                if self._status.session != offer.session:
+                    raise RuntimeError(f"session {offer.session} was replaced while it was receiving")
+                self._staged = _Staged(offer.session, version, staging)
+                self._status = UpdaterStatus(rank, "staged", offer.session, version, round(seconds, 4))
+            log.info("Staged policy version %d after %.3f s", version, seconds)
+            store.set(ack_key(sequence, rank), f"{seconds:.6f}")
+            sequence += 1
+        groups.close()
+        log.info("Trainer %s closed session %s in an orderly way", offer.trainer, offer.session)
+        self._show(offer, "idle")
+
+    def _next_version(self, store: dist.TCPStore, offer: SessionOffer, sequence: int) -> int | None:
+        """Block until the trainer announces transfer `sequence`; None when it says goodbye or the session was replaced."""
+        while self._status.session == offer.session:
+            try:
+                store.wait([go_key(sequence)], timedelta(seconds=IDLE_POLL_S))
+            except dist.DistStoreError:  # nothing announced yet
+                continue
+            announced = store.get(go_key(sequence)).decode()
+            return None if announced == GOODBYE else int(announced)
+        return None
+
+    def _show(self, offer: SessionOffer, state: str) -> None:
+        with self._lock:
+            if self._status.session == offer.session:
+                self._status.state = state
+
+    def _fail(self, offer: SessionOffer, error: Exception) -> None:
+        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        log.warning("Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may join", offer.session, offer.trainer, message)
+        with self._lock:
+            if self._status.session == offer.session:
+                self._staged = None
+                self._status.state = "failed"
+                self._status.error = message
