@@ -31,7 +31,7 @@ class _Unreachable(Exception):
 
 
 class ApiClient:
-    """One trainer's session with the batching API. `registration` is the body of /register, kept for re-registering."""
+    """One trainer's session with the batching API. `registration` is the body of /register without `starting_step`."""
 
     def __init__(self, url: str, registration: dict[str, Any], *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
         self.url = url.rstrip("/")
@@ -39,14 +39,16 @@ class ApiClient:
         self._patience_s = patience_s
         self._sleep = sleep
         self._session = requests.Session()
+        self._session.trust_env = False  # a proxy of the environment does not reach loopback
         self._progress: tuple[int, int] | None = None  # step and policy version last reported
 
     def wait_until_up(self) -> None:
         """Return when GET /info answers. Raises ApiError after `patience_s` seconds."""
         self._patiently("GET", "/info", what="the batching API")
 
-    def register(self) -> None:
-        """POST /register: from now on environments may join."""
+    def register(self, starting_step: int) -> None:
+        """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps already done."""
+        self._registration["starting_step"] = starting_step
         self._patiently("POST", "/register", self._registration, what="registration")
 
     def fetch_batch(self, timeout_s: float) -> list[dict[str, Any]]:
@@ -93,7 +95,12 @@ class ApiClient:
                     pause = min(pause * 1.5, POLL_LAST_S)
                     results, pending = self._evaluations(policy_version)
             if pending:
-                log.warning("Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)", policy_version, ", ".join(pending), deadline_s)
+                log.warning(
+                    "Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
+                    policy_version,
+                    ", ".join(pending),
+                    deadline_s,
+                )
         accuracies = [result["accuracy"] for result in results if result["accuracy"] is not None]
         return sum(accuracies) / len(accuracies) if accuracies else None
 
@@ -106,9 +113,7 @@ class ApiClient:
         return reply["results"], reply["pending"]
 
     def _register_again(self) -> None:
-        if self._progress is not None:
-            self._registration["starting_step"] = self._progress[0]
-        self.register()
+        self.register(self._progress[0] if self._progress else self._registration.get("starting_step", 0))
         if self._progress is not None:
             self.report_step(*self._progress)
 
@@ -151,7 +156,9 @@ class ApiClient:
         except orjson.JSONDecodeError as error:
             raise ApiError(f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})") from error
         if not isinstance(content, dict):
-            raise ApiError(f"{method} {self.url}{path} answered {type(content).__name__} where an object was expected; is --atropos-url the batching API?")
+            raise ApiError(
+                f"{method} {self.url}{path} answered {type(content).__name__} instead of an object; is --atropos-url the batching API?"
+            )
         return content
 
 

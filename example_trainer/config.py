@@ -28,13 +28,17 @@ class TrainerConfig(Config):
         description="master weights; bfloat16 ones lose most updates at RL learning rates, the bridge casts to what vLLM serves",
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 leaves PyTorch's choice")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass: less memory, about a third more time")
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in the backward pass: less memory, about a third more time"
+    )
 
     # --- optimization ------------------------------------------------------------------------------------------------
     training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="sequences per accumulation slot")
     gradient_accumulation_steps: int = Field(
-        32, ge=1, description="slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the micro-batches"
+        32,
+        ge=1,
+        description="slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the micro-batches",
     )
     micro_batch_tokens: int = Field(4096, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone")
     logits_chunk_mb: int = Field(128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies")
@@ -42,7 +46,9 @@ class TrainerConfig(Config):
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
     optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field("adamw", description="adamw is PyTorch's fused AdamW on float32 states")
-    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field((0.9, 0.999), description="AdamW's betas")
+    adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="AdamW's betas"
+    )
     adam_eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this L2 norm")
@@ -62,7 +68,9 @@ class TrainerConfig(Config):
     eval_deadline: float = Field(300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits")
 
     # --- weight bridge -----------------------------------------------------------------------------------------------
-    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = Field("none", description="how new weights reach vLLM")
+    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = Field(
+        "none", description="how new weights reach vLLM"
+    )
     use_shared_memory: bool = Field(False, description="shared_vllm by broadcast to vLLM's weight updater threads")
     single_copy: bool = Field(False, description="shared_vllm with one copy of the weights")
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
@@ -74,9 +82,13 @@ class TrainerConfig(Config):
     )
     master_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one", json_schema_extra={"env": "MASTER_PORT"})
     num_inference_nodes: int = Field(
-        0, ge=0, description="machines vLLM runs on beside this one; 0 is this machine alone", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
+        0,
+        ge=0,
+        description="machines vLLM runs on beside this one; 0 is this machine alone",
+        json_schema_extra={"env": "NUM_INFERENCE_NODES"},
     )
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
+    bridge_lease_s: float = Field(30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge")
     bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
     parity_tolerance: float = Field(
         0.05, gt=0, description="largest difference allowed between vLLM's and the trainer's log-probabilities after the first syncs"
@@ -86,7 +98,9 @@ class TrainerConfig(Config):
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`")
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
     keep_checkpoints: int = Field(2, ge=0, description="newest step_N/ folders to keep; 0 keeps all")
-    resume: str | None = Field(None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start")
+    resume: str | None = Field(
+        None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start"
+    )
     log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
     metrics_path: Path | None = Field(None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl")
     use_wandb: bool = Field(False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases")

@@ -27,7 +27,9 @@ class TokenLosses:
     clipped: Tensor  # bool: the clipped branch was taken, so the token has no policy gradient
 
 
-def token_losses(logprobs: Tensor, entropy: Tensor, sampler: Tensor, advantages: Tensor, reference: Tensor | None, settings: LossSettings) -> TokenLosses:
+def token_losses(
+    logprobs: Tensor, entropy: Tensor, sampler: Tensor, advantages: Tensor, reference: Tensor | None, settings: LossSettings
+) -> TokenLosses:
     """Clipped surrogate, plus `kl_coef` times the KL to `reference`, minus `entropy_coef` times the entropy."""
     ratio = (logprobs - sampler).exp()
     policy, clipped = clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)

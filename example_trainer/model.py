@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from example_trainer.errors import TrainerError
 from example_trainer.packed_attention import PACKED_SDPA
-from example_trainer.policy import trained_hidden
 from example_trainer.packing import MicroBatch
+from example_trainer.policy import trained_hidden
 
 
 class ModelError(TrainerError):
@@ -30,7 +30,7 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler has none: dropout would turn the probability ratio into noise
-    model.to(device).train()
+    nn.Module.to(model, device).train()
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -66,8 +66,8 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     limit = 1e-3 * max(1.0, expected.abs().max().item())
     if not difference <= limit:
         raise ModelError(
-            f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g} (limit {limit:.3g}) from "
-            "its own forward pass; architectures that reshape logits or attend across positions in other ways than Llama and Qwen are not supported"
+            f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g} (limit {limit:.3g}) "
+            "from its own forward pass; only architectures with the attention and the plain head of Llama and Qwen are supported"
         )
 
 

@@ -35,7 +35,10 @@ def make_scheduler(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
 
 
 def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> float:
-    """Clip, step and clear the accumulated gradients; the L2 norm before clipping. Raises TrainerError, weights unchanged, if it is not finite."""
+    """Clip, step and clear the accumulated gradients; the L2 norm before clipping.
+
+    Raises TrainerError, with the weights unchanged, if it is not finite.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):

@@ -56,7 +56,12 @@ class _Sums:
 
 
 def batch_gradients(
-    model: PreTrainedModel, batches: Sequence[MicroBatch], settings: LossSettings, *, reference: PreTrainedModel | None = None, chunk_mb: int = 128
+    model: PreTrainedModel,
+    batches: Sequence[MicroBatch],
+    settings: LossSettings,
+    *,
+    reference: PreTrainedModel | None = None,
+    chunk_mb: int = 128,
 ) -> StepFigures:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
 
@@ -70,7 +75,11 @@ def batch_gradients(
             reference_logprobs = token_logprobs(reference, batch, chunk_mb)
 
         def chunk_loss(
-            logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, reference_logprobs: Tensor | None = reference_logprobs
+            logprobs: Tensor,
+            entropy: Tensor,
+            chunk: slice,
+            batch: MicroBatch = batch,
+            reference_logprobs: Tensor | None = reference_logprobs,
         ) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
             of_chunk = None if reference_logprobs is None else reference_logprobs[chunk]

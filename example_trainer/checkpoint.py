@@ -1,0 +1,237 @@
+"""Checkpoints that are whole or absent, and that a killed run resumes from to the same bits.
+
+    SAVE_PATH/
+      step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on as it is
+                    trainer_state.pt                                   optimizer, schedule, generators, step, policy version
+                    manifest.json                                      size and SHA-256 of every file, written last
+      latest        the name of the newest checkpoint folder
+      final_model/  the Hugging Face folder alone, at the end of the run
+
+A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced after that.
+Whatever fails before leaves the previous checkpoint and `latest` as they were.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from atroposlib.logs import get_logger
+from example_trainer.errors import TrainerError
+
+MANIFEST = "manifest.json"
+STATE = "trainer_state.pt"
+LATEST = "latest"
+FINAL = "final_model"
+
+log = get_logger(__name__)
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be written or read."""
+
+
+@dataclass
+class Progress:
+    """How far a run is: steps done, the policy version they led to, optimizer updates among them."""
+
+    step: int = 0
+    policy_version: int = 0
+    updates: int = 0
+
+
+class Checkpoints:
+    """The step_N folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
+
+    def __init__(self, save_path: Path, keep: int) -> None:
+        self._save_path = save_path
+        self._keep = keep
+        self._written: list[Path] = []
+
+    def save(
+        self,
+        progress: Progress,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        optimizer: Optimizer,
+        scheduler: LambdaLR,
+    ) -> Path:
+        """Write `save_path/step_N/` and point `latest` at it. Raises CheckpointError, with nothing changed."""
+        state = {
+            "progress": vars(progress),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "generators": _generator_states(),
+        }
+
+        def write(folder: Path) -> None:
+            _write_model(folder, model, tokenizer)
+            torch.save(state, folder / STATE)
+
+        moments = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+        target = self._save_path / f"step_{progress.step}"
+        _write_folder(target, write, sum(tensor.nbytes for tensor in (*model.parameters(), *moments)))
+        _replace_text(self._save_path / LATEST, target.name)
+        self._written.append(target)
+        if self._keep:
+            for old in self._written[: -self._keep]:
+                shutil.rmtree(old)
+            self._written = self._written[-self._keep :]
+        return target
+
+
+def save_final_model(save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Path:
+    """Write `save_path/final_model/`, a Hugging Face folder. Raises CheckpointError."""
+    target = save_path / FINAL
+    _write_folder(target, lambda folder: _write_model(folder, model, tokenizer), sum(parameter.nbytes for parameter in model.parameters()))
+    return target
+
+
+def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
+    """The folder `--resume` means, verified against its manifest; None for a fresh start. Raises CheckpointError."""
+    if resume is None:
+        return None
+    pointer = save_path / LATEST
+    if resume in ("latest", "auto"):
+        if not pointer.is_file():
+            if resume == "auto":
+                return None
+            raise CheckpointError(
+                f"--resume latest: {pointer} does not exist; --resume auto starts afresh then, or name a checkpoint folder"
+            )
+        folder = save_path / pointer.read_text().strip()
+    else:
+        folder = Path(resume)
+    verify(folder)
+    return folder
+
+
+def verify(folder: Path) -> None:
+    """Raise CheckpointError unless every file of the manifest is there with its size and digest."""
+    manifest_path = folder / MANIFEST
+    if not manifest_path.is_file():
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume")
+    manifest: dict[str, dict[str, Any]] = json.loads(manifest_path.read_text())
+    for name, expected in manifest.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != expected["bytes"]:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected['bytes']}; resume from another step_N folder")
+        if _digest(path) != expected["sha256"]:
+            raise CheckpointError(
+                f"{path} has its size but other contents than were written (SHA-256 differs); resume from another step_N folder"
+            )
+    if STATE not in manifest:
+        raise CheckpointError(f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume")
+
+
+def restore(folder: Path, optimizer: Optimizer, scheduler: LambdaLR) -> Progress:
+    """Load optimizer, schedule and generators from a verified checkpoint. Raises CheckpointError if they belong to another set-up."""
+    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise CheckpointError(f"{folder / STATE} was written by another model or --optimizer: {error}") from error
+    scheduler.load_state_dict(state["scheduler"])
+    torch.set_rng_state(state["generators"]["torch"])
+    if torch.cuda.is_available() and state["generators"]["cuda"]:
+        torch.cuda.set_rng_state_all(state["generators"]["cuda"])
+    return Progress(**state["progress"])
+
+
+def remove_leftovers(save_path: Path) -> None:
+    """Remove half-written folders of processes that no longer run."""
+    for folder in save_path.glob(".*.partial-*"):
+        if not Path(f"/proc/{folder.name.rpartition('-')[2]}").exists():
+            log.info("Removing %s, left half-written by a process that has ended", folder)
+            shutil.rmtree(folder)
+
+
+def _generator_states() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
+    """Make `target` from what `write` puts into an empty folder, all or nothing."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < expected_bytes:
+            raise OSError(f"about {expected_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+        partial.mkdir()
+        write(partial)
+        _write_manifest(partial)
+        _sync_folder(partial)
+        _replace_folder(partial, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {target}: {_first_line(error)}; earlier checkpoints are untouched. "
+            "Free space, lower --keep-checkpoints, or choose another --save-path"
+        ) from error
+
+
+def _write_manifest(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _replace_folder(partial: Path, target: Path) -> None:
+    """Rename `partial` to `target`; a folder already there, from an earlier run, steps aside first and is removed after."""
+    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    if target.exists():
+        target.rename(aside)
+    partial.rename(target)
+    _sync(target.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial.write_text(text + "\n")
+    _sync(partial)
+    partial.replace(path)
+    _sync(path.parent)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

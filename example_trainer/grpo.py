@@ -1,0 +1,259 @@
+"""The GRPO trainer process.
+
+    python -u example_trainer/grpo.py --model-name MODEL --weight-bridge-mode shared_vllm --use-shared-memory --vllm-port 9001
+
+    batching API ──batch──▶ tensors ─▶ log-probabilities ─▶ loss ─▶ step ─▶ bridge ──weights──▶ vLLM
+         ▲                                                                    │
+         └────────────── step done, policy version N now serves ◀─────────────┘
+
+Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it starts from.
+A batch in which no group has a signal makes no optimizer update (moments and schedule stay), but the version rises and is synced all
+the same: steps, policy versions and the environments' evaluation schedule never drift apart.
+"""
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
+
+from atroposlib.config import load_config
+from atroposlib.logs import configure_logging, get_logger
+from example_trainer.api_client import ApiClient
+from example_trainer.batching import Batch, make_batch
+from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
+from example_trainer.checkpoint import Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.losses import LossSettings
+from example_trainer.metrics import Row, open_metrics
+from example_trainer.model import load_model, load_tokenizer
+from example_trainer.optimizer import make_optimizer, make_scheduler, update
+from example_trainer.packing import micro_batches
+from example_trainer.step import StepFigures, batch_gradients
+
+log = get_logger(__name__)
+
+
+def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
+    """Train to `config.training_steps`. `bridge` replaces the configured one. Raises TrainerError, of which BridgeError is one."""
+    device = prepare_torch(config)
+    checkpoint = find_checkpoint(config.resume, config.save_path)
+    remove_leftovers(config.save_path)
+    source = str(checkpoint) if checkpoint else config.model_name
+    settings = loss_settings(config)
+
+    with contextlib.ExitStack() as resources:
+        api = resources.enter_context(
+            contextlib.closing(ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout))
+        )
+        api.wait_until_up()
+        log.info("Loading %s in float32 on %s", source, device)
+        model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
+        tokenizer = load_tokenizer(source)
+        reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
+
+        bridge = resources.enter_context(contextlib.closing(bridge or make_bridge(config)))
+        bridge.connect(model)
+        optimizer = make_optimizer(model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config.warmup_steps)
+        progress = restore(checkpoint, optimizer, scheduler) if checkpoint else Progress()
+        if progress.step >= config.training_steps:
+            raise TrainerError(f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to go on")
+
+        metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
+        checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        bridge.sync(progress.policy_version)
+        check_parity(bridge, config)
+        api.register(starting_step=progress.step)
+        api.report_step(progress.step, progress.policy_version)
+
+        for step in range(progress.step + 1, config.training_steps + 1):
+            start = time.monotonic()
+            items = api.fetch_batch(config.fetch_timeout)
+            fetched = time.monotonic()
+            if step == 1:
+                log_starting_accuracy(api)
+
+            batch = make_batch(items, seq_len=config.seq_len, divide_by_std=config.advantage_std, policy_version=progress.policy_version)
+            figures, grad_norm = train_on(batch, model, reference, optimizer, scheduler, settings, config)
+            trained = time.monotonic()
+
+            progress = Progress(step, progress.policy_version + 1, progress.updates + (figures is not None))
+            sync = bridge.sync(progress.policy_version)
+            if step == 1:
+                check_parity(bridge, config)
+            api.report_step(step, progress.policy_version)
+            synced = time.monotonic()
+            accuracy = api.evaluation(progress.policy_version, config.eval_deadline)
+
+            row = {
+                "step": step,
+                "policy_version": progress.policy_version,
+                "accuracy": accuracy,
+                **batch_row(batch),
+                **({} if figures is None else asdict(figures)),
+                "grad_norm": grad_norm,
+                "lr": None if figures is None else scheduler.get_last_lr()[0],
+                "updates": progress.updates,
+                **sync_row(sync),
+                "generate_s": fetched - start,
+                "train_s": trained - fetched,
+                "step_s": synced - start,
+                "eval_wait_s": time.monotonic() - synced,
+            }
+            metrics.write(row)
+            print(step_line(row, config.training_steps), flush=True)
+            if config.checkpoint_interval and step % config.checkpoint_interval == 0:
+                log.info("Writing checkpoint step_%d to %s", step, config.save_path)
+                checkpoints.save(progress, model, tokenizer, optimizer, scheduler)
+        log.info("Writing the trained model to %s", config.save_path)
+        print(f"Trained model: {save_final_model(config.save_path, model, tokenizer)}", flush=True)
+
+
+def train_on(
+    batch: Batch,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    optimizer: Optimizer,
+    scheduler: LambdaLR,
+    settings: LossSettings,
+    config: TrainerConfig,
+) -> tuple[StepFigures | None, float | None]:
+    """One optimizer update on the batch: figures from before it and the gradient norm. Neither for a batch without a signal."""
+    if batch.truncated_sequences:
+        log.warning("%d of %d sequences exceed --seq-len %d and lost their end", batch.truncated_sequences, batch.sequences, config.seq_len)
+    if not batch.rollouts:
+        log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
+        return None, None
+    figures = batch_gradients(
+        model,
+        micro_batches(batch.rollouts, config.micro_batch_tokens, model.device),
+        settings,
+        reference=reference,
+        chunk_mb=config.logits_chunk_mb,
+    )
+    return figures, update(optimizer, scheduler, config.max_grad_norm)
+
+
+def prepare_torch(config: TrainerConfig) -> torch.device:
+    """Seed, threads and device as configured. Raises TrainerError for a GPU that is not there."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise TrainerError(
+            f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build of PyTorch"
+        )
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def loss_settings(config: TrainerConfig) -> LossSettings:
+    """The loss as configured; the upper clip distance is the lower one unless given."""
+    clip_high = config.clip_eps if config.clip_eps_high is None else config.clip_eps_high
+    return LossSettings(clip_low=config.clip_eps, clip_high=clip_high, kl_coef=config.kl_coef, entropy_coef=config.entropy_coef)
+
+
+def registration(config: TrainerConfig) -> dict[str, Any]:
+    """The body of the API's /register, but for the step it starts from."""
+    return {
+        "wandb_group": config.wandb_group or config.save_path.name,
+        "wandb_project": config.wandb_project,
+        "batch_size": config.sequences_per_step,
+        "max_token_len": config.seq_len,
+        "checkpoint_dir": str(config.save_path),
+        "save_checkpoint_interval": config.checkpoint_interval,
+        "num_steps": config.training_steps,
+    }
+
+
+def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
+    """Raise TrainerError if vLLM and the trainer disagree about a fixed prompt: then vLLM does not serve these weights."""
+    difference = bridge.parity_probe()
+    if not difference <= config.parity_tolerance:
+        raise TrainerError(
+            f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} right after a sync "
+            f"(--parity-tolerance {config.parity_tolerance}): "
+            "it serves another model, or in a precision for which the tolerance must be raised"
+        )
+    log.info("Parity: vLLM's log-probabilities equal the trainer's within %.2g (limit %g)", difference, config.parity_tolerance)
+
+
+def log_starting_accuracy(api: ApiClient) -> None:
+    """Show the accuracy of the untrained policy, if an environment evaluated it before it began to sample."""
+    accuracy = api.evaluation(0, deadline_s=0)
+    if accuracy is not None:
+        print(f"Before training | accuracy {100 * accuracy:.1f} %", flush=True)
+
+
+def batch_row(batch: Batch) -> Row:
+    """The batch's part of a metrics row."""
+    return {
+        "reward_mean": batch.reward_mean,
+        "reward_std": batch.reward_std,
+        "completion_tokens": batch.completion_tokens,
+        "trained_tokens": batch.trained_tokens,
+        "sequences": batch.sequences,
+        "truncated_sequences": batch.truncated_sequences,
+        "groups": batch.groups,
+        "zero_variance_groups": batch.zero_variance_groups,
+        "staleness_mean": batch.staleness_mean,
+    }
+
+
+def sync_row(sync: SyncReport) -> Row:
+    """The bridge's part of a metrics row."""
+    return {
+        "sync_stall_s": sync.stall_s,
+        "sync_transfer_s": sync.transfer_s,
+        "sync_apply_s": sync.apply_s,
+        "sync_bytes": sync.bytes_moved,
+    }
+
+
+def step_line(row: dict[str, Any], steps: int) -> str:
+    """The console line of a step: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
+    parts = [f"Step {row['step']}/{steps}", f"reward {row['reward_mean']:.3f}"]
+    if row["accuracy"] is not None:
+        parts.append(f"accuracy {100 * row['accuracy']:.1f} %")
+    parts.append("no update" if row.get("loss") is None else f"loss {row['loss']:+.4f}")
+    parts.append(f"{row['completion_tokens'] / row['step_s']:.0f} tokens/s")
+    parts.append(f"stall {1000 * row['sync_stall_s']:.0f} ms")
+    if row["staleness_mean"] is not None:
+        parts.append(f"staleness {row['staleness_mean']:.1f}")
+    parts.append(f"step {row['step_s']:.1f} s (sampling {row['generate_s']:.1f}, training {row['train_s']:.1f})")
+    return " | ".join(parts)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line: 0 when trained, 1 with one line on stderr when not, 130 on Ctrl-C."""
+    config = load_config(TrainerConfig, argv, prog="grpo")
+    configure_logging("trainer")
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        run(config)
+    except TrainerError as error:
+        print(f"grpo: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("grpo: interrupted", file=sys.stderr, flush=True)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

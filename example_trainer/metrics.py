@@ -1,0 +1,151 @@
+"""Metrics of a run behind one small interface: metrics.jsonl always, TensorBoard and Weights & Biases on request.
+
+metrics.jsonl holds one JSON object a step, written whole and flushed at the end of the step. Every row has the keys of ROW_KEYS,
+null where a value was not measured at that step, and may have more.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from atroposlib.logs import get_logger
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+
+ROW_KEYS = (
+    "step",
+    "policy_version",
+    "reward_mean",
+    "reward_std",
+    "accuracy",
+    "loss",
+    "pg_loss",
+    "kl",
+    "entropy",
+    "ratio_mean",
+    "ratio_clipped_frac",
+    "grad_norm",
+    "lr",
+    "completion_tokens",
+    "staleness_mean",
+    "step_s",
+    "generate_s",
+    "train_s",
+    "sync_stall_s",
+    "sync_transfer_s",
+    "sync_apply_s",
+)
+Row = Mapping[str, float | int | None]
+
+log = get_logger(__name__)
+
+
+class MetricSink(Protocol):
+    """Somewhere a step's row goes."""
+
+    def write(self, row: Row) -> None:
+        """Keep one step's row; it has a `step`."""
+
+    def close(self) -> None:
+        """Flush and release; nothing is written after."""
+
+
+class JsonlSink:
+    """metrics.jsonl. A fresh run moves an earlier run's file aside; a resumed one drops rows of steps it will do again."""
+
+    def __init__(self, path: Path, first_step: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and first_step == 1:
+            earlier = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(path.stat().st_mtime))}{path.suffix}")
+            path.rename(earlier)
+            log.info("Moved the metrics of an earlier run to %s", earlier)
+        elif path.exists():
+            kept = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] < first_step]
+            path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a")
+
+    def write(self, row: Row) -> None:
+        """One line, in one write, so that a reader sees whole lines only."""
+        self._file.write(json.dumps({key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardSink:
+    """Scalars `train/<key>` for TensorBoard."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise TrainerError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, row: Row) -> None:
+        """One scalar a measured value."""
+        for key, value in row.items():
+            if value is not None:
+                self._writer.add_scalar(f"train/{key}", value, row["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases, under the project and group that the environments are told too."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise TrainerError("--use-wandb needs the package wandb: pip install wandb") from error
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group,
+            name="trainer",
+            dir=str(config.log_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, row: Row) -> None:
+        """One log entry a step, `train/<key>`."""
+        self._run.log({f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0))
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class Metrics:
+    """All sinks of a run as one."""
+
+    def __init__(self, sinks: list[MetricSink]) -> None:
+        self._sinks = sinks
+
+    def write(self, row: Row) -> None:
+        """Give the row to every sink."""
+        for sink in self._sinks:
+            sink.write(row)
+
+    def close(self) -> None:
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
+    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed."""
+    config.log_dir.mkdir(parents=True, exist_ok=True)
+    sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
+    if config.tensorboard:
+        sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
+    if config.use_wandb:
+        sinks.append(WandbSink(config))
+    return Metrics(sinks)

@@ -1,0 +1,66 @@
+"""reward.png from a run's files: `python -m example_trainer.plot metrics.jsonl --evaluations evaluations.jsonl --out reward.png`.
+
+Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with `policy_version` and
+`accuracy`; without it the accuracies of metrics.jsonl are drawn.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
+
+
+def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], out: Path, title: str = "") -> None:
+    """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy` (null is left out)."""
+    measured = sorted((row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None)
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    axes.plot(
+        [row["step"] for row in metrics], [row["reward_mean"] for row in metrics], color="tab:blue", label="mean reward of sampled answers"
+    )
+    if measured:
+        axes.plot([v for v, _ in measured], [a for _, a in measured], "o-", color="tab:orange", label="held-out accuracy (greedy)")
+    axes.set_xlabel("training step")
+    axes.set_ylabel("reward, accuracy")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.set_title(title)
+    figure.tight_layout()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects of a jsonl file; a last line that is still being written is left out."""
+    lines = path.read_text().split("\n")[:-1]
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; 1 with a line on stderr if there is nothing to draw."""
+    parser = argparse.ArgumentParser(prog="plot", description=__doc__.splitlines()[0])
+    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
+    parser.add_argument("--evaluations", type=Path, help="evaluations.jsonl of a run")
+    parser.add_argument("--out", type=Path, default=Path("reward.png"))
+    parser.add_argument("--title", default="")
+    arguments = parser.parse_args(argv)
+    missing = [path for path in (arguments.metrics, arguments.evaluations) if path is not None and not path.is_file()]
+    if missing:
+        print(f"plot: error: {missing[0]} does not exist; give the files of a run's folder", file=sys.stderr)
+        return 1
+    metrics = read_rows(arguments.metrics)
+    if not metrics:
+        print(f"plot: error: {arguments.metrics} has no rows yet; wait for the first step", file=sys.stderr)
+        return 1
+    plot_rewards(metrics, read_rows(arguments.evaluations) if arguments.evaluations else metrics, arguments.out, arguments.title)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
