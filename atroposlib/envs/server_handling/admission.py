@@ -1,0 +1,49 @@
+"""How many requests one server may have in flight, scaled by the environment's weight."""
+
+import math
+from collections.abc import Callable
+
+
+class AdmissionGate:
+    """Counts requests in flight: at most ceil(weight * capacity). Listeners hear of every slot that may have become free.
+
+    For one event loop: nothing here awaits, so every change is atomic.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._weight = 1.0
+        self.in_use = 0
+        self.listeners: list[Callable[[], None]] = []
+
+    @property
+    def limit(self) -> int:
+        """Slots at the current weight; the rounding absorbs float noise (0.1 * 30 is 3 slots, not 4)."""
+        return math.ceil(round(self._capacity * self._weight, 6))
+
+    @property
+    def free(self) -> int:
+        """Slots that may be taken now; 0 while a lowered weight leaves more in flight than the limit."""
+        return max(0, self.limit - self.in_use)
+
+    def take(self) -> None:
+        """Occupy a slot. Raises RuntimeError when none is free: ask `free` first."""
+        if self.free == 0:
+            raise RuntimeError(f"all {self.limit} slots are taken")
+        self.in_use += 1
+
+    def give_back(self) -> None:
+        """Free a slot and tell the listeners."""
+        self.in_use -= 1
+        self._notify()
+
+    def set_weight(self, weight: float) -> None:
+        """Scale the limit; raising it lets waiting calls in at once. Raises ValueError outside 0..1."""
+        if not 0.0 <= weight <= 1.0:
+            raise ValueError(f"weight {weight} is outside 0..1")
+        self._weight = weight
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in self.listeners:
+            listener()

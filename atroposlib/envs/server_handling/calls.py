@@ -1,0 +1,113 @@
+"""The calls that every client of inference servers offers, whether it stands for one server, for several, or for a conversation.
+
+A request for more completions than `max_n_completions` is sent as several and merged again.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.completion_usage import CompletionUsage
+
+from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.sampling import SampledTokens, TokensAndLogprobs, merge_samples
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.server_baseline import APIServer
+
+T = TypeVar("T")
+
+
+class InferenceCalls(ABC):
+    """Chat, completion, sampled tokens and prompt log-probabilities; `split` ("train" or "eval") chooses the limit that counts.
+
+    All raise PermanentServerError, RetryableServerError (after finite retries) or NoLiveServerError.
+    """
+
+    max_n_completions: int | None = None
+
+    @property
+    @abstractmethod
+    def tokenizer_id(self) -> str:
+        """Name or path of the tokenizer of the served model."""
+
+    @abstractmethod
+    async def _run(self, what: str, operation: "Callable[[APIServer], Awaitable[T]]", split: Split) -> T:
+        """Choose a server, hold a slot of it, run `operation` on it, with retries."""
+
+    async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> ChatCompletion:
+        """Arguments as for OpenAI's chat completions; `model` is filled in."""
+        parts = await self._in_parts(arguments, "chat completion", lambda server, part: server.request_chat(part), split)
+        return merge_chat(parts)
+
+    async def completion(self, *, split: Split = "train", **arguments: Any) -> Completion:
+        """Arguments as for OpenAI's completions; `model` is filled in."""
+        parts = await self._in_parts(arguments, "completion", lambda server, part: server.request_completion(part), split)
+        return merge_completions(parts)
+
+    async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
+        """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop, ..."""
+        parts = await self._in_parts(arguments, "token sampling", lambda server, part: server.request_tokens(part), split)
+        return merge_samples(parts)
+
+    async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
+        """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
+        return (await self.sample_tokens(split=split, **arguments)).as_tuple()
+
+    async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> dict[str, Any]:
+        """The most likely tokens at each position of `prompt` or `input_ids`; `top_k` (default 1) a position.
+
+        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k], most likely first;
+        nothing precedes the first position, so its lists are empty.
+        """
+        return await self._run("prompt log-probabilities", lambda server: server.request_prompt_logprobs(arguments), split)
+
+    async def _in_parts(
+        self,
+        arguments: dict[str, Any],
+        what: str,
+        request: "Callable[[APIServer, dict[str, Any]], Awaitable[T]]",
+        split: Split,
+    ) -> list[T]:
+        async def one_part(part: dict[str, Any]) -> T:
+            return await self._run(what, lambda server: request(server, part), split)
+
+        sizes = split_count(arguments.get("n") or 1, self.max_n_completions)
+        if len(sizes) == 1:
+            return [await one_part(arguments)]
+        return await gather_or_cancel([one_part({**arguments, "n": size}) for size in sizes])
+
+
+def split_count(n: int, limit: int | None) -> list[int]:
+    """`n` as a list of counts, none above `limit`: 20 under 8 is [8, 8, 4]."""
+    if limit is None or n <= limit:
+        return [n]
+    return [min(limit, n - done) for done in range(0, n, limit)]
+
+
+def merge_chat(parts: Sequence[ChatCompletion]) -> ChatCompletion:
+    """One reply with the choices of all, numbered anew, and their token counts added up."""
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part.choices]
+    numbered = [choice.model_copy(update={"index": index}) for index, choice in enumerate(choices)]
+    return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
+
+
+def merge_completions(parts: Sequence[Completion]) -> Completion:
+    """As `merge_chat`, for text completions."""
+    if len(parts) == 1:
+        return parts[0]
+    choices = [choice for part in parts for choice in part.choices]
+    numbered = [choice.model_copy(update={"index": index}) for index, choice in enumerate(choices)]
+    return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
+
+
+def _total_usage(usages: Sequence[CompletionUsage | None]) -> CompletionUsage | None:
+    known = [usage for usage in usages if usage is not None]
+    if not known:
+        return None
+    prompt, completion = sum(usage.prompt_tokens for usage in known), sum(usage.completion_tokens for usage in known)
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)

@@ -1,0 +1,232 @@
+"""Which server a call goes to, how long it waits for one, and how often it is tried again.
+
+A `Dispatcher` hands the free slots of live servers to waiting calls, first come first served; `run_with_retries` sends one
+call through it until it succeeds, fails for good, or has used up its attempts. A call that failed on one server goes to
+another live one.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
+from atroposlib.logs import get_logger
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.server_baseline import APIServer
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
+REPORT_INTERVAL_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """At most `attempts` tries; before try k+1 a pause of 50-100 % of min(cap, base * 2**(k-1)) seconds."""
+
+    attempts: int = 6
+    base_s: float = 0.5
+    cap_s: float = 10.0
+
+    def pause_s(self, failed: int, asked_s: float = 0.0) -> float:
+        """Seconds to pause after `failed` tries; a server's Retry-After (`asked_s`) is honoured up to a minute."""
+        backoff = min(self.cap_s, self.base_s * 2 ** (failed - 1)) * random.uniform(0.5, 1.0)
+        return max(backoff, min(asked_s, 60.0))
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    """A call that waits for a slot. `expiry` runs only while no server is live."""
+
+    granted: "asyncio.Future[APIServer]"
+    prefer: "APIServer | None"
+    avoid: "APIServer | None"
+    since: float = field(default_factory=time.monotonic)
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """The calls of one split that wait for one of `servers`."""
+
+    def __init__(self, servers: Sequence["APIServer"], split: Split) -> None:
+        self._servers = servers
+        self._split = split
+        self._waiters: deque[_Waiter] = deque()
+        self._outage_since: float | None = None
+        self._report: asyncio.TimerHandle | None = None
+        for server in servers:
+            server.gates[split].listeners.append(self._dispatch)
+            server.health.listeners.append(self._dispatch)
+
+    @contextlib.asynccontextmanager
+    async def slot(self, prefer: "APIServer | None" = None, avoid: "APIServer | None" = None) -> AsyncIterator["APIServer"]:
+        """Hold a slot of a live server: `prefer` if it has one free, else the one with most; never `avoid` if another is live.
+
+        Waits as long as live servers are merely busy. Raises NoLiveServerError when none is live for their timeout.
+        """
+        server = await self._acquire(prefer, avoid)
+        try:
+            yield server
+        finally:
+            server.gates[self._split].give_back()
+
+    async def _acquire(self, prefer: "APIServer | None", avoid: "APIServer | None") -> "APIServer":
+        for server in self._servers:
+            server.health.start()
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), prefer, avoid)
+        self._waiters.append(waiter)
+        self._dispatch()
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
+                waiter.granted.result().gates[self._split].give_back()
+            raise
+
+    def _dispatch(self) -> None:
+        """Hand out what can be handed out; called on every arrival, freed slot, weight and health change."""
+        self._note_outage()
+        unserved: list[_Waiter] = []
+        while self._waiters and any(self._has_slot(server) for server in self._servers):
+            waiter = self._waiters.popleft()
+            if waiter.granted.done():
+                continue
+            server = self._choose(waiter)
+            if server is None:
+                unserved.append(waiter)
+                continue
+            server.gates[self._split].take()
+            waiter.granted.set_result(server)
+        self._waiters.extendleft(reversed(unserved))
+        if self._waiters and self._report is None:
+            self._report = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_waiting)
+
+    def _has_slot(self, server: "APIServer") -> bool:
+        return server.health.live and server.gates[self._split].free > 0
+
+    def _choose(self, waiter: _Waiter) -> "APIServer | None":
+        live = [server for server in self._servers if server.health.live]
+        candidates = [server for server in live if server is not waiter.avoid] or live
+        free = [server for server in candidates if server.gates[self._split].free > 0]
+        if waiter.prefer in free:
+            return waiter.prefer
+        return max(free, key=lambda server: server.gates[self._split].free - server.dedicated_users, default=None)
+
+    # --- outages --------------------------------------------------------------------------------------------------
+
+    def _note_outage(self) -> None:
+        """Start or end the clocks of the waiting calls as the last live server goes or the first one comes."""
+        if any(server.health.live for server in self._servers):
+            if self._outage_since is not None:
+                log.info("Got a live inference server after %.1f s", time.monotonic() - self._outage_since)
+            self._outage_since = None
+            for waiter in self._waiters:
+                if waiter.expiry is not None:
+                    waiter.expiry.cancel()
+                    waiter.expiry = None
+            return
+        if not self._waiters:
+            return
+        loop = asyncio.get_running_loop()
+        for waiter in self._waiters:
+            if waiter.expiry is None and not waiter.granted.done():
+                waiter.expiry = loop.call_later(self._timeout_s, self._expire, waiter)
+        if self._outage_since is None:
+            self._outage_since = time.monotonic()
+            log.info("Waiting for an inference server to be live at %s, at most %.0f s", self._names, self._timeout_s)
+
+    @property
+    def _timeout_s(self) -> float:
+        return max(server.config.timeout for server in self._servers)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(server.name for server in self._servers)
+
+    def _expire(self, waiter: _Waiter) -> None:
+        if waiter.granted.done():
+            return
+        problems = "; ".join(f"{server.name}: {server.health.problem}" for server in self._servers)
+        waiter.granted.set_exception(
+            NoLiveServerError(
+                f"no inference server was live within {self._timeout_s:.0f} s ({problems}); start it, correct base_url, or raise timeout"
+            )
+        )
+        self._waiters.remove(waiter)
+
+    def _report_waiting(self) -> None:
+        """A line a minute while calls wait, whether for a slot or for a server."""
+        self._report = None
+        waiting = [waiter for waiter in self._waiters if not waiter.granted.done()]
+        if not waiting:
+            return
+        oldest_s = time.monotonic() - waiting[0].since
+        state = ", ".join(
+            f"{server.name} ({f'{server.gates[self._split].in_use} of {server.gates[self._split].limit} in use'}"
+            f"{'' if server.health.live else f', unreachable: {server.health.problem}'})"
+            for server in self._servers
+        )
+        log.info("%d %s calls wait for a slot, the oldest for %.0f s: %s", len(waiting), self._split, oldest_s, state)
+        self._report = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_waiting)
+
+
+async def run_with_retries(
+    dispatcher: Dispatcher,
+    policy: RetryPolicy,
+    split: Split,
+    what: str,
+    operation: Callable[["APIServer"], Awaitable[T]],
+    prefer: "APIServer | None" = None,
+) -> tuple[T, "APIServer"]:
+    """The result of `operation` and the server that gave it; each try is bounded by that server's timeout.
+
+    Raises PermanentServerError at the first permanent failure, RetryableServerError when all attempts failed,
+    NoLiveServerError when nothing was live for too long.
+    """
+    avoid: APIServer | None = None
+    failure = RetryableServerError(f"{what} was not tried")
+    for attempt in range(1, policy.attempts + 1):
+        async with dispatcher.slot(prefer, avoid) as server:
+            try:
+                start = time.monotonic()
+                result = await _bounded(operation, server, what)
+                server.stats[split].record(time.monotonic() - start, attempt)
+                return result, server
+            except RetryableServerError as error:
+                failure = error
+                avoid = server
+                if isinstance(error, ServerUnreachableError):
+                    server.health.report_unreachable(str(error))
+        if attempt < policy.attempts:
+            pause_s = policy.pause_s(attempt, failure.retry_after_s)
+            log.warning("%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s)
+            await asyncio.sleep(pause_s)
+    raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure
+
+
+async def _bounded(operation: Callable[["APIServer"], Awaitable[T]], server: "APIServer", what: str) -> T:
+    try:
+        async with asyncio.timeout(server.config.timeout):
+            return await operation(server)
+    except TimeoutError:
+        raise RetryableServerError(f"{what} took longer than the timeout of {server.config.timeout} s at {server.name}") from None
+
+
+async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """All results in order; the first failure cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -1,0 +1,42 @@
+"""What can go wrong between an environment and an inference server, sorted by what the caller can do about it."""
+
+from collections.abc import Mapping
+
+RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+
+
+class ServerError(RuntimeError):
+    """A request to an inference server failed."""
+
+
+class PermanentServerError(ServerError):
+    """The same request would fail again: a 4xx reply, or one that cannot be understood."""
+
+
+class RetryableServerError(ServerError):
+    """The same request may succeed later or elsewhere: 5xx, 429, a timeout. `retry_after_s` is the server's own wish."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ServerUnreachableError(RetryableServerError):
+    """The connection was refused or broke: nothing should be sent there until the server answers again."""
+
+
+class NoLiveServerError(ServerError):
+    """No server became live within the time that the configuration allows."""
+
+
+def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
+    """The error for a reply that is not 2xx."""
+    message = f"{url} replied {status}: {' '.join(body.split())[:500]}"
+    if status in RETRYABLE_STATUS or status >= 500:
+        return RetryableServerError(message, retry_after_s=_seconds(headers.get("Retry-After", "")))
+    return PermanentServerError(message)
+
+
+def _seconds(retry_after: str) -> float:
+    """Retry-After as a count of seconds; its other form, a date, is left to the caller's own backoff."""
+    return float(retry_after) if retry_after.isdecimal() else 0.0

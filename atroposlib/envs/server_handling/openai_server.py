@@ -1,0 +1,142 @@
+"""Any server that speaks OpenAI's API: text in, text out. It gives no token ids, so it cannot feed a trainer by itself."""
+
+from typing import Any, TypeVar
+
+import aiohttp
+import openai
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from atroposlib.envs.server_handling.calls import merge_chat, merge_completions
+from atroposlib.envs.server_handling.dispatch import RetryPolicy, gather_or_cancel
+from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, ServerUnreachableError, status_error
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_openai
+from atroposlib.envs.server_handling.sampling import SampledTokens
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
+from atroposlib.envs.server_handling.server_config import ServerEnvironment
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+OPENAI_URL = "https://api.openai.com/v1"
+PROBE_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
+
+Reply = TypeVar("Reply", ChatCompletion, Completion)
+
+
+class OpenAIServer(APIServer):
+    """Chat and text completions through OpenAI's SDK; health by GET <base_url>/models."""
+
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        super().__init__(config, reasoning_config, retry)
+        self.base_url = (config.base_url or OPENAI_URL).rstrip("/")
+        self._sdk: openai.AsyncOpenAI | None = None
+        self._http: aiohttp.ClientSession | None = None
+        # Only OpenAI's own address may see the key that the environment holds for it.
+        self._api_key = config.api_key or (ServerEnvironment().openai_api_key if is_openai(config.base_url) else None) or ""
+        self._n_is_ignored = config.n_kwarg_is_ignored
+
+    @property
+    def name(self) -> str:
+        return self.config.base_url or OPENAI_URL
+
+    @property
+    def health_url(self) -> str:
+        """Where a GET shows whether the server can serve."""
+        return f"{self.base_url}/models"
+
+    @property
+    def sdk(self) -> openai.AsyncOpenAI:
+        """The SDK's client: it retries nothing and never times out by itself, both are the caller's business."""
+        if self._sdk is None:
+            self._sdk = openai.AsyncOpenAI(
+                api_key=self._api_key or "none",
+                base_url=self.base_url,
+                max_retries=0,
+                timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            )
+        return self._sdk
+
+    @property
+    def http(self) -> aiohttp.ClientSession:
+        """The session of this server's other requests. The admission gates limit it, not the connector."""
+        if self._http is None or self._http.closed:
+            self._http = aiohttp.ClientSession(
+                headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            )
+        return self._http
+
+    async def close(self) -> None:
+        await super().close()
+        if self._http is not None:
+            await self._http.close()
+        if self._sdk is not None:
+            await self._sdk.close()
+            self._sdk = None
+
+    async def probe(self) -> str | None:
+        """Any reply that is not a server error counts as life: some hosts guard or lack the address that is asked."""
+        try:
+            async with self.http.get(self.health_url, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)) as reply:
+                return None if reply.status < 500 else f"{self.health_url} replied {reply.status}"
+        except TimeoutError:
+            return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
+        except aiohttp.ClientError as error:
+            return f"{self.health_url}: {error or type(error).__name__}"
+
+    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+        prepared = {**arguments, "model": self.config.model_name}
+        if not prepared.pop("skip_reasoning", False):
+            prepared = self.reasoning_config.chat_arguments(prepared, self.config.base_url)
+        return merge_chat(await self._with_n(prepared, self._send_chat))
+
+    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+        return merge_completions(await self._with_n({**arguments, "model": self.config.model_name}, self._send_completion))
+
+    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+        raise NotImplementedError(f"{self.name}: server_type 'openai' gives no token ids; use server_type 'vllm'")
+
+    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError(f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'")
+
+    async def _with_n(self, arguments: dict[str, Any], send: Any) -> "list[Reply]":
+        """Replies that hold n choices together, whether or not the server heeds n."""
+        n = arguments.get("n") or 1
+        single = {key: value for key, value in arguments.items() if key != "n"}
+        if n == 1:
+            return [await send(single)]
+        if self._n_is_ignored:
+            return await gather_or_cancel([send(single) for _ in range(n)])
+        first = await send(arguments)
+        missing = n - len(first.choices)
+        if missing <= 0:
+            return [first]
+        log.info("%s returned %d of n=%d choices; sending n requests from now on", self.name, len(first.choices), n)
+        self._n_is_ignored = True
+        return [first, *await gather_or_cancel([send(single) for _ in range(missing)])]
+
+    async def _send_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+        try:
+            return await self.sdk.chat.completions.create(**arguments)
+        except openai.OpenAIError as error:
+            raise self._translate(error) from error
+
+    async def _send_completion(self, arguments: dict[str, Any]) -> Completion:
+        try:
+            return await self.sdk.completions.create(**arguments)
+        except openai.OpenAIError as error:
+            raise self._translate(error) from error
+
+    def _translate(self, error: openai.OpenAIError) -> ServerError:
+        if isinstance(error, openai.APITimeoutError):
+            return RetryableServerError(f"{self.name} gave no reply in time: {error}")
+        if isinstance(error, openai.APIConnectionError):
+            return ServerUnreachableError(f"{self.name}: {error.__cause__ or error}")
+        if isinstance(error, openai.APIStatusError):
+            return status_error(str(error.request.url), error.status_code, error.response.text, error.response.headers)
+        return PermanentServerError(f"{self.name}: {error}")

@@ -1,0 +1,46 @@
+"""What a server sampled: token ids as the model produced them, each with its log-probability and the policy that chose it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# (prompt tokens, output tokens per sequence, log-probabilities per sequence, finish reason per sequence)
+TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampledSequence:
+    """One completion. Raises ValueError unless there is exactly one log-probability a token.
+
+    `policy_versions` are the versions that sampled the first and the last token; None when the server does not say.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    policy_versions: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(f"{len(self.token_ids)} sampled tokens came with {len(self.logprobs)} log-probabilities; need one each")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The completions of one prompt, with the prompt's ids as the model saw them."""
+
+    prompt_token_ids: list[int]
+    sequences: list[SampledSequence]
+
+    def as_tuple(self) -> TokensAndLogprobs:
+        """The form `tokens_and_logprobs_completion` returns."""
+        return (
+            self.prompt_token_ids,
+            [sequence.token_ids for sequence in self.sequences],
+            [sequence.logprobs for sequence in self.sequences],
+            [sequence.finish_reason for sequence in self.sequences],
+        )
+
+
+def merge_samples(parts: Sequence[SampledTokens]) -> SampledTokens:
+    """The samples of several requests for one and the same prompt."""
+    return SampledTokens(parts[0].prompt_token_ids, [sequence for part in parts for sequence in part.sequences])

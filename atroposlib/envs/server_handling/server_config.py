@@ -1,0 +1,83 @@
+"""What an environment says about its inference servers: limits, addresses, and the environment variables that matter.
+
+`ServerBaseline` holds limits only and lets the manager find the servers (fixed local ports, or SLURM); `APIServerConfig` adds
+the address of one server. Both warn about keys they do not know instead of refusing, because environments written for the
+ancestor pass some.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field, field_serializer, model_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from atroposlib.config import Config
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+ServerType = Literal["openai", "trl", "sglang", "vllm"]
+
+
+class ServerBaseline(Config):
+    """Limits that hold for every server, without an address."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    timeout: int = Field(1200, gt=0, description="Seconds one request may take, and that a call waits for a dead server to answer again.")
+    num_max_requests_at_once: int = Field(512, ge=1, description="Training requests in flight per server.")
+    num_requests_for_eval: int = Field(64, ge=1, description="Evaluation requests in flight per server.")
+    model_name: str = Field("default", description="Name the server knows the model by.")
+    rolling_buffer_length: int = Field(1000, ge=1, description="Requests that the timing metrics look back on.")
+    server_type: ServerType = Field("openai", description="Protocol of the server.")
+    tokenizer_name: str = Field("none", description="Tokenizer to load; 'none' means the one of model_name.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, values: Any) -> Any:
+        if isinstance(values, Mapping):
+            for key in sorted(str(key) for key in values.keys() - cls.model_fields.keys()):
+                close = difflib.get_close_matches(key, cls.model_fields, n=1)
+                log.warning("%s ignores the unknown key '%s'%s", cls.__name__, key, f"; did you mean '{close[0]}'?" if close else "")
+        return values
+
+    @property
+    def tokenizer_id(self) -> str:
+        """Name or path of the tokenizer of this server's model."""
+        return self.model_name if self.tokenizer_name == "none" else self.tokenizer_name
+
+
+class APIServerConfig(ServerBaseline):
+    """One inference server."""
+
+    api_key: str = Field("", repr=False, description="Sent as a bearer token when not empty.")
+    base_url: str = Field("", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
+    n_kwarg_is_ignored: bool = Field(False, description="The server returns one completion whatever n asks for: send n requests.")
+    health_check: bool = Field(True, description="Ask the server every few seconds whether it is alive.")
+
+    @field_serializer("api_key", when_used="json")
+    def _mask_api_key(self, api_key: str) -> str:
+        return "**********" if api_key else ""
+
+
+class ServerManagerConfig(Config):
+    """How the manager finds and uses its servers."""
+
+    slurm: bool = Field(False, description="Take the servers from the node list of the SLURM job.")
+    testing: bool = Field(False, description="Use one in-process harness with canned replies.")
+    max_n_completions: int = Field(8, ge=1, description="A request for more completions is split into several.")
+    proxy_url: str | None = Field(None, description="Address of a managed proxy.")
+
+
+class ServerEnvironment(BaseSettings):
+    """The environment variables that the inference clients honour; read when a ServerManager is built."""
+
+    model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore")
+
+    slurm_job_nodelist: str | None = Field(None, validation_alias="SLURM_JOB_NODELIST")
+    num_training_nodes: int = Field(0, ge=0, validation_alias="NUM_TRAINING_NODES")
+    infer_tp: int = Field(1, ge=1, le=8, validation_alias="INFER_TP")
+    proxy_url: str | None = Field(None, validation_alias="ATROPOS_PROXY_URL")
+    allow_dummy_managed_server: bool = Field(False, validation_alias="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER")
+    openai_api_key: str | None = Field(None, repr=False, validation_alias="OPENAI_API_KEY")

@@ -1,0 +1,131 @@
+"""A vLLM server with this product's `/generate`: token ids in, token ids, log-probabilities and policy versions out.
+
+    POST <base_url without /v1>/generate   {"prompt": {"prompt_token_ids": [...]}, "logprobs": 0, n, max_tokens, ...}
+    chat and text completions              through <base_url> as for any OpenAI server
+"""
+
+import asyncio
+from typing import Any, ClassVar
+
+import aiohttp
+import msgspec
+import orjson
+
+from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerUnreachableError, status_error
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
+
+# What other dialects call max_tokens.
+MAX_TOKENS_ALIASES = ("max_new_tokens", "max_completion_tokens")
+# Arguments that choose things this client has already settled.
+SETTLED = frozenset({"model", "prompt", "input_ids", "top_k_logprobs", "extra_body", "skip_reasoning", *MAX_TOKENS_ALIASES})
+
+
+class GenerateReply(msgspec.Struct):
+    """The reply of /generate. [sequence][position] holds a list with one map from token id to log-probability."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    logprobs: list[list[list[dict[int, float]]]]
+    policy_versions: list[tuple[int, int]] | None = None
+
+
+class PromptLogprobsReply(msgspec.Struct):
+    """The part of a /generate reply that describes the prompt: [position] holds one map, or several, or nothing."""
+
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, float] | list[dict[int, float]] | None]
+
+
+class VLLMServer(OpenAIServer):
+    """Raises ValueError when the configuration has no base_url."""
+
+    supports_token_ids: ClassVar[bool] = True
+
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        if not config.base_url:
+            raise ValueError("server_type 'vllm' needs a base_url, e.g. http://localhost:9001/v1")
+        super().__init__(config, reasoning_config, retry)
+        self.root_url = self.base_url.removesuffix("/v1")
+
+    @property
+    def health_url(self) -> str:
+        return f"{self.root_url}/health"
+
+    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+        body = await self._body(arguments) | {"logprobs": 0}
+        reply = self._decode(await self._generate(body), GenerateReply)
+        expected = arguments.get("n") or 1
+        counts = {len(reply.token_ids), len(reply.finish_reasons), len(reply.logprobs), len(reply.policy_versions or reply.token_ids)}
+        if counts != {expected}:
+            raise PermanentServerError(f"{self.root_url}/generate was asked for {expected} sequences, its lists hold {sorted(counts)}")
+        if "abort" in reply.finish_reasons:
+            raise RetryableServerError(f"{self.root_url}/generate aborted a sequence before its end")
+        return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
+
+    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        top_k = arguments.get("top_k", 1)
+        body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})
+        reply = self._decode(
+            await self._generate(body | {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}), PromptLogprobsReply
+        )
+        ranked = [_most_likely(position, top_k) for position in reply.prompt_logprobs]
+        return {
+            "prompt_tokens": reply.prompt_token_ids,
+            "prompt_topk_token_ids": [[token for token, _ in position] for position in ranked],
+            "prompt_topk_logprobs": [[logprob for _, logprob in position] for position in ranked],
+        }
+
+    async def _body(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The request for `arguments`: ids for the prompt, every sampling parameter as it came."""
+        body = {**(arguments.get("extra_body") or {}), **{key: value for key, value in arguments.items() if key not in SETTLED}}
+        for alias in MAX_TOKENS_ALIASES:
+            if arguments.get(alias) is not None:
+                body["max_tokens"] = arguments[alias]
+        ids = arguments.get("input_ids")
+        if ids is None:
+            tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
+            ids = encode_prompt(tokenizer, arguments["prompt"])
+        return body | {"prompt": {"prompt_token_ids": ids}}
+
+    async def _generate(self, body: dict[str, Any]) -> bytes:
+        url = f"{self.root_url}/generate"
+        try:
+            async with self.http.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as reply:
+                content = await reply.read()
+        except aiohttp.ClientError as error:
+            raise ServerUnreachableError(f"{url}: {error or type(error).__name__}") from error
+        if reply.status != 200:
+            raise status_error(url, reply.status, content.decode(errors="replace"), reply.headers)
+        return content
+
+    def _decode(self, content: bytes, shape: type[Any]) -> Any:
+        try:
+            return msgspec.json.decode(content, type=shape)
+        except msgspec.DecodeError as error:
+            raise PermanentServerError(f"{self.root_url}/generate replied in another shape than this client reads: {error}") from error
+
+    def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
+        ids, positions = reply.token_ids[index], reply.logprobs[index]
+        if len(ids) != len(positions) or any(len(maps) != 1 or token not in maps[0] for token, maps in zip(ids, positions, strict=False)):
+            raise PermanentServerError(f"{self.root_url}/generate did not give one log-probability for each of {len(ids)} sampled tokens")
+        return SampledSequence(
+            token_ids=ids,
+            logprobs=[maps[0][token] for token, maps in zip(ids, positions, strict=True)],
+            finish_reason=reply.finish_reasons[index],
+            policy_versions=reply.policy_versions[index] if reply.policy_versions is not None else None,
+        )
+
+
+def _most_likely(position: dict[int, float] | list[dict[int, float]] | None, top_k: int) -> list[tuple[int, float]]:
+    """(token id, log-probability) pairs of one position, most likely first."""
+    maps = position if isinstance(position, list) else [position or {}]
+    pairs = [pair for entry in maps for pair in entry.items()]
+    return sorted(pairs, key=lambda pair: -pair[1])[:top_k]

@@ -1,0 +1,1 @@
+"""Helpers that environments import one by one; none needs torch."""

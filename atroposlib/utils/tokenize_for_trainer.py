@@ -1,0 +1,73 @@
+"""A finished conversation as the trainer wants it: token ids, and a mask that is -100 wherever nothing is to be learnt."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.type_definitions import Message
+from atroposlib.utils.tokenizers import chat_ids
+
+IGNORE_INDEX = -100
+TRAINED_ROLES = frozenset({"assistant", "agent"})
+
+
+def tokenize_for_trainer(
+    tokenizer: Any,
+    chat: Sequence[Message],
+    include_messages: bool = False,
+    train_on_all_assistant_turns: bool = False,
+    finish_reason: str = "",
+) -> dict[str, Any]:
+    """`tokens` and `masks` of one length (and `messages` on request) for `chat`.
+
+    The mask shows the last message's tokens, or those of all assistant and agent turns. A reply that was cut off
+    (`finish_reason` "length") ends without the end-of-sequence token that the template adds. Raises ValueError for an empty chat.
+    """
+    if not chat:
+        raise ValueError("tokenize_for_trainer got an empty chat; it needs at least one message")
+    tokens = chat_ids(tokenizer, chat)
+    masks = _mask_all_turns(tokenizer, chat, tokens) if train_on_all_assistant_turns else _mask_last_turn(tokenizer, chat, tokens)
+    if finish_reason == "length":
+        tokens, masks = _without_ending(tokenizer, tokens, masks)
+    result: dict[str, Any] = {"tokens": tokens, "masks": masks}
+    return result | {"messages": chat} if include_messages else result
+
+
+def _mask_last_turn(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
+    start = _prompt_length(tokenizer, chat, len(chat) - 1, tokens)
+    return [IGNORE_INDEX] * start + tokens[start:]
+
+
+def _mask_all_turns(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
+    masks = [IGNORE_INDEX] * len(tokens)
+    for turn, message in enumerate(chat):
+        if message["role"] in TRAINED_ROLES:
+            start = _prompt_length(tokenizer, chat, turn, tokens)
+            end = len(tokens) if turn == len(chat) - 1 else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
+            masks[start:end] = tokens[start:end]
+    return masks
+
+
+def _prompt_length(tokenizer: Any, chat: Sequence[Message], turn: int, tokens: list[int]) -> int:
+    """How many leading tokens of the whole chat precede what message `turn` says itself, its role header included."""
+    if turn == 0 and chat[0]["role"] not in TRAINED_ROLES:
+        return 0
+    before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES) if turn else []
+    return _shared_length(before, tokens)
+
+
+def _shared_length(prefix: list[int], tokens: list[int]) -> int:
+    """Length of the common start: a template may render a turn differently once others follow it."""
+    for position, (left, right) in enumerate(zip(prefix, tokens, strict=False)):
+        if left != right:
+            return position
+    return min(len(prefix), len(tokens))
+
+
+def _without_ending(tokenizer: Any, tokens: list[int], masks: list[int]) -> tuple[list[int], list[int]]:
+    """Without the last end-of-sequence token and the whitespace that templates put after it."""
+    end = len(tokens)
+    while end and tokens[end - 1] != tokenizer.eos_token_id and not tokenizer.decode([tokens[end - 1]]).strip():
+        end -= 1
+    if end and tokens[end - 1] == tokenizer.eos_token_id:
+        return tokens[: end - 1], masks[: end - 1]
+    return tokens, masks

@@ -1,0 +1,81 @@
+"""Tokenizers for environments: loaded without torch, and returning plain lists.
+
+transformers 5 makes `apply_chat_template` return a BatchEncoding by default, and its AutoTokenizer imports torch wherever torch is
+installed. Environments take `len()` of a templated prompt and must stay light, so tokenizers are loaded here.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt", "config.json", "*.model"]
+
+
+class Tokenizer(Protocol):
+    """The three methods that this library asks of a tokenizer; any Hugging Face tokenizer has them."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+@functools.lru_cache(maxsize=8)
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a local folder or a hub model; the same object for the same name. Raises OSError naming `name`."""
+    start = time.monotonic()
+    log.info("Loading the tokenizer of %s", name)
+    folder = _local_folder(name)
+    tokenizer = _load_fast(folder) if (folder / "tokenizer.json").is_file() else _load_any(folder)
+    log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
+    return tokenizer
+
+
+def chat_ids(tokenizer: Tokenizer, messages: Sequence[Any], **kwargs: Any) -> list[int]:
+    """Token ids of the templated `messages`, under any version of transformers and any tokenizer."""
+    templated = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
+    return list(templated)
+
+
+def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of raw prompt text with the special tokens that the tokenizer adds, but not a second BOS after one in the text."""
+    ids = tokenizer.encode(text, add_special_tokens=True)
+    doubled = len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
+    return ids[1:] if doubled else ids
+
+
+def _local_folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
+    except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
+        raise OSError(f"no tokenizer for {name!r}: neither a local folder nor a model the hub gives; set tokenizer_name to one") from error
+
+
+def _load_fast(folder: Path) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return _returning_lists(PreTrainedTokenizerFast.from_pretrained(folder))
+
+
+def _load_any(folder: Path) -> Any:
+    """For folders without a tokenizer.json; this is the path on which transformers imports torch if it is installed."""
+    from transformers import AutoTokenizer
+
+    return _returning_lists(AutoTokenizer.from_pretrained(folder))
+
+
+def _returning_lists(tokenizer: Any) -> Any:
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
+    return tokenizer
