@@ -149,7 +149,7 @@ def _normalise(argv: Sequence[str], flags: Mapping[str, FieldInfo]) -> tuple[lis
             yaml_path = Path(value if has_value else rest.pop(0))
             continue
         leading, _, leaf = key.rpartition(".")
-        positive = f"{leading}.{leaf[3:]}".lstrip(".") if leaf.startswith("no_") else None
+        positive = f"{leading}.{leaf[3:]}".lstrip(".") if leaf.startswith("no_") else ""
         if key not in flags and positive in flags and _is_bool(flags[positive]) and not has_value:
             arguments += [f"--{positive}", "false"]
             continue
@@ -170,7 +170,10 @@ def _from_flags(config_cls: type[BaseModel], arguments: list[str], prog: str) ->
     settings = type(
         config_cls.__name__,
         (config_cls, BaseSettings),
-        {"__doc__": config_cls.__doc__, "model_config": SettingsConfigDict(extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True)},
+        {
+            "__doc__": config_cls.__doc__,
+            "model_config": SettingsConfigDict(extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True),
+        },
     )
     source: CliSettingsSource[Any] = CliSettingsSource(settings, cli_parse_args=arguments, cli_parse_none_str="None")
     return source()

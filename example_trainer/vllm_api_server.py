@@ -76,12 +76,20 @@ def _check_port(host: str, port: int) -> None:
 
 def _configure_bridge(args: Any) -> None:
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1":
-        print("[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr)
+        print(
+            "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr
+        )
         return
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
-        _refuse("the weight bridge serves one API process and no data parallelism: drop --api-server-count and --data-parallel-size, start several servers instead")
+        _refuse(
+            "the weight bridge serves one API process and no data parallelism: "
+            "drop --api-server-count and --data-parallel-size, start several servers instead"
+        )
     if args.quantization:
-        _refuse(f"--quantization {args.quantization}: the weight bridge carries unquantised weights only; drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS")
+        _refuse(
+            f"--quantization {args.quantization}: the weight bridge carries unquantised weights only; "
+            "drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS"
+        )
     args.worker_cls = WORKER
     folder = os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or str(Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json")
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(Path(folder).resolve())}}

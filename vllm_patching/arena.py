@@ -8,14 +8,32 @@ staging. On a GPU captured graphs hold addresses, so a commit copies staging int
 twice once a trainer has joined.
 """
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from vllm_patching.mapping import Shard
 from vllm_patching.protocol import Bucket, Manifest, align
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where one Hugging Face tensor lives on this rank: `length` rows or columns of a vLLM parameter."""
+
+    name: str  # Hugging Face
+    vllm_name: str
+    dim: int  # sharded dimension: 0 rows, 1 columns
+    start: int  # within the vLLM parameter of this rank
+    length: int
+    full_start: int  # within the whole Hugging Face tensor
+    full_shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.length == self.full_shape[self.dim]
 
 
 class Arena:
@@ -30,6 +48,11 @@ class Arena:
         for name, parameter in self._parameters.items():
             self.offsets[name] = align(self.nbytes)
             self.nbytes = self.offsets[name] + parameter.numel() * parameter.element_size()
+        covered = {name: 0 for name in self._parameters}
+        for shard in shards:
+            covered[shard.vllm_name] += shard.length * (math.prod(shard.full_shape) // shard.full_shape[shard.dim])
+        # e.g. vocabulary rows that vLLM adds: never sent, so nothing may be received over them
+        self.padded = {name for name, parameter in self._parameters.items() if covered[name] < parameter.numel()}
         self.device = next(iter(self._parameters.values())).device
         self._live: torch.Tensor | None = None
         if self.device.type == "cpu":
@@ -100,7 +123,7 @@ class Staging:
         places = set()
         for tensor in bucket.tensors:
             shard = self._arena.shards[tensor.name]
-            if not shard.whole:
+            if not shard.whole or shard.vllm_name in self._arena.padded:
                 return None
             row_bytes = tensor.nbytes // tensor.shape[0]
             places.add(self._arena.offsets[shard.vllm_name] + shard.start * row_bytes - (tensor.offset - bucket.start))

@@ -79,12 +79,25 @@ class BridgeState:
         async with self._lock:
             await self._refuse_second_trainer()
             if offer.world_size != 1 + self._tp_size:
-                raise BridgeConflict(f"world_size {offer.world_size}: this server has {self._tp_size} worker(s), so it must be {1 + self._tp_size}", 422)
+                raise BridgeConflict(
+                    f"world_size {offer.world_size}: this server has {self._tp_size} worker(s), so it must be {1 + self._tp_size}", 422
+                )
             digest = await self._manifest_digest()
             if offer.manifest_digest != digest:
-                raise BridgeConflict(f"manifest digest {offer.manifest_digest[:12]} is not this server's {digest[:12]}: trainer and vLLM hold different models")
+                raise BridgeConflict(
+                    f"manifest digest {offer.manifest_digest[:12]} is not this server's {digest[:12]}: "
+                    "trainer and vLLM hold different models"
+                )
             self._session = _Session(offer, time.monotonic())
-            log.info("Trainer %s opens session %s (store %s:%d, %s, lease %.0f s)", offer.trainer, offer.session, offer.address, offer.port, offer.backend, offer.lease_s)
+            log.info(
+                "Trainer %s opens session %s (store %s:%d, %s, lease %.0f s)",
+                offer.trainer,
+                offer.session,
+                offer.address,
+                offer.port,
+                offer.backend,
+                offer.lease_s,
+            )
             workers = await self._rpc("bridge_open", data)
             return {"policy_version": self.policy_version, "workers": workers}
 
@@ -152,7 +165,8 @@ class BridgeState:
         if all(worker["state"] == "failed" for worker in workers):
             return
         raise BridgeConflict(
-            f"trainer {current.offer.trainer} holds session {current.offer.session} for another {current.lease_left():.0f} s: stop it, or wait for its lease to end"
+            f"trainer {current.offer.trainer} holds session {current.offer.session} for another "
+            f"{current.lease_left():.0f} s: stop it, or wait for its lease to end"
         )
 
     async def _manifest_digest(self) -> str:

@@ -45,7 +45,9 @@ class UnsupportedVllm(RuntimeError):
 def check_version() -> None:
     """Raise UnsupportedVllm with the remedy unless vLLM is 0.26 to 0.33."""
     if not OLDEST <= Version(vllm.__version__) < BEYOND:
-        raise UnsupportedVllm(f"vLLM {vllm.__version__} is outside the supported {OLDEST} <= version < {BEYOND}: install vllm==0.32.0 (scripts/setup.sh does)")
+        raise UnsupportedVllm(
+            f"vLLM {vllm.__version__} is outside the supported {OLDEST} <= version < {BEYOND}: install vllm==0.32.0 (scripts/setup.sh does)"
+        )
 
 
 def on_cpu() -> bool:

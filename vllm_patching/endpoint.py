@@ -41,7 +41,12 @@ class BridgeEndpoints:
         state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled)
         state.generate_keys = [key for key in (args.api_key or []) if key]
         await state.bridge.start()
-        log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if enabled else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1")
+        log.info(
+            "Uvicorn running on http://%s:%d (bridge %s)",
+            args.host,
+            args.port,
+            "on" if enabled else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1",
+        )
 
 
 def _bridge(request: Request) -> BridgeState:

@@ -68,10 +68,8 @@ def _sampling_params(body: dict[str, Any]) -> Any:
 
 
 async def _final_output(engine: Any, prompt: Any, params: Any) -> Any:
-    output = None
-    async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}"):
-        pass
-    return output
+    outputs = [output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}")]
+    return outputs[-1]
 
 
 async def _disconnected(request: Request) -> None:
@@ -92,7 +90,8 @@ def _reply(output: Any, params: Any, policy_version: int) -> dict[str, Any]:
         reply["logprobs"] = [[[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs]
     if params.prompt_logprobs is not None:
         reply["prompt_logprobs"] = [
-            None if position is None else {str(token): entry.logprob for token, entry in position.items()} for position in output.prompt_logprobs
+            None if position is None else {str(token): entry.logprob for token, entry in position.items()}
+            for position in output.prompt_logprobs
         ]
     return reply
 

@@ -9,12 +9,13 @@ A tied output head is the same parameter as the embedding and appears once.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_patching import compat
+from vllm_patching.arena import Shard
 from vllm_patching.protocol import DTYPE_BYTES, Manifest, lay_out
 
 
@@ -22,26 +23,9 @@ class UnsupportedModel(RuntimeError):
     """A parameter that the bridge cannot express; the message names it and why."""
 
 
-@dataclass(frozen=True)
-class Shard:
-    """Where one Hugging Face tensor lives on this rank: `length` rows or columns of a vLLM parameter."""
-
-    name: str  # Hugging Face
-    vllm_name: str
-    dim: int  # sharded dimension: 0 rows, 1 columns
-    start: int  # within the vLLM parameter of this rank
-    length: int
-    full_start: int  # within the whole Hugging Face tensor
-    full_shape: tuple[int, ...]
-
-    @property
-    def whole(self) -> bool:
-        return self.length == self.full_shape[self.dim]
-
-
 def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     """Every shard of this rank in vLLM's parameter order. Raises UnsupportedModel."""
-    packed = model.packed_modules_mapping
+    packed: Any = model.packed_modules_mapping  # {fused leaf: [Hugging Face leaves]}
     found: list[Shard] = []
     seen: set[int] = set()
     for module_name, module in model.named_modules():
@@ -77,7 +61,14 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 
 def _shards(
-    full_name: str, module_name: str, leaf: str, module: nn.Module, parameter: torch.Tensor, packed: dict[str, list[str]], tp_rank: int, tp_size: int
+    full_name: str,
+    module_name: str,
+    leaf: str,
+    module: nn.Module,
+    parameter: torch.Tensor,
+    packed: dict[str, list[str]],
+    tp_rank: int,
+    tp_size: int,
 ) -> Iterator[Shard]:
     shape = tuple(parameter.shape)
     parent, _, module_leaf = module_name.rpartition(".")

@@ -115,7 +115,13 @@ class SessionOffer:
         offer = SessionOffer(**data)
         if offer.backend not in DATA_BACKENDS:
             raise ValueError(f"session offer: backend {offer.backend!r} is none of {DATA_BACKENDS}")
-        if not 0 < offer.port < 65536 or offer.world_size < 2 or offer.bucket_bytes < 1 or not 0 < offer.timeout_s <= 3600 or not 0 < offer.lease_s <= 3600:
+        if (
+            not 0 < offer.port < 65536
+            or offer.world_size < 2
+            or offer.bucket_bytes < 1
+            or not 0 < offer.timeout_s <= 3600
+            or not 0 < offer.lease_s <= 3600
+        ):
             raise ValueError(f"session offer: port, world_size, bucket_bytes, timeout_s or lease_s out of range: {data}")
         return offer
 

@@ -4,12 +4,16 @@ The groups are built directly on a TCPStore: torch.distributed's default group, 
 touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an NCCL group on GPUs.
 """
 
+import re
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+Group: TypeAlias = Any  # ProcessGroupGloo | ProcessGroupNCCL; PyTorch ships no complete stubs for them
 
 CHUNK_BYTES = 16 << 20  # of one broadcast; measured best for Gloo over loopback
 
@@ -18,12 +22,22 @@ class TransportError(RuntimeError):
     """A peer died, went silent past its deadline, or could not be reached."""
 
 
+def describe(error: BaseException) -> str:
+    """What went wrong with a peer, in one short line, out of Gloo's, NCCL's and the store's long ones."""
+    first = str(error).splitlines()[0] if str(error) else ""
+    if silent := re.search(r"[Tt]imed out waiting (\d+)ms|wait timeout after (\d+)ms", first):
+        return f"peer silent for {int(silent[1] or silent[2]) / 1000:.0f} s, its deadline"
+    if re.search(r"Connection (was likely )?(reset|closed)|Broken pipe", first):
+        return "connection closed by the peer"
+    return f"{type(error).__name__}: {first[:200]}"
+
+
 @dataclass
 class Groups:
     """One session's groups. `close` is final: a failed group is never used again."""
 
-    control: dist.ProcessGroup
-    data: dist.ProcessGroup
+    control: Group
+    data: Group
     backend: str
 
     def barrier(self) -> None:
@@ -50,11 +64,19 @@ def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore
         listener.bind((address, port))
     except OSError as error:
         listener.close()
-        raise TransportError(f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port or 0 for any free one") from error
+        raise TransportError(
+            f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port or 0 for any free one"
+        ) from error
     listener.listen()
     bound = listener.getsockname()[1]
     store = dist.TCPStore(
-        address, bound, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+        address,
+        bound,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
     return store, bound
 
@@ -64,14 +86,14 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float) -> Group:
     """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds."""
     return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, timedelta(seconds=timeout_s))
 
 
 def make_data_group(
-    control: dist.ProcessGroup, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str
-) -> dist.ProcessGroup:
+    control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str
+) -> Group:
     """The group that carries weights: `control` itself for gloo, a group of its own for nccl."""
     if backend == "gloo":
         return control

@@ -98,7 +98,15 @@ class WeightUpdater:
     def _serve(self, offer: SessionOffer) -> None:
         rank = self._status.rank
         peer = f"{offer.address}:{offer.port}"
-        log.info("Joining session %s of trainer %s at %s as rank %d of %d, at most %.0f s", offer.session, offer.trainer, peer, rank + 1, offer.world_size, offer.timeout_s)
+        log.info(
+            "Joining session %s of trainer %s at %s as rank %d of %d, at most %.0f s",
+            offer.session,
+            offer.trainer,
+            peer,
+            rank + 1,
+            offer.world_size,
+            offer.timeout_s,
+        )
         start = time.monotonic()
         staging = self._arena.make_staging()
         store = transport.join_store(offer.address, offer.port, offer.timeout_s)
@@ -108,12 +116,24 @@ class WeightUpdater:
         store.set(join_key(rank), "1")
         groups.barrier()
         self._show(offer, "joined")
-        log.info("Joined session %s after %.1f s; receiving in buckets of %.0f MiB", offer.session, time.monotonic() - start, offer.bucket_bytes / 2**20)
+        log.info(
+            "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",
+            offer.session,
+            time.monotonic() - start,
+            offer.bucket_bytes / 2**20,
+        )
         buckets = self._arena.manifest.buckets(offer.bucket_bytes)
         sequence = 0
         while (version := self._next_version(store, offer, sequence)) is not None:
             self._show(offer, "receiving")
-            log.info("Receiving policy version %d (%.1f MB, %d buckets) from %s, at most %.0f s a bucket", version, self._arena.manifest.nbytes / 1e6, len(buckets), peer, offer.timeout_s)
+            log.info(
+                "Receiving policy version %d (%.1f MB, %d buckets) from %s, at most %.0f s a bucket",
+                version,
+                self._arena.manifest.nbytes / 1e6,
+                len(buckets),
+                peer,
+                offer.timeout_s,
+            )
             begun = time.perf_counter()
             for bucket in buckets:
                 staging.receive(bucket, groups.broadcast)
@@ -129,7 +149,7 @@ class WeightUpdater:
             store.set(ack_key(sequence, rank), f"{seconds:.6f}")
             sequence += 1
         groups.close()
-        log.info("Trainer %s closed session %s in an orderly way", offer.trainer, offer.session)
+        log.info("Session %s of trainer %s ended after %d transfers", offer.session, offer.trainer, sequence)
         self._show(offer, "idle")
 
     def _next_version(self, store: dist.TCPStore, offer: SessionOffer, sequence: int) -> int | None:
@@ -149,8 +169,13 @@ class WeightUpdater:
                 self._status.state = state
 
     def _fail(self, offer: SessionOffer, error: Exception) -> None:
-        message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        log.warning("Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may join", offer.session, offer.trainer, message)
+        message = transport.describe(error)
+        log.warning(
+            "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may join",
+            offer.session,
+            offer.trainer,
+            message,
+        )
         with self._lock:
             if self._status.session == offer.session:
                 self._staged = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching import compat, mapping
-from vllm_patching.arena import Arena
+from vllm_patching.arena import Arena, Shard
 from vllm_patching.protocol import Manifest, SessionOffer
 from vllm_patching.updater import WeightUpdater
 
@@ -65,7 +65,7 @@ def _config_path(path: Path, tp_rank: int) -> Path:
     return path if tp_rank == 0 else path.with_name(f"{path.name}.tp{tp_rank}")
 
 
-def _write_bridge_config(path: Path, manifest: Manifest, shards: list[mapping.Shard], tp_rank: int, device: str) -> None:
+def _write_bridge_config(path: Path, manifest: Manifest, shards: list[Shard], tp_rank: int, device: str) -> None:
     """`vllm_bridge_config.json` in the ancestor's keys, one file a rank, written whole or not at all."""
     dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
     config = {

@@ -59,9 +59,14 @@ BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
 def make_bridge(config: TrainerConfig) -> WeightBridge:
     """The bridge that the flags choose. Raises BridgeError naming what is there."""
     if config.num_inference_nodes > 0:
-        raise BridgeError(f"NUM_INFERENCE_NODES={config.num_inference_nodes}: one vLLM server on one host is supported (0); give --vllm-host and --vllm-port")
+        raise BridgeError(
+            f"NUM_INFERENCE_NODES={config.num_inference_nodes}: one vLLM server on one host is supported (0): "
+            "give --vllm-host and --vllm-port"
+        )
     flag = " --use-shared-memory" if config.use_shared_memory else " --single-copy" if config.single_copy else ""
     chosen = config.weight_bridge_mode + (flag if config.weight_bridge_mode == "shared_vllm" else "")
     if chosen not in BRIDGES:
-        raise BridgeError(f"--weight-bridge-mode {chosen} is not available; choose: {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}")
+        raise BridgeError(
+            f"--weight-bridge-mode {chosen} is not available; choose: {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}"
+        )
     return BRIDGES[chosen](config)

@@ -26,7 +26,6 @@ from vllm_patching.protocol import GOODBYE, Bucket, Manifest, ManifestMismatch, 
 
 log = get_logger(__name__)
 
-LEASE_S = 30.0
 PROBE_TOKENS = 48
 
 
@@ -72,20 +71,29 @@ class BroadcastBridge:
                 self._groups.broadcast(self._image.bucket(bucket))
             self._store.wait(acks, timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch.distributed's errors for a dead or silent peer
-            raise BridgeError(f"policy version {policy_version} did not reach every vLLM worker within {timeout_s:.0f} s: {_first_line(error)}. {self._worker_states()}") from error
+            raise BridgeError(
+                f"policy version {policy_version} did not reach every vLLM worker within {timeout_s:.0f} s: "
+                f"{transport.describe(error)}. {self._worker_states()}"
+            ) from error
         transfer_s = time.perf_counter() - start
         committed = self._vllm.commit(self._session, policy_version)
         self._sequence += 1
-        log.info("[Bridge] Policy version %d is served: transfer %.3f s, stall %.1f ms, apply %.1f ms", policy_version, transfer_s, committed["stall_s"] * 1e3, committed["apply_s"] * 1e3)
+        log.info(
+            "[Bridge] Policy version %d is served: transfer %.3f s, stall %.1f ms, apply %.1f ms",
+            policy_version,
+            transfer_s,
+            committed["stall_s"] * 1e3,
+            committed["apply_s"] * 1e3,
+        )
         return SyncReport(policy_version, committed["stall_s"], transfer_s, committed["apply_s"], self._manifest.nbytes * self._workers)
 
     @torch.no_grad()
     def parity_probe(self) -> float:
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary = self._model.config.get_text_config().vocab_size
         tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
         served = torch.tensor(self._vllm.prompt_logprobs(tokens), dtype=torch.float64)
         ids = torch.tensor([tokens], device=self._model.device)
-        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].double().cpu()
         return float((ours - served).abs().max())
 
@@ -97,7 +105,7 @@ class BroadcastBridge:
             self._store.set(go_key(self._sequence), GOODBYE)
             self._vllm.close_session(self._session)
         except (RuntimeError, BridgeError) as error:
-            log.warning("[Bridge] Left session %s, but vLLM could not be told: %s", self._session, _first_line(error))
+            log.warning("[Bridge] Left session %s, but vLLM could not be told: %s", self._session, error)
         self._groups.close()
 
     def _form_groups(self) -> None:
@@ -118,7 +126,7 @@ class BroadcastBridge:
             manifest_digest=self._manifest.digest(),
             bucket_bytes=config.bridge_bucket_mb << 20,
             timeout_s=config.bridge_timeout_s,
-            lease_s=LEASE_S,
+            lease_s=config.bridge_lease_s,
             trainer=f"{socket.gethostname()}:{os.getpid()}",
         )
         self._vllm.open_session(asdict(offer))
@@ -137,12 +145,13 @@ class BroadcastBridge:
             self._groups.barrier()
         except RuntimeError as error:
             raise BridgeError(
-                f"vLLM's {self._workers} weight updater(s) did not join at {address}:{port} within {config.bridge_timeout_s:.0f} s: {_first_line(error)}. {self._worker_states()}"
+                f"vLLM's {self._workers} weight updater(s) did not join at {address}:{port} within "
+                f"{config.bridge_timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"
             ) from error
         log.info("[Bridge] ✓ All ranks synchronized and ready")
 
     def _heartbeats(self) -> None:
-        while not self._closed.wait(LEASE_S / 3):
+        while not self._closed.wait(self._config.bridge_lease_s / 3):
             try:
                 self._vllm.heartbeat(self._session)
             except BridgeError as error:
@@ -162,7 +171,9 @@ class BroadcastBridge:
             workers = self._vllm.status()["workers"]
         except (OSError, BridgeError) as error:
             return f"The vLLM server at {self._vllm.url} does not answer either ({type(error).__name__}); see its log."
-        return "Workers: " + "; ".join(f"TP{worker['rank']} {worker['state']}" + (f" ({worker['error']})" if worker["error"] else "") for worker in workers)
+        return "Workers: " + "; ".join(
+            f"TP{worker['rank']} {worker['state']}" + (f" ({worker['error']})" if worker["error"] else "") for worker in workers
+        )
 
 
 class FlatParameters:
@@ -174,7 +185,9 @@ class FlatParameters:
         self._as_is = all(tensor.dtype == "float32" for tensor in tensors)
         device = next(iter(parameters.values())).device
         # same order as the wire; with fp32 on the wire also the same offsets
-        starts = [tensor.offset // 4 for tensor in tensors] if self._as_is else _compact_starts([parameters[t.name].numel() for t in tensors])
+        starts = (
+            [tensor.offset // 4 for tensor in tensors] if self._as_is else _compact_starts([parameters[t.name].numel() for t in tensors])
+        )
         self.buffer = torch.zeros(starts[-1] + parameters[tensors[-1].name].numel(), dtype=torch.float32, device=device)
         for start, tensor in zip(starts, tensors, strict=True):
             parameter = parameters[tensor.name]
@@ -201,7 +214,3 @@ def _compact_starts(sizes: list[int]) -> list[int]:
         starts.append(end)
         end += size
     return starts
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

@@ -36,7 +36,8 @@ class VllmClient:
                 waited = time.monotonic() - start
                 if waited > deadline_s:
                     raise BridgeError(
-                        f"no vLLM server at {self.url} after {waited:.0f} s ({type(error).__name__}): start example_trainer/vllm_api_server.py there, or set --vllm-host/--vllm-port"
+                        f"no vLLM server at {self.url} after {waited:.0f} s ({type(error).__name__}): "
+                        "start example_trainer/vllm_api_server.py there, or set --vllm-host/--vllm-port"
                     ) from error
                 if time.monotonic() - reminded > REMIND_S:
                     reminded = time.monotonic()
@@ -44,7 +45,14 @@ class VllmClient:
                 time.sleep(POLL_S)
         if not status["enabled"]:
             raise BridgeError(f"the vLLM server at {self.url} runs without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
-        log.info("vLLM server at %s is ready after %.1f s: model %s, TP=%d, policy version %d", self.url, time.monotonic() - start, status["model"], status["tp_size"], status["policy_version"])
+        log.info(
+            "vLLM server at %s is ready after %.1f s: model %s, TP=%d, policy version %d",
+            self.url,
+            time.monotonic() - start,
+            status["model"],
+            status["tp_size"],
+            status["policy_version"],
+        )
         return status
 
     def status(self) -> dict[str, Any]:
@@ -78,7 +86,10 @@ class VllmClient:
         except requests.RequestException as error:
             if raise_transport:
                 raise
-            raise BridgeError(f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit {self._timeout_s:.0f} s); see its log") from error
+            raise BridgeError(
+                f"the vLLM server at {self.url} did not answer {method} {path} "
+                f"({type(error).__name__}, limit {self._timeout_s:.0f} s); see its log"
+            ) from error
         if reply.status_code == 404 and path == "/v1/bridge/status":
             raise BridgeError(f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py")
         if reply.status_code >= 400:

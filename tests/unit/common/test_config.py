@@ -36,7 +36,13 @@ def test_negative_value_after_a_space_is_a_value() -> None:
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
-    [(["--shared"], True), (["--shared", "false"], False), (["--shared=true"], True), (["--no-shared"], False), (["--shared", "--env.steps", "2"], True)],
+    [
+        (["--shared"], True),
+        (["--shared", "false"], False),
+        (["--shared=true"], True),
+        (["--no-shared"], False),
+        (["--shared", "--env.steps", "2"], True),
+    ],
 )
 def test_boolean_with_or_without_value(argv: list[str], expected: bool) -> None:
     assert resolve(*argv).shared is expected
@@ -55,7 +61,12 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
     file = tmp_path / "c.yaml"
     file.write_text("env: {group_size: 3, steps: 3}\nmodel: from-yaml\n")
     tree = resolve(
-        "--config", str(file), "--env.steps", "9", env={"MASTER_PORT": "29500"}, defaults={"master_port": 1, "model_name": "d", "env": {"limit": 0.25}}
+        "--config",
+        str(file),
+        "--env.steps",
+        "9",
+        env={"MASTER_PORT": "29500"},
+        defaults={"master_port": 1, "model_name": "d", "env": {"limit": 0.25}},
     )
     assert (tree.env.group_size, tree.env.steps, tree.master_port, tree.model_name, tree.env.limit) == (3, 9, 29500, "from-yaml", 0.25)
 

@@ -1,0 +1,123 @@
+"""The arena with hand-made fused, sharded and padded parameters; no vLLM."""
+
+import torch
+from torch import nn
+
+from vllm_patching.arena import Arena, Shard
+from vllm_patching.protocol import Manifest, lay_out
+
+
+class Fused(nn.Module):
+    """One rank of a model: qkv rows fused, an output projection split by columns, an embedding with a padding row, a norm."""
+
+    def __init__(self, tp_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Parameter(torch.zeros(6 // tp_size + 1, 4))
+        self.qkv = nn.Parameter(torch.zeros((4 + 2 + 2) // tp_size, 4))
+        self.out = nn.Parameter(torch.zeros(4, 4 // tp_size))
+        self.norm = nn.Parameter(torch.zeros(4))
+
+
+HF_SHAPES = {"embed": (6, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "out": (4, 4), "norm": (4,)}
+
+
+def shards(rank: int, tp: int) -> list[Shard]:
+    def rows(name: str, vllm: str, start: int) -> Shard:
+        length = HF_SHAPES[name][0] // tp
+        return Shard(name, vllm, 0, start, length, rank * length, HF_SHAPES[name])
+
+    return [
+        rows("embed", "embed", 0),
+        rows("q", "qkv", 0),
+        rows("k", "qkv", 4 // tp),
+        rows("v", "qkv", 6 // tp),
+        Shard("out", "out", 1, 0, 4 // tp, rank * 4 // tp, (4, 4)),
+        Shard("norm", "norm", 0, 0, 4, 0, (4,)),
+    ]
+
+
+def manifest() -> Manifest:
+    fused = {"embed": ["embed"], "qkv": ["q", "k", "v"], "out": ["out"], "norm": ["norm"]}
+    tensors = tuple(lay_out([(name, [(part, HF_SHAPES[part], "float32") for part in parts]) for name, parts in fused.items()]))
+    return Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
+
+
+def wire_image(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    image = torch.zeros(manifest().nbytes, dtype=torch.uint8)
+    for tensor in manifest().tensors:
+        image[tensor.offset : tensor.offset + tensor.nbytes] = weights[tensor.name].reshape(-1).view(torch.uint8)
+    return image
+
+
+def receive_all(arena: Arena, weights: dict[str, torch.Tensor], bucket_bytes: int) -> object:
+    image = wire_image(weights)
+    staging = arena.make_staging()
+    for bucket in manifest().buckets(bucket_bytes):
+        staging.receive(bucket, lambda buffer, bucket=bucket: buffer.copy_(image[bucket.start : bucket.end]))
+    return staging
+
+
+def new_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in HF_SHAPES.items()}
+
+
+def expected(weights: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, torch.Tensor]:
+    def part(name: str, dim: int = 0) -> torch.Tensor:
+        return weights[name].chunk(tp, dim)[rank]
+
+    return {"embed": part("embed"), "qkv": torch.cat([part("q"), part("k"), part("v")]), "out": part("out", 1), "norm": weights["norm"]}
+
+
+def check(rank: int, tp: int, bucket_bytes: int) -> None:
+    model = Fused(tp)
+    model.embed.data[-1] = 7.0  # padding row: never sent, must survive every commit
+    arena = Arena(model, manifest(), shards(rank, tp))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    weights = new_weights()
+    staging = receive_all(arena, weights, bucket_bytes)
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters()), (
+        "receiving must not touch live weights"
+    )
+    arena.commit(staging)
+    for name, value in expected(weights, rank, tp).items():
+        live = dict(model.named_parameters())[name]
+        assert torch.equal(live[: value.shape[0]], value), name
+    assert torch.equal(model.embed[-1], torch.full((4,), 7.0))
+
+
+def test_one_rank_receives_and_commits_exactly() -> None:
+    for bucket_bytes in (1, 300, 1 << 20):
+        check(0, 1, bucket_bytes)
+
+
+def test_each_of_two_ranks_takes_its_shards() -> None:
+    for rank in (0, 1):
+        for bucket_bytes in (1, 300, 1 << 20):
+            check(rank, 2, bucket_bytes)
+
+
+def test_second_transfer_reuses_the_former_live_buffer() -> None:
+    model = Fused(1)
+    arena = Arena(model, manifest(), shards(0, 1))
+    first = model.qkv.data_ptr()
+    staging = receive_all(arena, new_weights(), 1 << 20)
+    arena.commit(staging)
+    assert model.qkv.data_ptr() != first
+    again = {name: value + 1 for name, value in new_weights().items()}
+    image = wire_image(again)
+    for bucket in manifest().buckets(1 << 20):
+        staging.receive(bucket, lambda buffer, bucket=bucket: buffer.copy_(image[bucket.start : bucket.end]))  # type: ignore[attr-defined]
+    arena.commit(staging)
+    assert model.qkv.data_ptr() == first
+    assert torch.equal(model.qkv, torch.cat([again["q"], again["k"], again["v"]]))
+
+
+def test_whole_tensors_land_without_a_scratch_copy() -> None:
+    arena = Arena(Fused(1), manifest(), shards(0, 1))
+    staging = arena.make_staging()
+    start, end = staging.buffer.data_ptr(), staging.buffer.data_ptr() + staging.buffer.numel()
+    (qkv,) = (bucket for bucket in manifest().buckets(1) if bucket.tensors[0].name == "q")
+    received: list[int] = []
+    staging.receive(qkv, lambda buffer: received.append(buffer.data_ptr()))
+    assert start <= received[0] < end

@@ -1,0 +1,43 @@
+import torch
+from torch import nn
+
+from example_trainer.bridges.broadcast import FlatParameters
+from vllm_patching.protocol import Manifest, lay_out
+
+
+def model_and_manifest(dtype: str) -> tuple[dict[str, nn.Parameter], Manifest]:
+    torch.manual_seed(0)
+    parameters = {"b": nn.Parameter(torch.randn(3, 5)), "a": nn.Parameter(torch.randn(7))}
+    tensors = tuple(lay_out([("a", [("a", (7,), dtype)]), ("b", [("b", (3, 5), dtype)])]))
+    return parameters, Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
+
+
+def test_float32_buckets_are_the_parameters_themselves() -> None:
+    parameters, manifest = model_and_manifest("float32")
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    flat = FlatParameters(manifest, parameters)
+    (bucket,) = manifest.buckets(1 << 20)
+    sent = flat.bucket(bucket)
+    for tensor in manifest.tensors:
+        start = tensor.offset - bucket.start
+        assert torch.equal(sent[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape), before[tensor.name])
+    with torch.no_grad():
+        parameters["a"].add_(1)
+    assert torch.equal(sent[:28].view(torch.float32), before["a"] + 1), "an optimizer step must be in the buffer without packing"
+
+
+def test_bfloat16_buckets_are_the_parameters_cast() -> None:
+    parameters, manifest = model_and_manifest("bfloat16")
+    flat = FlatParameters(manifest, parameters)
+    (bucket,) = manifest.buckets(1 << 20)
+    sent = flat.bucket(bucket)
+    for tensor in manifest.tensors:
+        start = tensor.offset - bucket.start
+        assert torch.equal(sent[start : start + tensor.nbytes].view(torch.bfloat16).view(tensor.shape), parameters[tensor.name].bfloat16())
+
+
+def test_parameters_do_not_overlap() -> None:
+    parameters, manifest = model_and_manifest("bfloat16")
+    FlatParameters(manifest, parameters)
+    spans = sorted((p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parameters.values())
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))

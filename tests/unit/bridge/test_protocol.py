@@ -1,0 +1,103 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_patching.protocol import ALIGNMENT, Manifest, ManifestMismatch, SessionOffer, WireTensor, compare, lay_out
+
+PARTS = [
+    ("embed.weight", [("embed.weight", (10, 4), "float32")]),
+    ("qkv.weight", [("q.weight", (6, 4), "float32"), ("k.weight", (3, 4), "float32"), ("v.weight", (3, 4), "float32")]),
+    ("norm.weight", [("norm.weight", (4,), "float32")]),
+]
+
+
+def manifest() -> Manifest:
+    tensors = tuple(lay_out(PARTS))
+    return Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    return {tensor.name: tensor.shape for tensor in manifest().tensors}
+
+
+def test_parts_of_a_fused_parameter_touch_and_parameters_are_aligned() -> None:
+    embed, q, k, v, norm = manifest().tensors
+    assert (k.offset, v.offset) == (q.offset + q.nbytes, k.offset + k.nbytes)
+    assert all(tensor.offset % ALIGNMENT == 0 for tensor in (embed, q, norm))
+
+
+def test_manifest_survives_json() -> None:
+    assert Manifest.from_json(manifest().to_json()) == manifest()
+
+
+sizes = st.lists(st.integers(1, 300), min_size=1, max_size=30)
+
+
+@given(sizes, st.integers(1, 5000))
+def test_buckets_hold_every_tensor_once_in_order_within_the_limit(lengths: list[int], limit: int) -> None:
+    tensors = tuple(lay_out([(f"p{i}", [(f"p{i}", (length,), "float32")]) for i, length in enumerate(lengths)]))
+    buckets = Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors).buckets(limit)
+    assert [tensor for bucket in buckets for tensor in bucket.tensors] == list(tensors)
+    assert all(bucket.end - bucket.start <= limit or len(bucket.tensors) == 1 for bucket in buckets)
+    assert all(
+        bucket.start <= tensor.offset and tensor.offset + tensor.nbytes <= bucket.end for bucket in buckets for tensor in bucket.tensors
+    )
+
+
+def test_same_model_compares_equal() -> None:
+    compare(manifest(), shapes())
+
+
+@pytest.mark.parametrize(
+    ("change", "fragment"),
+    [
+        ({"q.weight": None}, "vLLM holds q.weight [6, 4], the trainer does not (4/5 tensors agree"),
+        ({"q.weight": (8, 4)}, "q.weight: vLLM holds [6, 4], the trainer [8, 4]"),
+        ({"lm_head.weight": (10, 4)}, "the trainer holds lm_head.weight [10, 4], vLLM does not"),
+    ],
+)
+def test_first_difference_is_named(change: dict[str, tuple[int, ...] | None], fragment: str) -> None:
+    trainer = {name: shape for name, shape in {**shapes(), **change}.items() if shape is not None}
+    with pytest.raises(ManifestMismatch) as caught:
+        compare(manifest(), trainer)
+    assert fragment in str(caught.value)
+
+
+def test_digest_changes_with_shape_dtype_order_and_offset() -> None:
+    a, b = WireTensor("a", (2,), "float32", "a", 0), WireTensor("b", (2,), "float32", "b", 256)
+    variants = [
+        (a, b),
+        (b, a),
+        (a, WireTensor("b", (3,), "float32", "b", 256)),
+        (a, WireTensor("b", (2,), "bfloat16", "b", 256)),
+        (a, WireTensor("b", (2,), "float32", "b", 512)),
+    ]
+    assert len({Manifest("m", 1, 264, variant).digest() for variant in variants}) == len(variants)
+
+
+OFFER = {
+    "session": "s", "address": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo",
+    "manifest_digest": "d", "bucket_bytes": 1, "timeout_s": 1.0, "lease_s": 1.0, "trainer": "h:1",
+}  # fmt: skip
+
+
+def test_a_complete_offer_is_accepted() -> None:
+    assert SessionOffer.from_json(OFFER).world_size == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 0},
+        {"port": 65536},
+        {"world_size": 1},
+        {"backend": "mpi"},
+        {"timeout_s": 0},
+        {"lease_s": 4000},
+        {"bucket_bytes": 0},
+        {"stray": 1},
+    ],
+)
+def test_an_offer_out_of_range_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="session offer"):
+        SessionOffer.from_json({**OFFER, **change})
