@@ -60,8 +60,12 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     return output.last_hidden_state[0, batch.rows]
 
 
-def _chunks(model: PreTrainedModel, rows: int, chunk_mb: int) -> Iterator[slice]:
-    size = max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().weight.shape[0]))
+def _chunk_rows(model: PreTrainedModel, chunk_mb: int) -> int:
+    """Rows of float32 logits in `chunk_mb` MiB, at least one."""
+    return max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().weight.shape[0]))
+
+
+def _chunks(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -72,7 +76,7 @@ def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> 
     head = model.get_output_embeddings()
     parts = [
         logprobs_and_entropy(head(hidden[chunk]), batch.targets[chunk], batch.temperatures[chunk])[0]
-        for chunk in _chunks(model, len(hidden), chunk_mb)
+        for chunk in _chunks(len(hidden), _chunk_rows(model, chunk_mb))
     ]
     return torch.cat(parts)
 
@@ -85,7 +89,7 @@ def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: 
     hidden = trained_hidden(model, batch)
     cut = hidden.detach().requires_grad_()
     head = model.get_output_embeddings()
-    for chunk in _chunks(model, len(cut), chunk_mb):
+    for chunk in _chunks(len(cut), _chunk_rows(model, chunk_mb)):
         logprobs, entropy = logprobs_and_entropy(head(cut[chunk]), batch.targets[chunk], batch.temperatures[chunk])
         chunk_loss(logprobs, entropy, chunk).backward()
     hidden.backward(cut.grad)

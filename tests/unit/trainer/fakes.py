@@ -1,0 +1,169 @@
+"""What trainer tests stand on: tiny random models, made-up batches, a batching API in a thread, a bridge that only records."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from example_trainer.bridges import SyncReport
+
+VOCAB = 97
+_SHAPE: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+)
+
+
+def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A random model of a family's architecture, with weights large enough that its distributions are not flat."""
+    torch.manual_seed(seed)
+    config_class, model_class = {
+        "llama": (LlamaConfig, LlamaForCausalLM),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }[family]
+    settings = _SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | changes
+    if family == "qwen2":
+        settings.pop("head_dim")
+    model: PreTrainedModel = model_class(config_class(**settings))
+    return model
+
+
+def model_folder(path: Path, **changes: Any) -> str:
+    """A tiny model saved as a Hugging Face folder."""
+    tiny_model(**changes).save_pretrained(path)
+    return str(path)
+
+
+def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 12, **fields: Any) -> dict[str, Any]:
+    """A batch item as the API sends it: one prompt, one random answer a score, all 14 keys present."""
+    generator = np.random.default_rng(seed)
+    question = generator.integers(1, VOCAB, prompt).tolist()
+    group: dict[str, Any] = dict.fromkeys(
+        ("advantages", "ref_logprobs", "messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
+        + ("distill_token_ids", "distill_logprobs")
+    )
+    group |= {"tokens": [], "masks": [], "scores": list(scores), "inference_logprobs": []}
+    for _ in scores:
+        answer = generator.integers(1, VOCAB, int(generator.integers(1, longest + 1))).tolist()
+        group["tokens"].append(question + answer)
+        group["masks"].append([-100] * prompt + answer)
+        group["inference_logprobs"].append([1.0] * prompt + (-generator.uniform(0.05, 6.0, len(answer))).tolist())
+    return group | fields
+
+
+class RecordingBridge:
+    """A bridge without a peer: binds parameters to one flat buffer as the real ones do, and notes what it was asked."""
+
+    def __init__(self, parity: float = 0.0, fail_at: int | None = None) -> None:
+        self.versions: list[int] = []
+        self.probes = 0
+        self.closed = False
+        self._parity = parity
+        self._fail_at = fail_at
+
+    def connect(self, model: PreTrainedModel) -> None:
+        parameters = list(model.parameters())
+        flat = torch.empty(sum(parameter.numel() for parameter in parameters))
+        start = 0
+        for parameter in parameters:
+            view = flat[start : start + parameter.numel()].view(parameter.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            start += parameter.numel()
+
+    def sync(self, policy_version: int) -> SyncReport:
+        if policy_version == self._fail_at:
+            raise KeyboardInterrupt
+        self.versions.append(policy_version)
+        return SyncReport(policy_version, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
+
+    def parity_probe(self) -> float:
+        self.probes += 1
+        return self._parity
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeApi:
+    """The batching API as far as a trainer sees it. `batches(n)` gives the n-th batch of this server's life, from 0."""
+
+    def __init__(self, batches: Callable[[int], list[dict[str, Any]] | None]) -> None:
+        self.batches = batches
+        self.delivered = 0
+        self.registrations: list[dict[str, Any]] = []
+        self.steps: list[dict[str, Any]] = []
+        self.evaluations: dict[int, float] = {}
+        self.pending: dict[int, int] = {}  # policy version -> how often it is still pending when asked
+        self.forget_trainer = False
+
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> dict[str, Any]:
+        if (method, path) == ("POST", "/register"):
+            self.registrations.append(body)
+            self.forget_trainer = False
+            return {"uuid": 1}
+        if (method, path) == ("POST", "/trainer-step"):
+            self.steps.append(body)
+            return {"status": "success"}
+        if path == "/batch":
+            return self._batch()
+        if path == "/evaluations":
+            return self._evaluation(int(query["policy_version"][0]))
+        return {"batch_size": -1, "max_token_len": -1}
+
+    def _batch(self) -> dict[str, Any]:
+        if self.forget_trainer or not self.registrations:
+            return {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+        batch = self.batches(self.delivered)
+        self.delivered += batch is not None
+        return {"batch": batch}
+
+    def _evaluation(self, version: int) -> dict[str, Any]:
+        if self.pending.get(version, 0) > 0:
+            self.pending[version] -= 1
+            return {"results": [], "pending": ["gsm8k"]}
+        accuracy = self.evaluations.get(version)
+        if accuracy is None:
+            return {"results": [], "pending": []}
+        return {
+            "results": [{"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": {}}],
+            "pending": [],
+        }
+
+
+@contextlib.contextmanager
+def serve(api: FakeApi, port: int = 0) -> Iterator[str]:
+    """Run the API in a thread on loopback; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _reply(self) -> None:
+            split = urlsplit(self.path)
+            raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            content = json.dumps(api.answer(self.command, split.path, parse_qs(split.query), json.loads(raw) if raw else {})).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_POST = _reply
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()

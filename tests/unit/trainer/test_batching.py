@@ -1,0 +1,136 @@
+"""From API items to rollouts: advantages, skipped groups, temperatures, and errors that name the item."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from example_trainer.advantages import group_advantages, has_signal
+from example_trainer.batching import Batch, BatchError, make_batch, sampling_temperature
+from tests.unit.trainer.fakes import item
+
+
+def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0) -> Batch:
+    return make_batch(items, seq_len=seq_len, divide_by_std=True, policy_version=policy_version)
+
+
+def advantages_of(batch: Batch) -> list[float]:
+    return [float(rollout.advantages[-1]) for rollout in batch.rollouts]
+
+
+def test_advantage_is_score_minus_mean_over_std_plus_epsilon() -> None:
+    scores = np.array([1.0, 0.0, 0.0, 0.0])
+    assert group_advantages(scores, divide_by_std=False).tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(scores, divide_by_std=True)[0] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4), rel=1e-12)
+
+
+def test_a_group_of_one_keeps_its_score() -> None:
+    assert group_advantages(np.array([0.5]), divide_by_std=True).tolist() == [0.5]
+    assert has_signal(np.array([0.5])) and not has_signal(np.array([0.0]))
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16))
+def test_advantages_sum_to_zero_and_keep_the_order(scores: list[float]) -> None:
+    array = np.array(scores)
+    advantages = group_advantages(array, divide_by_std=True)
+    assert advantages.sum() == pytest.approx(0, abs=1e-6)
+    order = np.argsort(array, kind="stable")
+    assert (np.diff(advantages[order]) >= 0).all()
+
+
+def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
+    batch = batch_of(item([1.0, 1.0]), item([0.0, 1.0], seed=1), item([0.0, 0.0, 0.0], seed=2))
+    assert (batch.groups, batch.zero_variance_groups, batch.sequences, len(batch.rollouts)) == (3, 2, 7, 2)
+    assert (batch.reward_mean, batch.reward_std) == (pytest.approx(3 / 7), pytest.approx((12 / 49) ** 0.5))
+
+
+def test_advantage_set_to_zero_still_counts_in_the_denominator() -> None:
+    batch = batch_of(item([1.0, 0.0], overrides=[{"set_advantage_to_zero": True}, {}]))
+    assert advantages_of(batch) == [0.0, pytest.approx(-0.5 / 0.5001)]
+
+
+def test_given_advantages_are_used_as_they_are() -> None:
+    group = item([1.0, 1.0])
+    group["advantages"] = [[0.25] * len(group["tokens"][0]), [3.0]]
+    assert advantages_of(batch_of(group)) == [0.25, 3.0]
+    group["advantages"] = [[0.0], [0.0]]
+    assert batch_of(group).zero_variance_groups == 1
+
+
+def test_long_sequences_lose_their_end_and_are_counted() -> None:
+    group = item([1.0, 0.0], prompt=4, longest=12, seed=3)
+    lengths = [len(tokens) for tokens in group["tokens"]]
+    assert lengths[0] != lengths[1]
+    batch = batch_of(group, seq_len=max(lengths) - 1)
+    assert batch.truncated_sequences == 1
+    assert [len(rollout.tokens) for rollout in batch.rollouts] == [min(length, max(lengths) - 1) for length in lengths]
+    assert batch_of(group, seq_len=4).rollouts == []  # only prompts are left
+
+
+def test_staleness_counts_from_the_first_policy_that_sampled() -> None:
+    batch = batch_of(item([1.0, 0.0], policy_versions=[[3, 4], [2, 2]]), item([1.0, 0.0]), policy_version=5)
+    assert batch.staleness_mean == 2.5
+    assert batch_of(item([1.0, 0.0])).staleness_mean is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 1.0),
+        ({"group_overrides": {"temperature": 0.6}}, 0.6),
+        ({"group_overrides": {"temperature": 0.6}, "generation_params": {"temperature": 0.8}}, 0.8),
+        ({"generation_params": {"temperature": 0.8}, "overrides": [{"temperature": 1.2}, {}]}, 1.2),
+        ({"generation_params": {"temperature": 0.8}, "overrides": [{}, {"temperature": 1.2}]}, 0.8),
+        ({"generation_params": {"temperature": 0.0}}, 1.0),
+        ({"generation_params": {"temperature": None}, "group_overrides": {"temperature": 0.5}}, 0.5),
+    ],
+)
+def test_temperature_comes_from_the_most_specific_place(fields: dict[str, Any], expected: float) -> None:
+    assert sampling_temperature(item([1.0, 0.0], **fields), 0) == expected
+
+
+def broken(change: str) -> dict[str, Any]:
+    group = item([1.0, 0.0], env_id=7)
+    if change == "no logprobs":
+        group["inference_logprobs"] = None
+    elif change == "short logprobs":
+        group["inference_logprobs"][1] = group["inference_logprobs"][1][:-1]
+    elif change == "missing list":
+        group["inference_logprobs"] = group["inference_logprobs"][:1]
+    elif change == "short mask":
+        group["masks"][1] = group["masks"][1][:-1]
+    elif change == "mask of ones":
+        group["masks"][1] = [-100] * 4 + [0] * (len(group["tokens"][1]) - 4)
+    elif change == "filler logprob":
+        group["inference_logprobs"][1][-1] = 1.0
+    elif change == "nan logprob":
+        group["inference_logprobs"][1][-1] = float("nan")
+    elif change == "nan score":
+        group["scores"][1] = float("nan")
+    elif change == "scores":
+        group["scores"] = [1.0]
+    elif change == "advantages":
+        group["advantages"] = [[1.0, 2.0], [1.0, 2.0]]
+    return group
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("no logprobs", r"batch item 1 \(env_id 7\) has no inference_logprobs"),
+        ("short logprobs", r"batch item 1 \(env_id 7\), sequence 1: inference_logprobs has length \d+ for \d+ tokens"),
+        ("missing list", r"inference_logprobs has length 1 for 2 sequences"),
+        ("short mask", r"sequence 1: masks has length \d+ for \d+ tokens"),
+        ("mask of ones", r"sequence 1: mask 0 at position 4 is neither -100 nor the token"),
+        ("filler logprob", r"sequence 1: inference_logprobs holds 1.0 on a sampled token"),
+        ("nan logprob", r"sequence 1: inference_logprobs holds nan"),
+        ("nan score", r"scores must be at least one and finite"),
+        ("scores", r"scores has length 1 for 2 sequences"),
+        ("advantages", r"sequence 0: advantages has length 2 for \d+ tokens"),
+    ],
+)
+def test_a_bad_group_is_refused_by_name(change: str, says: str) -> None:
+    with pytest.raises(BatchError, match=says):
+        batch_of(item([1.0, 0.0]), broken(change))

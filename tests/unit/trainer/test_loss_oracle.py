@@ -1,0 +1,154 @@
+"""The trainer's loss and gradient against a float64 computation that shares no code with it: one sequence, one token at a time."""
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from example_trainer.batching import make_batch
+from example_trainer.losses import LossSettings
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.packing import micro_batches
+from example_trainer.step import StepFigures, batch_gradients
+from tests.unit.trainer.fakes import item, tiny_model
+
+CPU = torch.device("cpu")
+FP32_RELATIVE = 2e-5  # float32 forward and backward of a two-layer model against float64
+
+
+def items() -> list[dict[str, Any]]:
+    return [
+        item([1.0, 0.0, 0.0, 0.25], seed=1),
+        item([0.0, 0.0], seed=2),
+        item([-1.0, 2.0], seed=3, generation_params={"temperature": 0.7}),
+        item([1.0, 0.0], seed=4, overrides=[{"set_advantage_to_zero": True}, {"temperature": 1.3}]),
+    ]
+
+
+def temperature(group: dict[str, Any], index: int) -> float:
+    overrides = (group["overrides"] or [{}] * len(group["scores"]))[index]
+    return overrides.get("temperature", (group["generation_params"] or {}).get("temperature", 1.0))
+
+
+def naive_loss(
+    model: PreTrainedModel, reference: PreTrainedModel, groups: list[dict[str, Any]], low: float, high: float, kl: float, ent: float
+) -> Tensor:
+    """Mean over trained tokens of groups with differing scores, written from the formulas."""
+    terms = []
+    for group in groups:
+        scores = group["scores"]
+        mean = sum(scores) / len(scores)
+        deviation = (sum((score - mean) ** 2 for score in scores) / len(scores)) ** 0.5
+        if deviation == 0:
+            continue
+        for index, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
+            advantage = (scores[index] - mean) / (deviation + 1e-4)
+            if group["overrides"] and group["overrides"][index].get("set_advantage_to_zero"):
+                advantage = 0.0
+            logits = model(input_ids=torch.tensor([tokens])).logits[0] / temperature(group, index)
+            reference_logits = reference(input_ids=torch.tensor([tokens])).logits[0].detach() / temperature(group, index)
+            for position in range(1, len(tokens)):
+                if mask[position] == -100:
+                    continue
+                probabilities = logits[position - 1].exp() / logits[position - 1].exp().sum()
+                logprob = probabilities[tokens[position]].log()
+                ratio = (logprob - group["inference_logprobs"][index][position]).exp()
+                bounded = min(max(ratio.item(), 1 - low), 1 + high)
+                # the smaller of two candidates, chosen by value; the bounded one is a constant unless it equals the ratio
+                surrogate = ratio * advantage if ratio.item() * advantage <= bounded * advantage else torch.tensor(bounded * advantage)
+                entropy = -(probabilities * probabilities.log()).sum()
+                gap = torch.log_softmax(reference_logits[position - 1], -1)[tokens[position]] - logprob
+                terms.append(-surrogate + kl * (gap.exp() - gap - 1) - ent * entropy)
+    return torch.stack(terms).mean()
+
+
+def float64_twin(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    model.save_pretrained(folder)
+    twin: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    return twin
+
+
+def trained_model(family: str, **changes: Any) -> PreTrainedModel:
+    model = tiny_model(family, **changes)
+    model.set_attn_implementation(PACKED_SDPA)
+    return model
+
+
+def our_figures(
+    model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
+) -> StepFigures:
+    batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
+    return batch_gradients(model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, tmp_path: Any) -> None:
+    model, reference = trained_model(family, tie_word_embeddings=tied), trained_model(family, seed=9, tie_word_embeddings=tied)
+    exact, exact_reference = float64_twin(model, tmp_path / "model"), float64_twin(reference, tmp_path / "reference")
+    settings = LossSettings(clip_low=0.2, clip_high=0.3, kl_coef=0.1, entropy_coef=0.01)
+
+    figures = our_figures(model, reference, settings, budget=30)
+    expected = naive_loss(exact, exact_reference, items(), 0.2, 0.3, 0.1, 0.01)
+    expected.backward()
+
+    assert 0.2 < figures.ratio_clipped_frac < 0.9  # both branches are in the comparison
+    assert figures.loss == pytest.approx(expected.item(), rel=FP32_RELATIVE)
+    for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None
+        assert (ours.grad - theirs.grad).norm() <= FP32_RELATIVE * theirs.grad.norm(), name
+
+
+def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+    reference = trained_model("llama", seed=9)
+
+    def result(budget: int) -> tuple[StepFigures, list[Tensor]]:
+        model = trained_model("llama")
+        figures = our_figures(model, reference, settings, budget)
+        return figures, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    whole, whole_gradients = result(budget=10_000)
+    monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 3)
+    parts, part_gradients = result(budget=1)
+
+    for key, value in asdict(whole).items():
+        assert asdict(parts)[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    for one, many in zip(whole_gradients, part_gradients, strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-6)
+
+
+def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> None:
+    model = trained_model("llama")
+    group = item([1.0, 0.0], seed=1)
+    group["ref_logprobs"] = [[value - 0.5 if value <= 0 else value for value in row] for row in group["inference_logprobs"]]
+    expected = []
+    for tokens, mask, given in zip(group["tokens"], group["masks"], group["ref_logprobs"], strict=True):
+        logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        gaps = [given[at] - logprobs[at - 1, target].item() for at, target in enumerate(mask) if target != -100]
+        expected += [math.exp(gap) - gap - 1 for gap in gaps]
+    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    figures = batch_gradients(
+        model, micro_batches(batch.rollouts, 100, CPU), LossSettings(kl_coef=0.1), reference=trained_model("llama", seed=9)
+    )
+    assert figures.kl == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+
+
+def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
+    model = trained_model("llama")
+    group = item([1.0, 0.0, 0.5], seed=5)
+    for index, tokens in enumerate(group["tokens"]):
+        logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        for position, target in enumerate(group["masks"][index]):
+            if target != -100:
+                group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
+    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    assert figures.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert figures.ratio_clipped_frac == 0
+    assert figures.logprob_diff_max < 1e-5
+    assert figures.sampler_kl == pytest.approx(0.0, abs=1e-6)

@@ -1,0 +1,148 @@
+"""Packing: which sequences share a row, and what a row holds."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from example_trainer.batching import Rollout, make_batch
+from example_trainer.model import ModelError, check_packed_forward
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.packing import fed_length, micro_batches, pack
+from example_trainer.policy import token_logprobs, trained_hidden
+from tests.unit.trainer.fakes import VOCAB, item, tiny_model
+
+CPU = torch.device("cpu")
+FP32 = dict(rtol=1e-4, atol=1e-4)  # float32 sums in another order, on logits up to about 10
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
+def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    bins = pack(lengths, budget)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
+    fills = [sum(lengths[i] for i in members) for members in bins]
+    assert all(first + second > budget for first, second in zip(fills, fills[1:], strict=False))  # no two neighbours would fit in one
+
+
+@given(st.data())
+def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
+    rollouts = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        length = data.draw(st.integers(2, 20))
+        trained = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
+        trained[0] = False
+        trained[1] |= not trained.any()
+        values = np.arange(length, dtype=np.float32)
+        tokens = np.array(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length)))
+        rollouts.append(Rollout(tokens, trained, -values, values, None, 1.0))
+    batches = micro_batches(rollouts, data.draw(st.integers(1, 40)), CPU)
+
+    found = []
+    for batch in batches:
+        assert sum(batch.lengths) == batch.input_ids.shape[1] == batch.position_ids.shape[1]
+        starts = np.cumsum((0, *batch.lengths))
+        for row, target, logprob, advantage in zip(batch.rows, batch.targets, batch.sampler_logprobs, batch.advantages, strict=True):
+            position = int(batch.position_ids[0, row]) + 1
+            assert row - batch.position_ids[0, row] in starts
+            assert -logprob == advantage == position
+            found.append((position, int(target)))
+    expected = [(int(at), int(rollout.tokens[at])) for rollout in rollouts for at in np.flatnonzero(rollout.trained)]
+    assert sorted(found) == sorted(expected)
+
+
+def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
+    rollout = Rollout(
+        np.arange(6), np.array([False, False, True, True, False, False]), np.zeros(6, np.float32), np.ones(6, np.float32), None, 1.0
+    )
+    assert fed_length(rollout) == 3
+    assert micro_batches([rollout], 100, CPU)[0].input_ids.tolist() == [[0, 1, 2]]
+
+
+def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    model.save_pretrained(folder)
+    return tuple(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name) for name in (PACKED_SDPA, "eager")
+    )  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"num_key_value_heads": 4}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+        ("qwen3", {}),
+    ],
+)
+def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str, object], tmp_path: str) -> None:
+    packed, plain = packed_and_plain(tiny_model(family, **changes), tmp_path)
+    batch = make_batch([item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)], seq_len=64, divide_by_std=True, policy_version=0)
+    (row,) = micro_batches(batch.rollouts, 1000, CPU)
+    found = packed.get_output_embeddings()(trained_hidden(packed, row))
+    expected = [plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.rollouts]
+    torch.testing.assert_close(found, torch.cat(expected), **FP32)
+
+
+@torch.no_grad()
+def test_a_model_with_packed_attention_still_does_plain_padded_and_cached_calls(tmp_path: str) -> None:
+    packed, plain = packed_and_plain(tiny_model("qwen3"), tmp_path)
+    tokens = torch.arange(1, 13).view(2, 6)
+    mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    torch.testing.assert_close(packed(input_ids=tokens).logits, plain(input_ids=tokens).logits, **FP32)
+    padded, expected = (model(input_ids=tokens, attention_mask=mask).logits for model in (packed, plain))
+    torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()], **FP32)
+    generated = [model.generate(tokens[:1], max_new_tokens=8, do_sample=False, pad_token_id=0).tolist() for model in (packed, plain)]
+    assert generated[0] == generated[1]
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model("llama")
+        model.set_attn_implementation(PACKED_SDPA)
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        (row,) = micro_batches(make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU)
+        trained_hidden(model, row).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.base_model.parameters()])
+    for without, with_checkpointing in zip(*gradients, strict=True):
+        torch.testing.assert_close(without, with_checkpointing)
+
+
+def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    model.set_attn_implementation(PACKED_SDPA)
+    (row,) = micro_batches(make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU)
+    whole = token_logprobs(model, row, 128)
+    monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 2)
+    torch.testing.assert_close(token_logprobs(model, row, 128), whole)
+
+
+def test_an_architecture_that_reshapes_its_logits_is_refused() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        final_logit_softcapping=1.0,
+        attn_logit_softcapping=None,
+        initializer_range=0.3,
+    )
+    model = Gemma2ForCausalLM(config)
+    model.set_attn_implementation(PACKED_SDPA)
+    with pytest.raises(ModelError, match="Gemma2ForCausalLM cannot be trained with packed sequences: its logits differ"):
+        check_packed_forward(model)
+    config.attn_logit_softcapping = 50.0
+    model = Gemma2ForCausalLM(config)
+    model.set_attn_implementation(PACKED_SDPA)
+    with pytest.raises(ModelError, match="softcap"):
+        check_packed_forward(model)
