@@ -49,9 +49,9 @@ def _mask_all_turns(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) 
 
 def _prompt_length(tokenizer: Any, chat: Sequence[Message], turn: int, tokens: list[int]) -> int:
     """How many leading tokens of the whole chat precede what message `turn` says itself, its role header included."""
-    if turn == 0 and chat[0]["role"] not in TRAINED_ROLES:
+    if turn == 0:
         return 0
-    before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES) if turn else []
+    before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES)
     return _shared_length(before, tokens)
 
 

@@ -14,7 +14,16 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
-TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab*", "merges.txt", "config.json", "*.model"]
+TOKENIZER_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "config.json",
+]
 
 
 class Tokenizer(Protocol):

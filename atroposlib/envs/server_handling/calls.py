@@ -33,6 +33,11 @@ class InferenceCalls(ABC):
     def tokenizer_id(self) -> str:
         """Name or path of the tokenizer of the served model."""
 
+    @property
+    @abstractmethod
+    def model_name(self) -> str:
+        """Name that the server knows the model by."""
+
     @abstractmethod
     async def _run(self, what: str, operation: "Callable[[APIServer], Awaitable[T]]", split: Split) -> T:
         """Choose a server, hold a slot of it, run `operation` on it, with retries."""

@@ -77,6 +77,11 @@ class HealthMonitor:
         changed, self.live, self.problem = live != self.live, live, problem
         if not changed:
             return
-        log.log(logging.INFO if live else logging.WARNING, "Inference server %s %s", self._name, "is live" if live else f"is unreachable: {problem}")
+        log.log(
+            logging.INFO if live else logging.WARNING,
+            "Inference server %s %s",
+            self._name,
+            "is live" if live else f"is unreachable: {problem}",
+        )
         for listener in self.listeners:
             listener()

@@ -1,5 +1,6 @@
 """Any server that speaks OpenAI's API: text in, text out. It gives no token ids, so it cannot feed a trainer by itself."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import aiohttp
@@ -9,7 +10,13 @@ from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.calls import merge_chat, merge_completions
 from atroposlib.envs.server_handling.dispatch import RetryPolicy, gather_or_cancel
-from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, ServerUnreachableError, status_error
+from atroposlib.envs.server_handling.errors import (
+    PermanentServerError,
+    RetryableServerError,
+    ServerError,
+    ServerUnreachableError,
+    status_error,
+)
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_openai
 from atroposlib.envs.server_handling.sampling import SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
@@ -28,9 +35,7 @@ Reply = TypeVar("Reply", ChatCompletion, Completion)
 class OpenAIServer(APIServer):
     """Chat and text completions through OpenAI's SDK; health by GET <base_url>/models."""
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
-    ) -> None:
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
         super().__init__(config, reasoning_config, retry)
         self.base_url = (config.base_url or OPENAI_URL).rstrip("/")
         self._sdk: openai.AsyncOpenAI | None = None
@@ -104,7 +109,7 @@ class OpenAIServer(APIServer):
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError(f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'")
 
-    async def _with_n(self, arguments: dict[str, Any], send: Any) -> "list[Reply]":
+    async def _with_n(self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Reply]]) -> list[Reply]:
         """Replies that hold n choices together, whether or not the server heeds n."""
         n = arguments.get("n") or 1
         single = {key: value for key, value in arguments.items() if key != "n"}

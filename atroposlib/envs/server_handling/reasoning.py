@@ -15,7 +15,7 @@ class ReasoningConfig(Config):
 
     enabled: bool = False
     effort: Effort | None = None
-    max_tokens: int | None = Field(None, ge=1024, le=32000)
+    max_tokens: int | None = Field(default=None, ge=1024, le=32000)
 
     @model_validator(mode="after")
     def _enable_by_detail(self) -> "ReasoningConfig":

@@ -30,9 +30,7 @@ class APIServer(InferenceCalls):
 
     supports_token_ids: ClassVar[bool] = False
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
-    ) -> None:
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
         self.config = config
         self.reasoning_config = reasoning_config or ReasoningConfig()
         self.retry = retry or RetryPolicy()
@@ -53,6 +51,10 @@ class APIServer(InferenceCalls):
     @property
     def tokenizer_id(self) -> str:
         return self.config.tokenizer_id
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_name
 
     @property
     def server_healthy(self) -> bool:

@@ -25,13 +25,15 @@ class ServerBaseline(Config):
 
     model_config = ConfigDict(extra="ignore")
 
-    timeout: int = Field(1200, gt=0, description="Seconds one request may take, and that a call waits for a dead server to answer again.")
-    num_max_requests_at_once: int = Field(512, ge=1, description="Training requests in flight per server.")
-    num_requests_for_eval: int = Field(64, ge=1, description="Evaluation requests in flight per server.")
-    model_name: str = Field("default", description="Name the server knows the model by.")
-    rolling_buffer_length: int = Field(1000, ge=1, description="Requests that the timing metrics look back on.")
-    server_type: ServerType = Field("openai", description="Protocol of the server.")
-    tokenizer_name: str = Field("none", description="Tokenizer to load; 'none' means the one of model_name.")
+    timeout: int = Field(
+        default=1200, gt=0, description="Seconds one request may take, and that a call waits for a dead server to answer again."
+    )
+    num_max_requests_at_once: int = Field(default=512, ge=1, description="Training requests in flight per server.")
+    num_requests_for_eval: int = Field(default=64, ge=1, description="Evaluation requests in flight per server.")
+    model_name: str = Field(default="default", description="Name the server knows the model by.")
+    rolling_buffer_length: int = Field(default=1000, ge=1, description="Requests that the timing metrics look back on.")
+    server_type: ServerType = Field(default="openai", description="Protocol of the server.")
+    tokenizer_name: str = Field(default="none", description="Tokenizer to load; 'none' means the one of model_name.")
 
     @model_validator(mode="before")
     @classmethod
@@ -51,10 +53,10 @@ class ServerBaseline(Config):
 class APIServerConfig(ServerBaseline):
     """One inference server."""
 
-    api_key: str = Field("", repr=False, description="Sent as a bearer token when not empty.")
-    base_url: str = Field("", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
-    n_kwarg_is_ignored: bool = Field(False, description="The server returns one completion whatever n asks for: send n requests.")
-    health_check: bool = Field(True, description="Ask the server every few seconds whether it is alive.")
+    api_key: str = Field(default="", repr=False, description="Sent as a bearer token when not empty.")
+    base_url: str = Field(default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
+    n_kwarg_is_ignored: bool = Field(default=False, description="The server returns one completion whatever n asks for: send n requests.")
+    health_check: bool = Field(default=True, description="Ask the server every few seconds whether it is alive.")
 
     @field_serializer("api_key", when_used="json")
     def _mask_api_key(self, api_key: str) -> str:
@@ -64,10 +66,10 @@ class APIServerConfig(ServerBaseline):
 class ServerManagerConfig(Config):
     """How the manager finds and uses its servers."""
 
-    slurm: bool = Field(False, description="Take the servers from the node list of the SLURM job.")
-    testing: bool = Field(False, description="Use one in-process harness with canned replies.")
-    max_n_completions: int = Field(8, ge=1, description="A request for more completions is split into several.")
-    proxy_url: str | None = Field(None, description="Address of a managed proxy.")
+    slurm: bool = Field(default=False, description="Take the servers from the node list of the SLURM job.")
+    testing: bool = Field(default=False, description="Use one in-process harness with canned replies.")
+    max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
+    proxy_url: str | None = Field(default=None, description="Address of a managed proxy.")
 
 
 class ServerEnvironment(BaseSettings):
@@ -75,9 +77,9 @@ class ServerEnvironment(BaseSettings):
 
     model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore")
 
-    slurm_job_nodelist: str | None = Field(None, validation_alias="SLURM_JOB_NODELIST")
-    num_training_nodes: int = Field(0, ge=0, validation_alias="NUM_TRAINING_NODES")
-    infer_tp: int = Field(1, ge=1, le=8, validation_alias="INFER_TP")
-    proxy_url: str | None = Field(None, validation_alias="ATROPOS_PROXY_URL")
-    allow_dummy_managed_server: bool = Field(False, validation_alias="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER")
-    openai_api_key: str | None = Field(None, repr=False, validation_alias="OPENAI_API_KEY")
+    slurm_job_nodelist: str | None = Field(default=None, validation_alias="SLURM_JOB_NODELIST")
+    num_training_nodes: int = Field(default=0, ge=0, validation_alias="NUM_TRAINING_NODES")
+    infer_tp: int = Field(default=1, ge=1, le=8, validation_alias="INFER_TP")
+    proxy_url: str | None = Field(default=None, validation_alias="ATROPOS_PROXY_URL")
+    allow_dummy_managed_server: bool = Field(default=False, validation_alias="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER")
+    openai_api_key: str | None = Field(default=None, repr=False, validation_alias="OPENAI_API_KEY")

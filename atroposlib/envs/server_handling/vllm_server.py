@@ -1,7 +1,7 @@
 """A vLLM server with this product's `/generate`: token ids in, token ids, log-probabilities and policy versions out.
 
-    POST <base_url without /v1>/generate   {"prompt": {"prompt_token_ids": [...]}, "logprobs": 0, n, max_tokens, ...}
-    chat and text completions              through <base_url> as for any OpenAI server
+POST <base_url without /v1>/generate   {"prompt": {"prompt_token_ids": [...]}, "logprobs": 0, n, max_tokens, ...}
+chat and text completions              through <base_url> as for any OpenAI server
 """
 
 import asyncio
@@ -47,9 +47,7 @@ class VLLMServer(OpenAIServer):
 
     supports_token_ids: ClassVar[bool] = True
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
-    ) -> None:
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
         if not config.base_url:
             raise ValueError("server_type 'vllm' needs a base_url, e.g. http://localhost:9001/v1")
         super().__init__(config, reasoning_config, retry)

@@ -1,0 +1,169 @@
+"""The sequences that a ManagedServer has sampled, and how a new prompt continues one of them without tokenising it again."""
+
+import bisect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel, Field
+
+from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
+
+# What marks a token that was not sampled: in masked_tokens, and in logprobs (no real log-probability is positive).
+MASKED = -100
+NO_LOGPROB = 1.0
+
+
+class SequenceNode(BaseModel):
+    """One sequence: prompt and completions, over all turns of a conversation.
+
+    tokens, masked_tokens and logprobs have one length. masked_tokens repeats each sampled id and is -100 elsewhere; logprobs is 1.0
+    elsewhere. full_text is the prompt's text and the completion's without its special tokens. metadata holds finish_reason
+    (of the last completion) and policy_versions ([first, last] over all sampled tokens, None when the server does not say).
+    """
+
+    full_text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is shown: the ids of `text`, of which those carried over from an earlier turn keep mask and log-probability."""
+
+    text: str
+    tokens: list[int]
+    masked_tokens: list[int]
+    logprobs: list[float]
+    policy_versions: tuple[int, int] | None
+    has_sampled: bool
+
+
+def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
+    """A prompt that continues nothing. A templated text brings its own special tokens, a raw one gets the tokenizer's."""
+    tokens = tokenizer.encode(text, add_special_tokens=False) if templated else encode_prompt(tokenizer, text)
+    return Prompt(text, tokens, [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens), None, has_sampled=False)
+
+
+def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Prompt:
+    """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text alone.
+
+    When the completion ended with a special token (the end of its turn) and the added text begins with that token's text, the
+    sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what the text says.
+    """
+    added_text = text[len(parent.full_text) :]
+    kept = len(parent.tokens)
+    ending = _sampled_ending(parent, tokenizer)
+    if ending and added_text.startswith(ending):
+        added_text = added_text[len(ending) :]
+    elif ending:
+        kept -= 1
+    added = tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
+    versions = parent.metadata.get("policy_versions")
+    return Prompt(
+        text,
+        parent.tokens[:kept] + added,
+        parent.masked_tokens[:kept] + [MASKED] * len(added),
+        parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
+        (versions[0], versions[1]) if versions else None,
+        has_sampled=True,
+    )
+
+
+def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
+    """Text of the special token that was sampled last, which full_text lacks; empty when there is none."""
+    if not node.tokens or node.masked_tokens[-1] == MASKED or tokenizer.decode(node.tokens[-1:], skip_special_tokens=True):
+        return ""
+    return tokenizer.decode(node.tokens[-1:], skip_special_tokens=False)
+
+
+class SequenceBook(Protocol):
+    """Keeps the sequences of one ManagedServer. Nothing in it awaits, so concurrent calls cannot interleave inside it."""
+
+    @property
+    def nodes(self) -> list[SequenceNode]: ...
+
+    def open_call(self) -> int:
+        """A number for a call that begins; results stand in the order of these, whichever call ends first."""
+        ...
+
+    def longest_prefix(self, text: str) -> SequenceNode | None:
+        """The sequence that `text` continues: of all whose full_text starts it, the longest."""
+        ...
+
+    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
+        """Keep what a call sampled as a continuation of `parent`."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The sequences, in the form `get_state` returns."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+class ListBook:
+    """One node a completion; a continuation takes its parent's place, its siblings (n > 1) go to the end."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._entries: list[tuple[int, SequenceNode]] = []
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        return [node for _, node in self._entries]
+
+    def open_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def longest_prefix(self, text: str) -> SequenceNode | None:
+        return _longest_prefix(self.nodes, text)
+
+    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
+        place = next((index for index, (_, node) in enumerate(self._entries) if node is parent), None)
+        if place is not None:
+            self._entries[place] = (self._entries[place][0], nodes[0])
+            nodes = nodes[1:]
+        for node in nodes:
+            bisect.insort(self._entries, (call, node), key=lambda entry: entry[0])
+
+    def state(self) -> dict[str, Any]:
+        return {"nodes": self.nodes}
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+class TreeBook:
+    """Every prefix that was ever sampled, by its text: a branch keeps the turns it shares with its siblings."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._by_text: dict[str, SequenceNode] = {}
+
+    @property
+    def nodes(self) -> list[SequenceNode]:
+        return list(self._by_text.values())
+
+    def open_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def longest_prefix(self, text: str) -> SequenceNode | None:
+        return _longest_prefix(self.nodes, text)
+
+    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
+        self._by_text.update({node.full_text: node for node in nodes})
+
+    def state(self) -> dict[str, Any]:
+        return {"sequences": dict(self._by_text), "tree": dict(self._by_text)}
+
+    def clear(self) -> None:
+        self._by_text.clear()
+
+
+def _longest_prefix(nodes: list[SequenceNode], text: str) -> SequenceNode | None:
+    matching = [node for node in nodes if text.startswith(node.full_text)]
+    return max(matching, key=lambda node: len(node.full_text), default=None)

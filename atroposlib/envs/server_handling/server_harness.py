@@ -1,0 +1,98 @@
+"""A server inside the test's own process: it gives the replies that the test laid down, and refuses every other prompt."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from openai.types import Completion, CompletionChoice
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+from openai.types.chat.chat_completion import Choice
+
+from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+def create_chat_completion(message: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop") -> ChatCompletion:
+    """A chat reply with `n` choices of one text, or one choice per text of a list."""
+    texts = [message] * n if isinstance(message, str) else list(message)
+    choices = [
+        Choice(index=index, finish_reason=finish_reason, message=ChatCompletionMessage(role="assistant", content=text))
+        for index, text in enumerate(texts)
+    ]
+    return ChatCompletion(id="harness", object="chat.completion", created=0, model="harness", choices=choices)
+
+
+def create_completion(text: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop") -> Completion:
+    """A text completion with `n` choices of one text, or one choice per text of a list."""
+    texts = [text] * n if isinstance(text, str) else list(text)
+    choices = [CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)]
+    return Completion(id="harness", object="text_completion", created=0, model="harness", choices=choices)
+
+
+class ServerHarness(APIServer):
+    """Canned replies by prompt. A prompt without one raises KeyError, which no retry hides."""
+
+    supports_token_ids: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: APIServerConfig | None = None,
+        reasoning_config: ReasoningConfig | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        super().__init__(config or APIServerConfig(model_name="harness", health_check=False), reasoning_config, retry)
+        self._chats: dict[str, ChatCompletion] = {}
+        self._completions: dict[str, Completion] = {}
+        self._tokens: dict[str, SampledTokens] = {}
+
+    def set_desired_response(self, messages: Messages, response: ChatCompletion) -> None:
+        """Reply `response` to a chat of `messages`."""
+        self._chats[_chat_key(messages)] = response
+
+    def set_desired_completion(self, prompt: str, completion: Completion) -> None:
+        """Reply `completion` to the text `prompt`."""
+        self._completions[prompt] = completion
+
+    def set_tokens_and_logprobs_response(
+        self,
+        prompt: str,
+        prompt_tokens: list[int],
+        output_tokens_list: list[list[int]],
+        output_logprobs_list: list[list[float]],
+        finish_reasons: list[str],
+        policy_versions: list[tuple[int, int]] | None = None,
+    ) -> None:
+        """Sample these tokens for the text `prompt`, or for its ids."""
+        versions: Sequence[tuple[int, int] | None] = policy_versions or [None] * len(output_tokens_list)
+        sequences = [
+            SampledSequence(*parts) for parts in zip(output_tokens_list, output_logprobs_list, finish_reasons, versions, strict=True)
+        ]
+        self._tokens[prompt] = self._tokens[str(prompt_tokens)] = SampledTokens(prompt_tokens, sequences)
+
+    async def probe(self) -> str | None:
+        return None
+
+    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+        return _reply(self._chats, _chat_key(arguments["messages"]))
+
+    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+        return _reply(self._completions, arguments["prompt"])
+
+    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+        return _reply(self._tokens, arguments.get("prompt") or str(arguments["input_ids"]))
+
+    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError("ServerHarness has no canned prompt log-probabilities")
+
+
+def _chat_key(messages: Messages) -> str:
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _reply(replies: Mapping[str, Any], prompt: str) -> Any:
+    if prompt not in replies:
+        raise KeyError(f"ServerHarness has no reply for the prompt {prompt!r}; it knows {sorted(replies)}")
+    return replies[prompt]

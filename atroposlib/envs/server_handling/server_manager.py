@@ -1,0 +1,190 @@
+"""All inference servers of an environment behind one client: the least loaded live one takes the next request."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from atroposlib.envs.server_handling.calls import InferenceCalls
+from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, refuse_tool_parser
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.server_config import (
+    APIServerConfig,
+    ServerBaseline,
+    ServerEnvironment,
+    ServerManagerConfig,
+    ServerType,
+)
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.topology import server_configs
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.utils.tokenizers import load_tokenizer
+
+__all__ = ["APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerConfig"]
+
+T = TypeVar("T")
+
+# A new backend is one file and one line here.
+SERVER_TYPES: dict[ServerType, type[APIServer]] = {"openai": OpenAIServer, "vllm": VLLMServer}
+
+
+def make_server(
+    config: APIServerConfig,
+    server_class: type[APIServer] = APIServer,
+    reasoning_config: ReasoningConfig | None = None,
+    retry: RetryPolicy | None = None,
+) -> APIServer:
+    """The client for `config`: of `server_class`, or, when that is the abstract one, by `config.server_type`."""
+    if server_class is not APIServer:
+        return server_class(config, reasoning_config, retry)
+    if config.server_type not in SERVER_TYPES:
+        raise ValueError(f"server_type '{config.server_type}' is not available; choose one of: {', '.join(sorted(SERVER_TYPES))}")
+    return SERVER_TYPES[config.server_type](config, reasoning_config, retry)
+
+
+class ServerManager(InferenceCalls):
+    """The environment's `self.server`.
+
+    `configs` is a list (one server each), one APIServerConfig (that server), or a ServerBaseline (see `topology.py`).
+    Raises ValueError for a topology or server type that cannot be, NotImplementedError for a proxy or a tool parser.
+    """
+
+    def __init__(
+        self,
+        configs: ServerBaseline | Sequence[APIServerConfig],
+        server_class: type[APIServer] = APIServer,
+        slurm: bool = False,
+        testing: bool = False,
+        max_n_completions: int = 8,
+        reasoning_config: ReasoningConfig | None = None,
+        proxy_url: str | None = None,
+        use_proxy: bool = False,
+        tool_parser: str | None = None,
+        *,
+        retry: RetryPolicy | None = None,
+        environment: ServerEnvironment | None = None,
+    ) -> None:
+        self._environment = environment or ServerEnvironment()
+        if use_proxy or proxy_url or self._environment.proxy_url:
+            raise NotImplementedError(
+                f"a managed proxy ({proxy_url or self._environment.proxy_url}) is not available; unset proxy_url and ATROPOS_PROXY_URL"
+            )
+        self.max_n_completions = max_n_completions
+        self.retry = retry or RetryPolicy()
+        refuse_tool_parser(tool_parser)
+        self.servers: list[APIServer] = (
+            [ServerHarness()]
+            if testing
+            else [
+                make_server(config, server_class, reasoning_config, self.retry)
+                for config in server_configs(configs, slurm, self._environment)
+            ]
+        )
+        self._dispatchers: dict[tuple[APIServer, ...], dict[Split, Dispatcher]] = {}
+
+    @property
+    def tokenizer_id(self) -> str:
+        return self.servers[0].tokenizer_id
+
+    @property
+    def model_name(self) -> str:
+        return self.servers[0].model_name
+
+    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher]:
+        """The queues of calls for any of `servers`, the same for the same servers."""
+        key = tuple(servers)
+        if key not in self._dispatchers:
+            self._dispatchers[key] = {split: Dispatcher(key, split) for split in SPLITS}
+        return self._dispatchers[key]
+
+    async def close(self) -> None:
+        """Stop all health checks and close all connections."""
+        await asyncio.gather(*(server.close() for server in self.servers))
+
+    async def update_weight(self, weight: float) -> None:
+        """Scale the request limits of all servers by the environment's share (0..1)."""
+        for server in self.servers:
+            await server.update_weight(weight)
+
+    async def wandb_metrics(self, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+        """`metrics` with the request timings of every server since the last call."""
+        gathered = dict(metrics or {})
+        for index, server in enumerate(self.servers):
+            gathered = await server.wandb_metrics(gathered, f"server_{index}")
+        return gathered
+
+    @contextlib.asynccontextmanager
+    async def dedicated_server(self) -> AsyncIterator[APIServer]:
+        """The live server with most free slots, for several requests; others are sent elsewhere first while this lasts.
+
+        Its calls retry on that one server.
+        """
+        async with self.dispatchers(self.servers)["train"].slot() as server:
+            server.dedicated_users += 1
+        try:
+            yield server
+        finally:
+            server.dedicated_users -= 1
+
+    @contextlib.asynccontextmanager
+    async def managed_server(
+        self,
+        tokenizer: Any = None,
+        base_url: str | None = None,
+        preserve_think_blocks: bool = False,
+        track_tree: bool = False,
+    ) -> "AsyncIterator[ManagedServer | DummyManagedServer]":
+        """A client that keeps token ids and log-probabilities of all it samples; see `ManagedServer`.
+
+        Its requests stay with the server that took the first one while that is live. `base_url` pins one server.
+        Raises NotImplementedError when no server gives token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        """
+        servers = self._at(base_url) if base_url else self.servers
+        able = [server for server in servers if server.supports_token_ids]
+        if not able and self._environment.allow_dummy_managed_server:
+            yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree)
+            return
+        if not able:
+            raise NotImplementedError(
+                f"{', '.join(server.name for server in servers)} gives no token ids, which ManagedServer needs: use server_type 'vllm', "
+                "or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that must not be trained on"
+            )
+        route = StickyRoute(self, able)
+        tokenizer = tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
+        yield ManagedServer(route, tokenizer, track_tree, preserve_think_blocks=preserve_think_blocks)
+
+    def _at(self, base_url: str) -> list[APIServer]:
+        found = [server for server in self.servers if server.config.base_url.rstrip("/") == base_url.rstrip("/")]
+        if not found:
+            raise ValueError(f"no inference server at {base_url}; there are: {', '.join(server.name for server in self.servers)}")
+        return found
+
+    async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
+        result, _ = await run_with_retries(self.dispatchers(self.servers)[split], self.retry, split, what, operation)
+        return result
+
+
+class StickyRoute(InferenceCalls):
+    """Calls that stay with one of the manager's servers, for its prefix cache, and move on when it dies."""
+
+    def __init__(self, manager: ServerManager, servers: Sequence[APIServer]) -> None:
+        self.max_n_completions = manager.max_n_completions
+        self._retry = manager.retry
+        self._servers = servers
+        self._server: APIServer | None = None
+        self._dispatchers = manager.dispatchers(servers)
+
+    @property
+    def tokenizer_id(self) -> str:
+        return self._servers[0].tokenizer_id
+
+    @property
+    def model_name(self) -> str:
+        return self._servers[0].model_name
+
+    async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
+        result, self._server = await run_with_retries(self._dispatchers[split], self._retry, split, what, operation, self._server)
+        return result
