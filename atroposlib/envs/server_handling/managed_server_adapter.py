@@ -1,6 +1,6 @@
 """A ManagedServer under the face of `openai.AsyncOpenAI`, for agent libraries that insist on one."""
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from atroposlib.envs.server_handling.dummy_managed_server import DummyManagedServer
     from atroposlib.envs.server_handling.managed_server import ManagedServer
 
-    AnyManagedServer = ManagedServer | DummyManagedServer
+    AnyManagedServer: TypeAlias = ManagedServer | DummyManagedServer
 
 
 class _ChatCompletions:

@@ -1,0 +1,1 @@
+"""What tests of environments need and users may need too: a fake inference server and tiny tokenizers."""

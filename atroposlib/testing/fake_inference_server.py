@@ -1,0 +1,245 @@
+"""An inference server without a model: deterministic replies on the routes of the real one, for tests and for trying environments.
+
+    async with FakeInferenceServer(answer=lambda prompt: "4") as server:   # a free loopback port
+        config = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)
+
+    python -m atroposlib.testing.fake_inference_server --port 9001 --answer "The answer is 4."
+
+Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text of a reply comes
+from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`. Tests steer the server while it
+runs: `policy_version`, `delay_s`, `healthy`, `fail_next`.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+from pydantic import Field
+
+from atroposlib.config import Config, load_config
+from atroposlib.logs import configure_logging, get_logger
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from atroposlib.utils.tokenizers import chat_ids, load_tokenizer
+
+log = get_logger(__name__)
+
+# One text for all n samples of a prompt, or one a sample (repeated when there are fewer than n).
+Answer = Callable[[str], str | Sequence[str]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DEFAULT_MAX_TOKENS = 16
+
+
+def fake_logprob(token_id: int, position: int) -> float:
+    """The log-probability that this server gives `token_id` at `position` of the reply: between -0.97 and -0.01."""
+    return -((31 * token_id + position) % 97 + 1) / 100
+
+
+class FakeInferenceServer:
+    """Listens from `start` to `close`, or as an async context manager. `port` 0 takes a free one.
+
+    Requests are recorded in `requests` (path and JSON body) and counted by path in `hits`. A reply ends with the tokenizer's
+    end-of-sequence token and "stop", or is cut at max_tokens with "length". With `api_key`, requests without it get 401.
+    """
+
+    def __init__(
+        self,
+        answer: Answer = lambda prompt: "ok",
+        tokenizer: Any = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        model_name: str = "fake",
+        policy_version: int = 0,
+        api_key: str = "",
+    ) -> None:
+        self.answer = answer
+        self.tokenizer = tokenizer or make_tiny_tokenizer()
+        self.host = host
+        self.port = port
+        self.model_name = model_name
+        self.policy_version = policy_version
+        self.api_key = api_key
+        self.delay_s = 0.0
+        self.healthy = True
+        self.requests: list[tuple[str, Any]] = []
+        self.hits: Counter[str] = Counter()
+        self.in_flight = 0
+        self.peak_in_flight = 0
+        self._failures: deque[tuple[int, dict[str, str]]] = deque()
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Address for APIServerConfig.base_url."""
+        return f"http://{self.host}:{self.port}/v1"
+
+    def fail_next(self, count: int, status: int = 500, headers: dict[str, str] | None = None) -> None:
+        """Answer the next `count` POST requests with `status`; 0 breaks the connection without a reply."""
+        self._failures.extend((status, headers or {}) for _ in range(count))
+
+    async def start(self) -> None:
+        """Listen; the same port again after a `close`. Raises OSError when the port is taken."""
+        app = web.Application(middlewares=[self._steer], client_max_size=64 * 2**20)
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/v1/generate", self._generate),
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._completion),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._health),
+            ]
+        )
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self.host, self.port)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Stop listening and break open connections, as a killed server does."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def __aenter__(self) -> "FakeInferenceServer":
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+    # --- routes ---------------------------------------------------------------------------------------------------
+
+    @web.middleware
+    async def _steer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Record, authorise, fail and delay as the test wishes."""
+        self.hits[request.path] += 1
+        if request.method != "POST":
+            return await handler(request)
+        self.requests.append((request.path, await request.json()))
+        if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": {"message": "wrong API key"}}, status=401)
+        if self._failures:
+            status, headers = self._failures.popleft()
+            if status == 0 and request.transport is not None:
+                request.transport.abort()
+            return web.json_response({"error": {"message": f"made to fail with {status}"}}, status=status or 500, headers=headers)
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(self.delay_s)
+            return await handler(request)
+        finally:
+            self.in_flight -= 1
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        if not self.healthy:
+            return web.Response(status=503)
+        return web.json_response({"object": "list", "data": [{"id": self.model_name, "root": self.model_name, "object": "model"}]})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        prompt = body["prompt"]
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+        samples = self._sample(ids, body)
+        reply = {
+            "text": [self._text(tokens) for tokens, _ in samples],
+            "prompt": self.tokenizer.decode(ids),
+            "finish_reasons": [reason for _, reason in samples],
+            "prompt_token_ids": ids,
+            "token_ids": [tokens for tokens, _ in samples],
+            "logprobs": [[[{token: fake_logprob(token, at)}] for at, token in enumerate(tokens)] for tokens, _ in samples],
+            "policy_versions": [[self.policy_version, self.policy_version] for _ in samples],
+        }
+        if body.get("prompt_logprobs") is not None:
+            ranked = range(max(1, body["prompt_logprobs"]))
+            reply["prompt_logprobs"] = [
+                [{token + rank: -0.5 * (rank + 1)} for rank in ranked] if at else [] for at, token in enumerate(ids)
+            ]
+        return web.json_response(reply)
+
+    async def _chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = chat_ids(self.tokenizer, body["messages"], add_generation_prompt=True)
+        samples = self._sample(ids, body)
+        choices = [
+            {"index": index, "finish_reason": reason, "message": {"role": "assistant", "content": self._text(tokens)}}
+            for index, (tokens, reason) in enumerate(samples)
+        ]
+        return web.json_response(self._openai_reply("chat.completion", choices, ids, samples))
+
+    async def _completion(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = self.tokenizer.encode(body["prompt"])
+        samples = self._sample(ids, body)
+        choices = [{"index": index, "finish_reason": reason, "text": self._text(tokens)} for index, (tokens, reason) in enumerate(samples)]
+        return web.json_response(self._openai_reply("text_completion", choices, ids, samples))
+
+    # --- replies --------------------------------------------------------------------------------------------------
+
+    def _sample(self, prompt_ids: list[int], body: dict[str, Any]) -> list[tuple[list[int], str]]:
+        """(token ids, finish reason) of each of the n replies to a prompt."""
+        answered = self.answer(self.tokenizer.decode(prompt_ids))
+        texts = [answered] if isinstance(answered, str) else list(answered)
+        limit = body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
+        return [self._tokens(texts[index % len(texts)], limit) for index in range(body.get("n") or 1)]
+
+    def _tokens(self, text: str, limit: int) -> tuple[list[int], str]:
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
+        return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _openai_reply(
+        self, kind: str, choices: list[dict[str, Any]], prompt_ids: list[int], samples: list[tuple[list[int], str]]
+    ) -> dict[str, Any]:
+        completion = sum(len(tokens) for tokens, _ in samples)
+        usage = {
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": completion,
+            "total_tokens": len(prompt_ids) + completion,
+        }
+        return {"id": "fake", "object": kind, "created": int(time.time()), "model": self.model_name, "choices": choices, "usage": usage}
+
+
+class FakeServerConfig(Config):
+    """Flags of `python -m atroposlib.testing.fake_inference_server`."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    answer: str = Field(default="ok", description="The reply to every prompt.")
+    tokenizer: str | None = Field(default=None, description="Tokenizer folder or hub name; a tiny byte-level one if unset.")
+    served_name: str = Field(default="fake", description="Name in /v1/models.")
+
+
+async def _serve(config: FakeServerConfig) -> None:
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
+    server = FakeInferenceServer(lambda prompt: config.answer, tokenizer, host=config.host, port=config.port, model_name=config.served_name)
+    async with server:
+        log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
+        await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Serve until interrupted."""
+    config = load_config(FakeServerConfig, prog="fake_inference_server")
+    configure_logging("fake-inference")
+    try:
+        asyncio.run(_serve(config))
+    except KeyboardInterrupt:
+        log.info("Interrupted")
+    except OSError as error:
+        raise SystemExit(f"fake_inference_server: cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+
+
+if __name__ == "__main__":
+    main()
