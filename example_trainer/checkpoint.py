@@ -2,7 +2,7 @@
 
     SAVE_PATH/
       step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on as it is
-                    trainer_state.pt                                   optimizer, schedule, generators, step, policy version
+                    trainer_state.pt                                   optimizer moments, generators, step, policy version
                     manifest.json                                      size and SHA-256 of every file, written last
       latest        the name of the newest checkpoint folder
       final_model/  the Hugging Face folder alone, at the end of the run
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.logs import get_logger
@@ -64,13 +63,12 @@ class Checkpoints:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None,
         optimizer: Optimizer,
-        scheduler: LambdaLR,
     ) -> Path:
         """Write `save_path/step_N/` and point `latest` at it. Raises CheckpointError, with nothing changed."""
         state = {
             "progress": vars(progress),
-            "optimizer": optimizer.state_dict(),
-            "scheduler": scheduler.state_dict(),
+            "optimizer": type(optimizer).__name__,
+            "moments": optimizer.state_dict()["state"],
             "generators": _generator_states(),
         }
 
@@ -136,14 +134,21 @@ def verify(folder: Path) -> None:
         raise CheckpointError(f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume")
 
 
-def restore(folder: Path, optimizer: Optimizer, scheduler: LambdaLR) -> Progress:
-    """Load optimizer, schedule and generators from a verified checkpoint. Raises CheckpointError if they belong to another set-up."""
+def restore(folder: Path, optimizer: Optimizer) -> Progress:
+    """Load the optimizer's moments and the generators from a verified checkpoint; rates and other settings stay as configured now.
+
+    Raises CheckpointError if the moments are another optimizer's or another model's.
+    """
     state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    if state["optimizer"] != type(optimizer).__name__:
+        raise CheckpointError(
+            f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "
+            "give the same --optimizer"
+        )
     try:
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict({"state": state["moments"], "param_groups": optimizer.state_dict()["param_groups"]})
     except ValueError as error:
-        raise CheckpointError(f"{folder / STATE} was written by another model or --optimizer: {error}") from error
-    scheduler.load_state_dict(state["scheduler"])
+        raise CheckpointError(f"{folder / STATE} was written for another model: {error}") from error
     torch.set_rng_state(state["generators"]["torch"])
     if torch.cuda.is_available() and state["generators"]["cuda"]:
         torch.cuda.set_rng_state_all(state["generators"]["cuda"])

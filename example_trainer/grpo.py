@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging, get_logger
@@ -36,7 +37,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.losses import LossSettings
 from example_trainer.metrics import Row, open_metrics
 from example_trainer.model import load_model, load_tokenizer
-from example_trainer.optimizer import make_optimizer, make_scheduler, update
+from example_trainer.optimizer import Update, make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.step import StepFigures, batch_gradients
 
@@ -64,8 +65,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         bridge = resources.enter_context(contextlib.closing(bridge or make_bridge(config)))
         bridge.connect(model)
         optimizer = make_optimizer(model.parameters(), config)
-        scheduler = make_scheduler(optimizer, config.warmup_steps)
-        progress = restore(checkpoint, optimizer, scheduler) if checkpoint else Progress()
+        progress = restore(checkpoint, optimizer) if checkpoint else Progress()
+        scheduler = make_scheduler(optimizer, config.warmup_steps, progress.updates)
         if progress.step >= config.training_steps:
             raise TrainerError(f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to go on")
 
@@ -84,10 +85,10 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 log_starting_accuracy(api)
 
             batch = make_batch(items, seq_len=config.seq_len, divide_by_std=config.advantage_std, policy_version=progress.policy_version)
-            figures, grad_norm = train_on(batch, model, reference, optimizer, scheduler, settings, config)
+            outcome = train_on(batch, model, reference, optimizer, scheduler, settings, config)
             trained = time.monotonic()
 
-            progress = Progress(step, progress.policy_version + 1, progress.updates + (figures is not None))
+            progress = Progress(step, progress.policy_version + 1, progress.updates + (outcome is not None))
             sync = bridge.sync(progress.policy_version)
             if step == 1:
                 check_parity(bridge, config)
@@ -100,9 +101,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 "policy_version": progress.policy_version,
                 "accuracy": accuracy,
                 **batch_row(batch),
-                **({} if figures is None else asdict(figures)),
-                "grad_norm": grad_norm,
-                "lr": None if figures is None else scheduler.get_last_lr()[0],
+                **({} if outcome is None else asdict(outcome[0]) | asdict(outcome[1])),
                 "updates": progress.updates,
                 **sync_row(sync),
                 "generate_s": fetched - start,
@@ -114,7 +113,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             print(step_line(row, config.training_steps), flush=True)
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 log.info("Writing checkpoint step_%d to %s", step, config.save_path)
-                checkpoints.save(progress, model, tokenizer, optimizer, scheduler)
+                checkpoints.save(progress, model, tokenizer, optimizer)
         log.info("Writing the trained model to %s", config.save_path)
         print(f"Trained model: {save_final_model(config.save_path, model, tokenizer)}", flush=True)
 
@@ -127,13 +126,13 @@ def train_on(
     scheduler: LambdaLR,
     settings: LossSettings,
     config: TrainerConfig,
-) -> tuple[StepFigures | None, float | None]:
-    """One optimizer update on the batch: figures from before it and the gradient norm. Neither for a batch without a signal."""
+) -> tuple[StepFigures, Update] | None:
+    """One optimizer update on the batch, and figures from before it; None for a batch without a signal."""
     if batch.truncated_sequences:
         log.warning("%d of %d sequences exceed --seq-len %d and lost their end", batch.truncated_sequences, batch.sequences, config.seq_len)
     if not batch.rollouts:
         log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
-        return None, None
+        return None
     figures = batch_gradients(
         model,
         micro_batches(batch.rollouts, config.micro_batch_tokens, model.device),
@@ -243,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when trained, 1 with one line on stderr when not, 130 on Ctrl-C."""
     config = load_config(TrainerConfig, argv, prog="grpo")
     configure_logging("trainer")
+    disable_progress_bar()
     signal.signal(signal.SIGTERM, _terminate)
     try:
         run(config)

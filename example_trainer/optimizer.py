@@ -1,6 +1,7 @@
 """The optimizer, its learning-rate schedule and the one update of a step."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,13 +30,23 @@ def make_optimizer(parameters: Iterable[Tensor], config: TrainerConfig) -> Optim
     )
 
 
-def make_scheduler(optimizer: Optimizer, warmup_steps: int) -> LambdaLR:
-    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, constant after."""
-    return LambdaLR(optimizer, lambda update: min(1.0, (update + 1) / max(1, warmup_steps)))
+def make_scheduler(optimizer: Optimizer, warmup_steps: int, updates_done: int) -> LambdaLR:
+    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, constant after; goes on after `updates_done`."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, warmup_steps)), last_epoch=updates_done - 1)
 
 
-def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> float:
-    """Clip, step and clear the accumulated gradients; the L2 norm before clipping.
+@dataclass(frozen=True)
+class Update:
+    """One optimizer update: the gradient's L2 norm before clipping, and the learning rate used."""
+
+    grad_norm: float
+    lr: float
+
+
+def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> Update:
+    """Clip, step and clear the accumulated gradients.
 
     Raises TrainerError, with the weights unchanged, if it is not finite.
     """
@@ -46,7 +57,8 @@ def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> f
             f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
             "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
         )
+    done = Update(float(norm), scheduler.get_last_lr()[0])
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return done

@@ -1,5 +1,7 @@
 """Packing: which sequences share a row, and what a row holds."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from example_trainer.policy import token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, item, tiny_model
 
 CPU = torch.device("cpu")
-FP32 = dict(rtol=1e-4, atol=1e-4)  # float32 sums in another order, on logits up to about 10
+FP32_SUMS = 1e-4  # float32 sums in another order, on logits up to about 10
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
@@ -63,9 +65,10 @@ def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
 
 def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     model.save_pretrained(folder)
-    return tuple(
+    packed, plain = (
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name) for name in (PACKED_SDPA, "eager")
-    )  # type: ignore[return-value]
+    )
+    return packed, plain
 
 
 @pytest.mark.parametrize(
@@ -77,24 +80,26 @@ def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedMod
         ("qwen3", {}),
     ],
 )
-def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str, object], tmp_path: str) -> None:
+def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str, Any], tmp_path: Any) -> None:
     packed, plain = packed_and_plain(tiny_model(family, **changes), tmp_path)
     batch = make_batch([item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)], seq_len=64, divide_by_std=True, policy_version=0)
     (row,) = micro_batches(batch.rollouts, 1000, CPU)
     found = packed.get_output_embeddings()(trained_hidden(packed, row))
     expected = [plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.rollouts]
-    torch.testing.assert_close(found, torch.cat(expected), **FP32)
+    torch.testing.assert_close(found, torch.cat(expected), rtol=FP32_SUMS, atol=FP32_SUMS)
 
 
 @torch.no_grad()
-def test_a_model_with_packed_attention_still_does_plain_padded_and_cached_calls(tmp_path: str) -> None:
+def test_a_model_with_packed_attention_still_does_plain_padded_and_cached_calls(tmp_path: Any) -> None:
     packed, plain = packed_and_plain(tiny_model("qwen3"), tmp_path)
     tokens = torch.arange(1, 13).view(2, 6)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    torch.testing.assert_close(packed(input_ids=tokens).logits, plain(input_ids=tokens).logits, **FP32)
+    torch.testing.assert_close(packed(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=FP32_SUMS, atol=FP32_SUMS)
     padded, expected = (model(input_ids=tokens, attention_mask=mask).logits for model in (packed, plain))
-    torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()], **FP32)
-    generated = [model.generate(tokens[:1], max_new_tokens=8, do_sample=False, pad_token_id=0).tolist() for model in (packed, plain)]
+    torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()], rtol=FP32_SUMS, atol=FP32_SUMS)
+    generated = [
+        cast(Any, model).generate(tokens[:1], max_new_tokens=8, do_sample=False, pad_token_id=0).tolist() for model in (packed, plain)
+    ]
     assert generated[0] == generated[1]
 
 

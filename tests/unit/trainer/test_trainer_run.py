@@ -1,0 +1,323 @@
+"""Whole runs of the trainer against a batching API in a thread and a bridge without a peer."""
+
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from example_trainer import grpo
+from example_trainer.checkpoint import CheckpointError, find_checkpoint
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.metrics import ROW_KEYS
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def feed(step: int) -> list[dict[str, Any]]:
+    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the one before."""
+    return [
+        item([1.0, 0.0, 0.0, 1.0], seed=10 + step, policy_versions=[[max(step - 1, 0), step]] * 4),
+        item([0.0, 0.0, 0.0, 0.0], seed=50 + step),
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
+    settings: dict[str, Any] = dict(
+        model_name=model,
+        atropos_url=url,
+        training_steps=4,
+        batch_size=8,
+        gradient_accumulation_steps=1,
+        lr=1e-2,
+        warmup_steps=3,
+        save_path=folder / "checkpoints",
+        log_dir=folder / "logs",
+        checkpoint_interval=0,
+        api_timeout=5,
+        fetch_timeout=5,
+        micro_batch_tokens=24,
+    )
+    return TrainerConfig(**settings | changes)
+
+
+def train(
+    model: str, folder: Path, first_step: int = 0, api: FakeApi | None = None, bridge: RecordingBridge | None = None, **changes: Any
+) -> FakeApi:
+    api = api or FakeApi(lambda delivered: feed(first_step + delivered))
+    with serve(api) as url:
+        grpo.run(config(model, folder, url, **changes), bridge or RecordingBridge())
+    return api
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    api = FakeApi(feed)
+    api.evaluations = {0: 0.125, 2: 0.5, 4: 0.75}
+    api.pending = {2: 3}
+    bridge = RecordingBridge()
+    train(model, tmp_path, api=api, bridge=bridge)
+
+    assert bridge.versions == [0, 1, 2, 3, 4] and bridge.probes == 2 and bridge.closed
+    assert api.registrations[0]["batch_size"] == 8 and api.registrations[0]["num_steps"] == 4 and api.registrations[0]["starting_step"] == 0
+    assert api.steps == [{"step": step, "policy_version": step} for step in range(5)]
+
+    found = rows(tmp_path)
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert all(tuple(row)[: len(ROW_KEYS)] == ROW_KEYS for row in found)
+    assert [row["accuracy"] for row in found] == [None, 0.5, None, 0.75]
+    assert [row["staleness_mean"] for row in found] == [0.0, 1.0, 1.0, 1.0]
+    assert [row["lr"] for row in found] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+    for row in found:
+        assert row["reward_mean"] == 0.25 and row["groups"] == 2 and row["zero_variance_groups"] == 1
+        assert row["kl"] is None and row["sync_stall_s"] == 0.001 and row["loss"] is not None
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Before training | accuracy 12.5 %"
+    assert lines[1].startswith("Step 1/4 | reward 0.250 | loss ") and "accuracy 50.0 %" in lines[2]
+
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "final_model")
+    start = AutoModelForCausalLM.from_pretrained(model)
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
+
+
+def test_training_raises_the_probability_of_rewarded_answers(model: str, tmp_path: Path) -> None:
+    """The same batch each step: its surrogate must improve, or the sign or the update is wrong."""
+    train(model, tmp_path, api=FakeApi(lambda delivered: feed(0)), training_steps=6, lr=3e-3, warmup_steps=0)
+    losses = [row["pg_loss"] for row in rows(tmp_path)]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(model, straight, checkpoint_interval=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, resumed, bridge=RecordingBridge(fail_at=4), checkpoint_interval=2)
+    assert [row["step"] for row in rows(resumed)] == [1, 2, 3]  # step 3 was done, step 2 was kept
+
+    bridge = RecordingBridge()
+    api = train(model, resumed, first_step=2, bridge=bridge, checkpoint_interval=2, resume="auto")
+    assert bridge.versions == [2, 3, 4]
+    assert api.registrations[0]["starting_step"] == 2 and api.steps[0] == {"step": 2, "policy_version": 2}
+    assert [row["step"] for row in rows(resumed)] == [1, 2, 3, 4]
+
+    for name in ("checkpoints/final_model", "checkpoints/step_4"):
+        expected, found = weights(straight / name), weights(resumed / name)
+        assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
+    timings = {key for key in rows(straight)[0] if key.endswith("_s")}
+    for expected_row, row in zip(rows(straight), rows(resumed), strict=True):
+        assert {key: value for key, value in row.items() if key not in timings} == {
+            key: value for key, value in expected_row.items() if key not in timings
+        }
+
+
+def test_a_batch_without_a_signal_changes_no_weight_but_raises_the_version(model: str, tmp_path: Path) -> None:
+    bridge = RecordingBridge()
+    train(model, tmp_path, api=FakeApi(lambda n: [item([1.0, 1.0], seed=n)]), bridge=bridge, training_steps=2)
+    assert bridge.versions == [0, 1, 2]
+    assert [(row["loss"], row["grad_norm"], row["updates"], row["policy_version"]) for row in rows(tmp_path)] == [
+        (None, None, 0, 1),
+        (None, None, 0, 2),
+    ]
+    start, trained = weights(Path(model)), weights(tmp_path / "checkpoints" / "final_model")
+    assert all(torch.equal(start[key], trained[key]) for key in start)
+
+
+def test_the_checkpoint_is_a_plain_model_folder_without_the_bridge_s_buffer(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    size = (Path(model) / "model.safetensors").stat().st_size
+    assert (tmp_path / "checkpoints" / "step_1" / "model.safetensors").stat().st_size == size
+
+
+def test_only_the_newest_checkpoints_of_the_run_are_kept(model: str, tmp_path: Path) -> None:
+    save_path = tmp_path / "checkpoints"
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    (save_path / "step_1").rename(save_path / "step_77")
+    leftover = save_path / ".step_9.partial-4194399"  # above the largest process id
+    leftover.mkdir()
+    train(model, tmp_path, checkpoint_interval=1, keep_checkpoints=2)
+    assert sorted(path.name for path in save_path.iterdir()) == ["final_model", "latest", "step_3", "step_4", "step_77"]
+    assert (save_path / "latest").read_text() == "step_4\n"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.pt"])
+def test_a_truncated_checkpoint_is_refused_with_both_sizes(model: str, tmp_path: Path, name: str) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    path = tmp_path / "checkpoints" / "step_1" / name
+    size = path.stat().st_size
+    os.truncate(path, size - 100)
+    with pytest.raises(CheckpointError, match=f"{name} has {size - 100} bytes, the checkpoint was written with {size}"):
+        find_checkpoint("latest", tmp_path / "checkpoints")
+
+
+def test_a_changed_checkpoint_is_refused(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    path = tmp_path / "checkpoints" / "step_1" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        find_checkpoint(str(path.parent), tmp_path)
+
+
+def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:
+    assert find_checkpoint("auto", tmp_path) is None and find_checkpoint(None, tmp_path) is None
+    with pytest.raises(CheckpointError, match="latest does not exist"):
+        find_checkpoint("latest", tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere is not a complete checkpoint"):
+        find_checkpoint("nowhere", tmp_path)
+
+
+def test_resuming_a_finished_run_says_what_to_raise(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    with pytest.raises(TrainerError, match="has done 1 of 1 steps: raise --training-steps"):
+        train(model, tmp_path, training_steps=1, resume="latest")
+
+
+def test_a_write_that_fails_leaves_the_previous_checkpoint(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))  # the model has about 80 kB: the write fails half-way, as on a full disk
+    try:
+        with pytest.raises(CheckpointError, match="cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"):
+            train(model, tmp_path, first_step=1, training_steps=2, checkpoint_interval=1, resume="latest")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def test_a_disk_that_is_too_small_is_seen_before_writing(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CheckpointError, match="MB are needed, 0 MB are free"):
+        train(model, tmp_path, training_steps=1, checkpoint_interval=1)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) -> None:
+    bridge = RecordingBridge(parity=0.5)
+    with pytest.raises(TrainerError, match=r"differ from the trainer's by 0.5 right after a sync \(--parity-tolerance 0.05\)"):
+        train(model, tmp_path, bridge=bridge)
+    assert bridge.closed
+
+
+def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        TrainerError, match="cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder"
+    ):
+        train("./no/such", tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TrainerError, match="cannot load --model-name '.*empty', a folder: "):
+        train(str(tmp_path / "empty"), tmp_path)
+
+
+def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> None:
+    group = item([1.0, 0.0])
+    group["inference_logprobs"] = [[value if value == 1.0 else -300.0 for value in row] for row in group["inference_logprobs"]]
+    with pytest.raises(TrainerError, match="the gradient norm is (nan|inf); the weights were left as they are"):
+        train(model, tmp_path, api=FakeApi(lambda n: [group]))
+
+
+def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, kl_coef=0.1, entropy_coef=0.01, warmup_steps=0)
+    kl = [row["kl"] for row in rows(tmp_path)]
+    assert kl[0] == pytest.approx(0, abs=1e-7) and kl[-1] > 1e-4
+
+
+def test_adafactor_trains_too(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, optimizer="adafactor", training_steps=2, checkpoint_interval=1)
+    train(model, tmp_path, first_step=2, optimizer="adafactor", training_steps=3, resume="latest")
+    with pytest.raises(CheckpointError, match="holds the moments of Adafactor, this run uses AdamW: give the same --optimizer"):
+        train(model, tmp_path, first_step=2, optimizer="adamw", training_steps=3, resume="latest")
+
+
+def test_tensorboard_gets_the_rows(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, tensorboard=True)
+    assert list((tmp_path / "logs" / "tensorboard").glob("events*"))
+
+
+def test_a_fresh_run_keeps_an_earlier_run_s_metrics_aside(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1)
+    train(model, tmp_path, training_steps=2)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert len(list((tmp_path / "logs").glob("metrics.2*.jsonl"))) == 1
+
+
+def run_script(*flags: str, path: str = "example_trainer/grpo.py") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-u", path, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+
+
+def test_the_guide_s_command_resolves_when_run_by_path() -> None:
+    command = (
+        "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --vllm-port 9001 --lr 1e-6 --batch-size 4 "
+        "--training-steps 100 --use-shared-memory"
+    )
+    done = run_script(*command.split(), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "training_steps: 100\n" in done.stdout and "gradient_accumulation_steps: 32\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--training-steps", "5"], "--model-name is required"),
+        (["--model", "m", "--optimizer", "adamw_8bit"], "adamw_8bit needs the package bitsandbytes"),
+        (["--model", "m", "--single-copy", "--use-shared-memory"], "exclude each other"),
+        (["--model", "m", "--trainig-steps", "5"], "did you mean 'training_steps'"),
+        (["--model", "m", "--clip-eps", "-1"], "clip_eps"),
+    ],
+)
+def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        grpo.main(flags)
+    error = capsys.readouterr().err
+    assert exit_.value.code == 2 and says in error and error.count("\n") == 1
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    root = logging.getLogger()
+    handlers = list(root.handlers)
+    code = grpo.main(["--model", "m", "--save-path", str(tmp_path), "--resume", "latest"])
+    root.handlers[:] = handlers
+    assert code == 1
+    assert capsys.readouterr().err == (
+        f"grpo: error: --resume latest: {tmp_path}/latest does not exist; --resume auto starts afresh then, or name a checkpoint folder\n"
+    )
+
+
+def test_a_resumed_run_takes_a_changed_learning_rate(model: str, tmp_path: Path) -> None:
+    train(model, tmp_path, training_steps=1, checkpoint_interval=1, lr=1e-2, warmup_steps=0)
+    train(model, tmp_path, first_step=1, training_steps=2, resume="latest", lr=3e-3, warmup_steps=0)
+    assert [row["lr"] for row in rows(tmp_path)] == [1e-2, 3e-3]
