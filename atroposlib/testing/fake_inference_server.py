@@ -7,7 +7,7 @@
 
 Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text of a reply comes
 from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`. Tests steer the server while it
-runs: `policy_version`, `delay_s`, `healthy`, `fail_next`.
+runs: `policy_version`, `delay_s`, `healthy`, `heeds_n`, `fail_next`.
 """
 
 import asyncio
@@ -65,6 +65,7 @@ class FakeInferenceServer:
         self.api_key = api_key
         self.delay_s = 0.0
         self.healthy = True
+        self.heeds_n = True
         self.requests: list[tuple[str, Any]] = []
         self.hits: Counter[str] = Counter()
         self.in_flight = 0
@@ -190,7 +191,8 @@ class FakeInferenceServer:
         answered = self.answer(self.tokenizer.decode(prompt_ids))
         texts = [answered] if isinstance(answered, str) else list(answered)
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
-        return [self._tokens(texts[index % len(texts)], limit) for index in range(body.get("n") or 1)]
+        n = (body.get("n") or 1) if self.heeds_n else 1
+        return [self._tokens(texts[index % len(texts)], limit) for index in range(n)]
 
     def _tokens(self, text: str, limit: int) -> tuple[list[int], str]:
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]

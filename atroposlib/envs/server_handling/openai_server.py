@@ -28,6 +28,8 @@ log = get_logger(__name__)
 OPENAI_URL = "https://api.openai.com/v1"
 PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
+# Below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one.
+KEEPALIVE_S = 4.0
 
 Reply = TypeVar("Reply", ChatCompletion, Completion)
 
@@ -71,7 +73,7 @@ class OpenAIServer(APIServer):
         if self._http is None or self._http.closed:
             self._http = aiohttp.ClientSession(
                 headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             )
         return self._http
@@ -111,19 +113,20 @@ class OpenAIServer(APIServer):
 
     async def _with_n(self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Reply]]) -> list[Reply]:
         """Replies that hold n choices together, whether or not the server heeds n."""
-        n = arguments.get("n") or 1
-        single = {key: value for key, value in arguments.items() if key != "n"}
+        n: int = arguments.get("n") or 1
+        single: dict[str, Any] = {key: value for key, value in arguments.items() if key != "n"}
         if n == 1:
             return [await send(single)]
         if self._n_is_ignored:
             return await gather_or_cancel([send(single) for _ in range(n)])
         first = await send(arguments)
-        missing = n - len(first.choices)
+        missing: int = n - len(first.choices)
         if missing <= 0:
             return [first]
         log.info("%s returned %d of n=%d choices; sending n requests from now on", self.name, len(first.choices), n)
         self._n_is_ignored = True
-        return [first, *await gather_or_cancel([send(single) for _ in range(missing)])]
+        rest: list[Reply] = await gather_or_cancel([send(single) for _ in range(missing)])
+        return [first] + rest
 
     async def _send_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
         try:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, field_serializer, model_validator
+from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from atroposlib.config import Config
@@ -57,6 +57,19 @@ class APIServerConfig(ServerBaseline):
     base_url: str = Field(default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
     n_kwarg_is_ignored: bool = Field(default=False, description="The server returns one completion whatever n asks for: send n requests.")
     health_check: bool = Field(default=True, description="Ask the server every few seconds whether it is alive.")
+
+    @field_validator("api_key", "base_url", mode="before")
+    @classmethod
+    def _none_is_empty(cls, value: Any) -> Any:
+        """Environments pass what os.environ.get gave them."""
+        return "" if value is None else value
+
+    @field_validator("base_url")
+    @classmethod
+    def _has_scheme(cls, base_url: str) -> str:
+        if base_url and not base_url.startswith(("http://", "https://")):
+            raise ValueError("base_url must start with http:// or https://, e.g. http://localhost:9001/v1")
+        return base_url
 
     @field_serializer("api_key", when_used="json")
     def _mask_api_key(self, api_key: str) -> str:

@@ -1,0 +1,419 @@
+"""Routing, health, limits and retries over real sockets, against fake inference servers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.dispatch import RetryPolicy
+from atroposlib.envs.server_handling.errors import NoLiveServerError, PermanentServerError, RetryableServerError
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer
+from atroposlib.envs.server_handling.server_config import ServerEnvironment
+from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
+from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
+
+HASTY = RetryPolicy(attempts=3, base_s=0.01, cap_s=0.02)
+CHAT: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
+MakeManager = Callable[..., ServerManager]
+
+
+def config_of(server: FakeInferenceServer, **settings: Any) -> APIServerConfig:
+    return APIServerConfig.model_validate({"server_type": "vllm", "base_url": server.base_url, "model_name": "fake", **settings})
+
+
+@pytest.fixture
+async def fakes() -> AsyncIterator[list[FakeInferenceServer]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(FakeInferenceServer(lambda prompt: "hello")) for _ in range(2)]
+
+
+@pytest.fixture
+async def manager_of() -> AsyncIterator[MakeManager]:
+    made: list[ServerManager] = []
+
+    def make(configs: Any, **arguments: Any) -> ServerManager:
+        made.append(ServerManager(configs, **({"retry": HASTY} | arguments)))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        await manager.close()
+
+
+def text_of(reply: Any) -> str:
+    return reply.choices[0].message.content
+
+
+async def test_a_single_config_reaches_its_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of(config_of(fakes[0]))
+    assert text_of(await manager.chat_completion(messages=CHAT)) == "hello"
+    assert (await manager.completion(prompt="x", max_tokens=3)).choices[0].text == "hel"
+
+
+async def test_tokens_come_back_as_sampled(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of(config_of(fakes[0]))
+    prompt, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(input_ids=[5, 6, 7], n=2, max_tokens=10)
+    ids = [*fakes[0].tokenizer.encode("hello"), fakes[0].tokenizer.eos_token_id]
+    assert (prompt, outputs, reasons) == ([5, 6, 7], [ids, ids], ["stop", "stop"])
+    assert logprobs == [[fake_logprob(token, at) for at, token in enumerate(ids)]] * 2
+
+
+async def test_sampled_tokens_carry_the_policy_version(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].policy_version = 7
+    sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5], max_tokens=10)
+    assert sampled.sequences[0].policy_versions == (7, 7)
+
+
+async def test_the_request_for_tokens_holds_ids_and_sampling_parameters_alone(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    await manager_of(config_of(fakes[0])).sample_tokens(
+        input_ids=[5], max_new_tokens=9, temperature=0.5, extra_body={"top_k": 3}, split="eval"
+    )
+    path, body = fakes[0].requests[-1]
+    assert (path, body) == (
+        "/generate",
+        {"prompt": {"prompt_token_ids": [5]}, "logprobs": 0, "max_tokens": 9, "temperature": 0.5, "top_k": 3},
+    )
+
+
+async def test_prompt_logprobs_are_ranked_and_the_first_position_is_empty(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    assert await manager_of(config_of(fakes[0])).get_logprobs(input_ids=[5, 6], top_k=2) == {
+        "prompt_tokens": [5, 6],
+        "prompt_topk_token_ids": [[], [6, 7]],
+        "prompt_topk_logprobs": [[], [-0.5, -1.0]],
+    }
+
+
+@pytest.mark.parametrize("call", ["chat_completion", "completion", "sample_tokens"])
+async def test_many_completions_are_asked_for_in_parts_and_merged(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, call: str
+) -> None:
+    fakes[0].answer = lambda prompt: ["a", "b", "c"]
+    manager = manager_of(config_of(fakes[0]), max_n_completions=3)
+    asked = {"chat_completion": {"messages": CHAT}, "completion": {"prompt": "x"}, "sample_tokens": {"input_ids": [5]}}[call]
+    reply = await getattr(manager, call)(n=8, **asked)
+    assert sorted(body["n"] for _, body in fakes[0].requests) == [2, 3, 3]
+    if call == "sample_tokens":
+        assert len(reply.sequences) == 8
+    else:
+        assert [choice.index for choice in reply.choices] == list(range(8))
+        assert reply.usage.completion_tokens == 8 * 2
+
+
+async def test_requests_spread_over_the_servers(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    for fake in fakes:
+        fake.delay_s = 0.2
+    manager = manager_of([config_of(fake) for fake in fakes])
+    await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(2)))  # both servers are known to be live by now
+    await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(10)))
+    assert [fake.peak_in_flight for fake in fakes] == [5, 5]
+
+
+async def test_with_one_dead_server_all_requests_go_to_the_live_one(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    await fakes[0].close()
+    manager = manager_of([config_of(fake) for fake in fakes])
+    start = time.monotonic()
+    replies = await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(6)))
+    assert [text_of(reply) for reply in replies] == ["hello"] * 6
+    assert time.monotonic() - start < 5
+
+
+async def test_a_server_that_dies_during_requests_hands_them_to_the_other(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    manager = manager_of([config_of(fake) for fake in fakes])
+    await manager.chat_completion(messages=CHAT)
+    for fake in fakes:
+        fake.delay_s = 0.3
+    calls = [asyncio.create_task(manager.sample_tokens(input_ids=[5], max_tokens=9)) for _ in range(8)]
+    await asyncio.sleep(0.15)
+    assert fakes[0].in_flight > 0
+    await fakes[0].close()
+    assert len(await asyncio.gather(*calls)) == 8
+
+
+async def test_without_health_checks_a_dead_server_is_left_after_one_failure(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    await fakes[0].close()
+    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    assert text_of(await manager.chat_completion(messages=CHAT)) == "hello"
+    assert fakes[1].hits["/health"] == 0
+
+
+@pytest.mark.parametrize("status", [500, 503, 429, 0])
+async def test_a_passing_failure_is_retried(fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int) -> None:
+    fakes[0].fail_next(2, status)
+    manager = manager_of(config_of(fakes[0]))
+    assert len((await manager.sample_tokens(input_ids=[5], max_tokens=9)).sequences) == 1
+    assert fakes[0].hits["/generate"] == 3
+
+
+async def test_a_retry_goes_to_another_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].fail_next(100, 500)
+    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    for _ in range(4):
+        await manager.chat_completion(messages=CHAT)
+    assert fakes[1].hits["/v1/chat/completions"] == 4
+
+
+async def test_retries_are_finite(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].fail_next(100, 500)
+    with pytest.raises(RetryableServerError, match=r"chat completion failed 3 times, at last: .*made to fail with 500"):
+        await manager_of(config_of(fakes[0])).chat_completion(messages=CHAT)
+    assert fakes[0].hits["/v1/chat/completions"] == 3
+
+
+@pytest.mark.parametrize("status", [400, 404, 422])
+@pytest.mark.parametrize("call", ["chat_completion", "sample_tokens"])
+async def test_a_permanent_failure_is_not_retried(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int, call: str
+) -> None:
+    fakes[0].fail_next(1, status)
+    asked = {"messages": CHAT} if call == "chat_completion" else {"input_ids": [5]}
+    with pytest.raises(PermanentServerError, match=f"replied {status}: .*made to fail"):
+        await getattr(manager_of(config_of(fakes[0])), call)(**asked)
+    assert len(fakes[0].requests) == 1
+
+
+async def test_retry_after_is_honoured(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].fail_next(1, 429, {"Retry-After": "1"})
+    start = time.monotonic()
+    await manager_of(config_of(fakes[0])).chat_completion(messages=CHAT)
+    assert time.monotonic() - start >= 1.0
+
+
+async def test_a_request_that_takes_too_long_fails_with_the_limit(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].delay_s = 30
+    manager = manager_of(config_of(fakes[0], timeout=1), retry=RetryPolicy(attempts=1))
+    with pytest.raises(RetryableServerError, match="took longer than the timeout of 1 s"):
+        await manager.sample_tokens(input_ids=[5])
+
+
+async def test_waiting_for_a_dead_server_is_announced_and_ends_at_the_timeout(
+    manager_of: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    manager = manager_of(APIServerConfig(server_type="vllm", base_url="http://127.0.0.1:9/v1", timeout=1))
+    start = time.monotonic()
+    with pytest.raises(NoLiveServerError, match=r"no inference server was live within 1 s \(http://127.0.0.1:9/v1: .*; start it"):
+        await manager.chat_completion(messages=CHAT)
+    assert 0.9 < time.monotonic() - start < 3
+    assert "Waiting for an inference server to be live at http://127.0.0.1:9/v1, at most 1 s" in caplog.text
+
+
+async def test_calls_made_before_the_server_starts_are_served_once_it_does(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    fakes[0].healthy = False
+    call = asyncio.create_task(manager_of(config_of(fakes[0])).chat_completion(messages=CHAT))
+    await asyncio.sleep(0.3)
+    assert not call.done()
+    assert fakes[0].hits["/v1/chat/completions"] == 0
+    fakes[0].healthy = True
+    assert text_of(await asyncio.wait_for(call, 5)) == "hello"
+    assert "Got a live inference server after" in caplog.text
+
+
+async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of(config_of(fakes[0]))
+    await manager.sample_tokens(input_ids=[5])
+    await fakes[0].close()
+    call = asyncio.create_task(manager.sample_tokens(input_ids=[5]))
+    await asyncio.sleep(0.3)
+    await fakes[0].start()
+    assert len((await asyncio.wait_for(call, 10)).sequences) == 1
+
+
+async def test_health_is_asked_cheaply_and_only_after_the_first_call(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    vllm, hosted = manager_of(config_of(fakes[0])), manager_of(config_of(fakes[1], server_type="openai"))
+    await asyncio.sleep(0.05)
+    assert not fakes[0].hits and not fakes[1].hits
+    for manager in (vllm, hosted):
+        await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(5)))
+    assert fakes[0].hits == {"/health": 1, "/v1/chat/completions": 5}
+    assert fakes[1].hits == {"/v1/models": 1, "/v1/chat/completions": 5}
+
+
+async def test_close_ends_the_health_checks(fakes: list[FakeInferenceServer]) -> None:
+    manager = ServerManager(config_of(fakes[0]))
+    await manager.chat_completion(messages=CHAT)
+    assert any("health of" in task.get_name() for task in asyncio.all_tasks())
+    await manager.close()
+    assert not any("health of" in task.get_name() for task in asyncio.all_tasks())
+
+
+async def test_train_and_eval_have_their_own_limits(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].delay_s = 0.1
+    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=3, num_requests_for_eval=2))
+    await asyncio.gather(*(manager.chat_completion(messages=CHAT, split="eval") for _ in range(6)))
+    assert fakes[0].peak_in_flight == 2
+    await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(6)))
+    assert fakes[0].peak_in_flight == 3
+
+
+async def test_raising_the_weight_lets_waiting_calls_in(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].delay_s = 1.0
+    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=4))
+    await manager.update_weight(0.25)
+    calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(4)]
+    await asyncio.sleep(0.4)
+    assert fakes[0].in_flight == 1
+    await manager.update_weight(1.0)
+    await asyncio.sleep(0.3)
+    assert fakes[0].in_flight == 4
+    await asyncio.gather(*calls)
+
+
+async def test_a_cancelled_call_frees_its_slot(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    fakes[0].delay_s = 30
+    manager = manager_of(config_of(fakes[0], num_max_requests_at_once=1))
+    calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(3)]
+    await asyncio.sleep(0.3)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    fakes[0].delay_s = 0
+    assert text_of(await asyncio.wait_for(manager.chat_completion(messages=CHAT), 5)) == "hello"
+
+
+@pytest.mark.parametrize("server_type", ["vllm", "openai"])
+async def test_the_api_key_is_sent_as_a_bearer_token(fakes: list[FakeInferenceServer], manager_of: MakeManager, server_type: str) -> None:
+    fakes[0].api_key = "right"
+    right = manager_of(config_of(fakes[0], api_key="right", server_type=server_type))
+    assert text_of(await right.chat_completion(messages=CHAT)) == "hello"
+    with pytest.raises(PermanentServerError, match="401"):
+        await manager_of(config_of(fakes[0], api_key="wrong", server_type=server_type)).chat_completion(messages=CHAT)
+    if server_type == "vllm":
+        assert len((await right.sample_tokens(input_ids=[5])).sequences) == 1
+
+
+@pytest.mark.parametrize("configured", [True, False])
+async def test_a_server_that_ignores_n_is_asked_n_times(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, configured: bool
+) -> None:
+    fakes[0].heeds_n = False
+    manager = manager_of(config_of(fakes[0], server_type="openai", n_kwarg_is_ignored=configured))
+    assert len((await manager.chat_completion(messages=CHAT, n=3)).choices) == 3
+    assert len(fakes[0].requests) == 3
+    await manager.chat_completion(messages=CHAT, n=1)
+    assert len(fakes[0].requests) == 4
+    assert len((await manager.chat_completion(messages=CHAT, n=3)).choices) == 3
+    assert len(fakes[0].requests) == 7
+
+
+async def test_a_dedicated_server_takes_all_its_calls_and_others_go_elsewhere_first(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    async with manager.dedicated_server() as server, manager.dedicated_server() as other:
+        assert server is not other
+        for _ in range(3):
+            await server.chat_completion(messages=CHAT)
+    assert [fake.hits["/v1/chat/completions"] for fake in fakes] == [3, 0]
+
+
+async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
+    async with manager.managed_server(tokenizer=fakes[0].tokenizer) as managed, manager.managed_server(fakes[0].tokenizer) as pinned:
+        for _ in range(3):
+            await managed.completion(prompt="x")
+        assert [fake.hits["/generate"] for fake in fakes] == [3, 0]
+        await fakes[0].close()
+        await managed.completion(prompt="x")
+        assert [fake.hits["/generate"] for fake in fakes] == [3, 1]
+        assert isinstance(pinned.get_state()["nodes"], list)
+
+
+async def test_base_url_pins_a_managed_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of([config_of(fake) for fake in fakes])
+    async with manager.managed_server(tokenizer=fakes[1].tokenizer, base_url=fakes[1].base_url) as managed:
+        await managed.completion(prompt="x")
+    assert [fake.hits["/generate"] for fake in fakes] == [0, 1]
+    with pytest.raises(ValueError, match="no inference server at http://elsewhere; there are: http://127"):
+        async with manager.managed_server(base_url="http://elsewhere"):
+            pass
+
+
+async def test_servers_without_token_ids_give_no_managed_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    with pytest.raises(NotImplementedError, match="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1"):
+        async with manager_of(config_of(fakes[0], server_type="openai")).managed_server():
+            pass
+
+
+async def test_a_dummy_managed_server_exists_on_request_only(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATROPOS_ALLOW_DUMMY_MANAGED_SERVER", "yes")
+    async with manager_of(config_of(fakes[0], server_type="openai")).managed_server() as managed:
+        assert isinstance(managed, DummyManagedServer)
+        assert text_of(await managed.chat_completion(messages=CHAT, n=2)) == "hello"
+        nodes = managed.get_state()["nodes"]
+    assert len(nodes) == 2
+    assert nodes[0].tokens == list(range(128))
+    assert nodes[0].masked_tokens == [-100, *range(1, 128)]
+    assert nodes[0].logprobs == [-0.5] * 128
+    assert nodes[0].metadata["dummy_tokens"] is True
+
+
+async def test_a_reply_of_another_shape_is_a_clear_error(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.testing.fake_inference_server.fake_logprob", lambda token, position: "high")
+    with pytest.raises(PermanentServerError, match="/generate replied in another shape"):
+        await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
+
+
+async def test_timings_are_reported_once(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of(config_of(fakes[0]))
+    fakes[0].fail_next(1, 500)
+    await manager.chat_completion(messages=CHAT)
+    await manager.chat_completion(messages=CHAT, split="eval")
+    metrics = await manager.wandb_metrics({"kept": 1})
+    assert metrics["kept"] == 1
+    assert metrics["server/server_0_average_num_attempts"] == 2
+    assert metrics["server/server_0_eval_retry_rate"] == 0
+    assert metrics["server/server_0_request_time_avg"] > 0
+    assert await manager.wandb_metrics() == {}
+
+
+@pytest.mark.parametrize("server_type", ["sglang", "trl"])
+def test_a_backend_that_does_not_exist_yet_names_those_that_do(server_type: str) -> None:
+    with pytest.raises(ValueError, match=f"server_type '{server_type}' is not available; choose one of: openai, vllm"):
+        ServerManager(APIServerConfig.model_validate({"server_type": server_type}))
+
+
+def test_a_vllm_server_needs_an_address() -> None:
+    with pytest.raises(ValueError, match="needs a base_url, e.g. http://localhost:9001/v1"):
+        ServerManager(APIServerConfig(server_type="vllm"))
+
+
+def test_a_proxy_and_a_tool_parser_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = APIServerConfig(base_url="http://x/v1")
+    with pytest.raises(NotImplementedError, match="tool_parser 'hermes' is not available"):
+        ServerManager(config, tool_parser="hermes")
+    monkeypatch.setenv("ATROPOS_PROXY_URL", "http://proxy:9100")
+    with pytest.raises(NotImplementedError, match=r"managed proxy \(http://proxy:9100\) is not available"):
+        ServerManager(config)
+
+
+def test_the_key_of_the_environment_goes_to_openai_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
+    hosted, own = ServerManager(APIServerConfig()).servers[0], ServerManager(APIServerConfig(base_url="http://x/v1")).servers[0]
+    assert hosted.sdk.api_key == "from-environment"  # type: ignore[attr-defined]
+    assert own.sdk.api_key == "none"  # type: ignore[attr-defined]
+
+
+def test_slurm_servers_come_from_the_environment() -> None:
+    environment = ServerEnvironment.model_validate({"SLURM_JOB_NODELIST": "n[1-2]", "NUM_TRAINING_NODES": 1, "INFER_TP": 4})
+    manager = ServerManager(APIServerConfig(server_type="vllm", base_url="http://x/v1"), slurm=True, environment=environment)
+    assert [server.config.base_url for server in manager.servers] == ["http://n2:9000/v1", "http://n2:9001/v1"]
