@@ -96,8 +96,8 @@ async def test_many_completions_are_asked_for_in_parts_and_merged(
 ) -> None:
     fakes[0].answer = lambda prompt: ["a", "b", "c"]
     manager = manager_of(config_of(fakes[0]), max_n_completions=3)
-    asked = {"chat_completion": {"messages": CHAT}, "completion": {"prompt": "x"}, "sample_tokens": {"input_ids": [5]}}[call]
-    reply = await getattr(manager, call)(n=8, **asked)
+    asked: dict[str, Any] = {"chat_completion": {"messages": CHAT}, "completion": {"prompt": "x"}, "sample_tokens": {"input_ids": [5]}}
+    reply = await getattr(manager, call)(n=8, **asked[call])
     assert sorted(body["n"] for _, body in fakes[0].requests) == [2, 3, 3]
     if call == "sample_tokens":
         assert len(reply.sequences) == 8
@@ -176,7 +176,7 @@ async def test_a_permanent_failure_is_not_retried(
     fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int, call: str
 ) -> None:
     fakes[0].fail_next(1, status)
-    asked = {"messages": CHAT} if call == "chat_completion" else {"input_ids": [5]}
+    asked: dict[str, Any] = {"messages": CHAT} if call == "chat_completion" else {"input_ids": [5]}
     with pytest.raises(PermanentServerError, match=f"replied {status}: .*made to fail"):
         await getattr(manager_of(config_of(fakes[0])), call)(**asked)
     assert len(fakes[0].requests) == 1

@@ -1,0 +1,39 @@
+"""The fake inference server as a process of its own; as a library it carries the other tests of this folder."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+
+def test_it_serves_from_the_command_line_until_interrupted() -> None:
+    command = [sys.executable, "-m", "atroposlib.testing.fake_inference_server", "--port", "0", "--answer", "The answer is 4."]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "listens on" in line)
+        url = line.split("listens on ")[1].split()[0]
+        request = urllib.request.Request(
+            f"{url}/chat/completions",
+            json.dumps({"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 50}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=10) as reply:
+            assert json.load(reply)["choices"][0]["message"]["content"] == "The answer is 4."
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
+        process.stderr.close()
+
+
+def test_a_taken_port_is_one_clear_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "atroposlib.testing.fake_inference_server", "--port", str(port)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr.splitlines()[-1]

@@ -1,0 +1,317 @@
+"""What ManagedServer remembers: ids as sampled, over turns, in both modes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode
+from atroposlib.envs.server_handling.sampling import SampledTokens
+from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.server_manager import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
+from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, make_tiny_tokenizer
+
+TOKENIZER = make_tiny_tokenizer([("l", "l"), ("o", "o"), ("a", "n")])
+END = TOKENIZER.eos_token_id
+
+
+class Setup:
+    """A ManagedServer on a fake server whose replies the test chooses by prompt."""
+
+    def __init__(self, fake: FakeInferenceServer, server: VLLMServer) -> None:
+        self.fake = fake
+        self.server = server
+
+    def managed(self, **arguments: Any) -> ManagedServer:
+        return ManagedServer(self.server, self.fake.tokenizer, **arguments)
+
+    def replies(self, **by_last_message: str) -> None:
+        """Answer a chat by the text of its last user message."""
+        self.fake.answer = lambda prompt: by_last_message[prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]]
+
+
+@pytest.fixture
+async def setup() -> AsyncIterator[Setup]:
+    async with FakeInferenceServer(tokenizer=TOKENIZER) as fake:
+        server = VLLMServer(APIServerConfig(server_type="vllm", base_url=fake.base_url, model_name="fake"))
+        yield Setup(fake, server)
+        await server.close()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def sampled_text(node: SequenceNode) -> str:
+    return TOKENIZER.decode([token for token in node.masked_tokens if token != -100])
+
+
+def check_node(node: SequenceNode) -> None:
+    """Invariants of every node: one length, sentinels exactly where nothing was sampled."""
+    assert len(node.tokens) == len(node.masked_tokens) == len(node.logprobs)
+    for token, masked, logprob in zip(node.tokens, node.masked_tokens, node.logprobs, strict=True):
+        assert (masked, logprob) == (-100, 1.0) or (masked == token and logprob <= 0)
+
+
+async def test_a_reply_becomes_a_node_of_prompt_and_sampled_tokens(setup: Setup) -> None:
+    setup.replies(hi="hello")
+    managed = setup.managed()
+    reply = await managed.chat_completion(messages=[user("hi")], max_tokens=20)
+    assert reply.choices[0].message.content == "hello"
+    assert reply.choices[0].finish_reason == "stop"
+    prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    output = [*TOKENIZER.encode("hello"), END]
+    assert managed.get_state() == {
+        "nodes": [
+            SequenceNode(
+                full_text="<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello",
+                tokens=prompt + output,
+                masked_tokens=[-100] * len(prompt) + output,
+                logprobs=[1.0] * len(prompt) + [fake_logprob(token, at) for at, token in enumerate(output)],
+                metadata={"finish_reason": "stop", "policy_versions": [0, 0]},
+            )
+        ]
+    }
+    assert reply.usage is not None and reply.usage.completion_tokens == len(output)
+
+
+async def test_the_next_turn_extends_the_node_with_one_end_of_turn_token(setup: Setup) -> None:
+    setup.replies(hi="hello", more="cool")
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("hi")], max_tokens=20)
+    setup.fake.policy_version = 3
+    await managed.chat_completion(messages=[user("hi"), assistant("hello"), user("more")], max_tokens=20)
+    [node] = managed.current_nodes
+    check_node(node)
+    assert TOKENIZER.decode(node.tokens) == (
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"
+        "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ncool<|im_end|>"
+    )
+    assert sampled_text(node) == "hello<|im_end|>cool<|im_end|>"
+    assert node.metadata == {"finish_reason": "stop", "policy_versions": [0, 3]}
+
+
+async def test_the_server_is_shown_the_sampled_ids_again_not_their_text_tokenised(setup: Setup) -> None:
+    """The model sampled l, l where the tokenizer would write ll: the second turn must show it l, l."""
+    ids = [token for letter in "hello" for token in TOKENIZER.encode(letter)]
+    assert ids != TOKENIZER.encode("hello")
+    harness = ServerHarness()
+    managed = ManagedServer(harness, TOKENIZER)
+    prompt = TOKENIZER.encode("Say: ")
+    harness.set_tokens_and_logprobs_response("Say: ", prompt, [ids], [[-0.5] * 5], ["stop"])
+    harness.set_tokens_and_logprobs_response("Say: hello!", prompt, [[END]], [[-0.25]], ["stop"])
+    await managed.completion(prompt="Say: ")
+    await managed.completion(prompt="Say: hello!")
+    [node] = managed.current_nodes
+    assert node.tokens == prompt + ids + TOKENIZER.encode("!") + [END]
+    assert node.masked_tokens == [-100] * len(prompt) + ids + [-100, END]
+    assert node.logprobs == [1.0] * len(prompt) + [-0.5] * 5 + [1.0, -0.25]
+
+
+async def test_a_text_that_goes_on_after_an_end_token_leaves_that_token_out(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: " world" if prompt == "hello" else " again"
+    managed = setup.managed()
+    first = await managed.completion(prompt="hello", max_tokens=20)
+    assert first.choices[0].text == " world"
+    await managed.completion(prompt="hello world! And", max_tokens=20)
+    [node] = managed.current_nodes
+    check_node(node)
+    assert TOKENIZER.decode(node.tokens) == "hello world! And again<|im_end|>"
+    assert sampled_text(node) == " world again<|im_end|>"
+
+
+async def test_a_reply_cut_at_its_limit_says_so_and_its_turn_is_ended_by_the_template(setup: Setup) -> None:
+    setup.replies(hi="a long reply", more="ok")
+    managed = setup.managed()
+    reply = await managed.chat_completion(messages=[user("hi")], max_tokens=4)
+    assert reply.choices[0].finish_reason == "length"
+    assert managed.current_nodes[0].metadata["finish_reason"] == "length"
+    content = reply.choices[0].message.content or ""
+    await managed.chat_completion(messages=[user("hi"), assistant(content), user("more")], max_tokens=20)
+    [node] = managed.current_nodes
+    assert sampled_text(node) == "a lo" + "ok<|im_end|>"
+    assert TOKENIZER.decode(node.tokens).count("<|im_end|>") == 4
+
+
+async def test_the_longest_known_text_is_extended(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: ["ans1", "ans10"] if prompt == "P" else "!"
+    managed = setup.managed()
+    await managed.completion(prompt="P", n=2, max_tokens=20)
+    await managed.completion(prompt="Pans10 more", max_tokens=20)
+    assert [TOKENIZER.decode(node.tokens) for node in managed.current_nodes] == ["Pans1<|im_end|>", "Pans10 more!<|im_end|>"]
+    assert [sampled_text(node) for node in managed.current_nodes] == ["ans1<|im_end|>", "ans10!<|im_end|>"]
+
+
+async def test_many_replies_are_many_nodes_and_an_extension_replaces_its_parent(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: ["a", "b"]
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("x")], n=2)
+    await managed.chat_completion(messages=[user("x"), assistant("a"), user("y")], n=2)
+    assert [sampled_text(node) for node in managed.current_nodes] == ["a<|im_end|>a<|im_end|>", "b<|im_end|>", "a<|im_end|>b<|im_end|>"]
+
+
+async def test_another_conversation_is_another_node(setup: Setup) -> None:
+    setup.replies(hi="hello", you="fine")
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("hi")])
+    await managed.chat_completion(messages=[user("you")])
+    await managed.chat_completion(messages=[user("hi"), assistant("edited"), user("you")])
+    assert [sampled_text(node) for node in managed.current_nodes] == ["hello<|im_end|>", "fine<|im_end|>", "fine<|im_end|>"]
+
+
+async def test_a_tree_keeps_every_branch_with_the_turns_before_it(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: ["a", "b"]
+    managed = setup.managed(track_tree=True)
+    await managed.chat_completion(messages=[user("x")], n=2)
+    await managed.chat_completion(messages=[user("x"), assistant("a"), user("y")], n=2)
+    state = managed.get_state()
+    assert state["sequences"] == state["tree"]
+    by_text = state["sequences"]
+    assert {text: node.full_text for text, node in by_text.items()} == {text: text for text in by_text}
+    assert sorted(sampled_text(node) for node in by_text.values()) == [
+        "a<|im_end|>",
+        "a<|im_end|>a<|im_end|>",
+        "a<|im_end|>b<|im_end|>",
+        "b<|im_end|>",
+    ]
+    for node in by_text.values():
+        check_node(node)
+
+
+@pytest.mark.parametrize("preserved", [True, False])
+async def test_thoughts_of_earlier_turns_stay_when_preserved_and_else_follow_the_template(setup: Setup, preserved: bool) -> None:
+    setup.fake.tokenizer = make_tiny_tokenizer(chat_template=THINK_DROPPING_CHATML)
+    setup.replies(hi="<think>hm</think>\nhello", more="ok")
+    managed = setup.managed(preserve_think_blocks=preserved)
+    await managed.chat_completion(messages=[user("hi")], max_tokens=40)
+    await managed.chat_completion(messages=[user("hi"), assistant("<think>hm</think>\nhello"), user("more")], max_tokens=40)
+    texts = [setup.fake.tokenizer.decode(node.tokens) for node in managed.current_nodes]
+    if preserved:
+        assert len(texts) == 1
+        assert "<think>hm</think>\nhello<|im_end|>\n<|im_start|>user\nmore" in texts[0]
+        assert setup.fake.tokenizer.encode("ok")[0] in managed.current_nodes[0].masked_tokens
+    else:
+        assert len(texts) == 2
+        assert "<think>" in texts[0] and "<think>" not in texts[1]
+
+
+async def test_an_assistant_message_at_the_end_is_continued(setup: Setup) -> None:
+    setup.fake.answer = lambda prompt: "is 4" if prompt.endswith("assistant\nThe answer ") else "no"
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("2+2"), assistant("The answer ")])
+    [node] = managed.current_nodes
+    assert TOKENIZER.decode(node.tokens).endswith("assistant\nThe answer is 4<|im_end|>")
+    assert sampled_text(node) == "is 4<|im_end|>"
+
+
+class LateHarness(ServerHarness):
+    """Takes its time by prompt."""
+
+    delays_s = {"P0": 0.1, "P1": 0.0, "P2": 0.05}
+
+    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+        await asyncio.sleep(self.delays_s[arguments["prompt"]])
+        return await super().request_tokens(arguments)
+
+
+async def test_concurrent_calls_keep_whole_nodes_in_the_order_of_the_calls() -> None:
+    harness = LateHarness()
+    for prompt in harness.delays_s:
+        replies = [TOKENIZER.encode("a"), TOKENIZER.encode("b")]
+        harness.set_tokens_and_logprobs_response(prompt, TOKENIZER.encode(prompt), replies, [[-0.5], [-0.5]], ["stop", "stop"])
+    managed = ManagedServer(harness, TOKENIZER)
+    await asyncio.gather(*(managed.completion(prompt=prompt, n=2) for prompt in harness.delays_s))
+    assert [node.full_text for node in managed.current_nodes] == ["P0a", "P0b", "P1a", "P1b", "P2a", "P2b"]
+    for node in managed.current_nodes:
+        check_node(node)
+
+
+async def test_forks_of_one_turn_made_at_the_same_time_are_both_kept(setup: Setup) -> None:
+    setup.replies(hi="hello", left="l", right="r")
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("hi")])
+    await asyncio.gather(*(managed.chat_completion(messages=[user("hi"), assistant("hello"), user(turn)]) for turn in ("left", "right")))
+    assert sorted(sampled_text(node) for node in managed.current_nodes) == ["hello<|im_end|>l<|im_end|>", "hello<|im_end|>r<|im_end|>"]
+
+
+async def test_a_failed_call_leaves_the_nodes_as_they_were(setup: Setup) -> None:
+    setup.replies(hi="hello", more="ok")
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("hi")])
+    before = managed.get_state()
+    setup.fake.fail_next(1, 400)
+    with pytest.raises(Exception, match="replied 400"):
+        await managed.chat_completion(messages=[user("hi"), assistant("hello"), user("more")])
+    assert managed.get_state() == before
+
+
+async def test_reset_forgets(setup: Setup) -> None:
+    setup.replies(hi="hello")
+    managed = setup.managed()
+    await managed.chat_completion(messages=[user("hi")])
+    managed.reset()
+    assert managed.get_state() == {"nodes": []}
+
+
+async def test_template_arguments_and_sampling_parameters_take_their_ways(setup: Setup) -> None:
+    setup.fake.tokenizer = make_tiny_tokenizer(chat_template="{{ mode }}:{{ messages[0]['content'] }}")
+    managed = setup.managed()
+    body = {"chat_template_kwargs": {"mode": "terse"}, "top_k": 5}
+    await managed.chat_completion(messages=[user("hi")], extra_body=body, temperature=None, model="any", top_p=0.5)
+    sent = setup.fake.requests[-1][1]
+    assert setup.fake.tokenizer.decode(sent.pop("prompt")["prompt_token_ids"]) == "terse:hi"
+    assert sent == {"logprobs": 0, "n": 1, "top_k": 5, "top_p": 0.5}
+
+
+async def test_tools_are_shown_to_the_model_unless_the_choice_is_none(setup: Setup) -> None:
+    setup.fake.tokenizer = make_tiny_tokenizer(chat_template="{{ tools | length if tools else 0 }}")
+    managed = setup.managed()
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for choice, shown in (("auto", "1"), ("none", "0"), (None, "1")):
+        await managed.chat_completion(messages=[user("hi")], tools=[tool], tool_choice=choice)
+        assert managed.current_nodes[-1].full_text.startswith(shown)
+    with pytest.raises(ValueError, match="tool_choice 'required' is not supported"):
+        await managed.chat_completion(messages=[user("hi")], tools=[tool], tool_choice="required")
+
+
+async def test_prompt_logprobs_of_a_conversation(setup: Setup) -> None:
+    scored = await setup.managed().get_logprobs(messages=[user("hi")], top_k=1)
+    assert TOKENIZER.decode(scored["prompt_tokens"]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    with pytest.raises(ValueError, match="exactly one of"):
+        await setup.managed().get_logprobs()
+
+
+async def test_the_adapter_looks_like_the_sdk(setup: Setup) -> None:
+    setup.replies(hi="hello")
+    managed = setup.managed()
+    client = ManagedServerAdapter(managed, base_url="http://x/v1")
+    reply = await client.chat.completions.create(model="any", messages=[user("hi")])
+    assert reply.choices[0].message.content == "hello"
+    assert len(managed.current_nodes) == 1
+    assert client.base_url == "http://x/v1"
+    with pytest.raises(NotImplementedError):
+        client.copy()
+    with pytest.raises(NotImplementedError):
+        await client.post("/x")
+
+
+def test_a_tool_parser_is_refused_in_words() -> None:
+    with pytest.raises(NotImplementedError, match="tool_parser 'hermes' is not available"):
+        ManagedServer(ServerHarness(), TOKENIZER, tool_parser="hermes")
+
+
+async def test_streaming_is_refused_in_words(setup: Setup) -> None:
+    with pytest.raises(ValueError, match="stream=True is not supported"):
+        await setup.managed().chat_completion(messages=[user("hi")], stream=True)
+
+
+async def test_a_conversation_without_messages_is_refused(setup: Setup) -> None:
+    with pytest.raises(ValueError, match="at least one message"):
+        await setup.managed().chat_completion(messages=[])
