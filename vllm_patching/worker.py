@@ -27,6 +27,8 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         super().load_model(**kwargs)
         group = compat.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size
+        if compat.on_cpu() and tp_size > 1:
+            compat.unlink_collective_files()
         model = self.model_runner.get_model()
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)

@@ -40,6 +40,7 @@ class BroadcastBridge:
         self._sequence = 0
         self._closed = threading.Event()
         self._lost: str | None = None
+        self._groups: transport.Groups | None = None
 
     def connect(self, model: PreTrainedModel) -> None:
         status = self._vllm.wait_until_ready(self._config.vllm_start_timeout)
@@ -56,10 +57,11 @@ class BroadcastBridge:
         self._image = FlatParameters(self._manifest, parameters)
         self._buckets = self._manifest.buckets(self._config.bridge_bucket_mb << 20)
         self._form_groups()
-        threading.Thread(target=self._heartbeats, name="BridgeHeartbeat", daemon=True).start()
+        self._heart = threading.Thread(target=self._heartbeats, name="BridgeHeartbeat", daemon=True)
+        self._heart.start()
 
     def sync(self, policy_version: int) -> SyncReport:
-        self._check_session()
+        groups = self._live_groups()
         timeout_s = self._config.bridge_timeout_s
         log.info("[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s, at most %.0f s a bucket",
                  policy_version, self._manifest.nbytes / 1e6, len(self._buckets), self._workers, self._vllm.url, timeout_s)  # fmt: skip
@@ -68,7 +70,7 @@ class BroadcastBridge:
         try:
             self._store.set(go_key(self._sequence), str(policy_version))
             for bucket in self._buckets:
-                self._groups.broadcast(self._image.bucket(bucket))
+                groups.broadcast(self._image.bucket(bucket))
             self._store.wait(acks, timedelta(seconds=timeout_s))
         except RuntimeError as error:  # torch.distributed's errors for a dead or silent peer
             raise BridgeError(
@@ -98,15 +100,19 @@ class BroadcastBridge:
         return float((ours - served).abs().max())
 
     def close(self) -> None:
-        if self._closed.is_set() or not hasattr(self, "_groups"):
+        if self._groups is None:
             return
         self._closed.set()
+        self._heart.join(self._config.bridge_timeout_s)
         try:
             self._store.set(go_key(self._sequence), GOODBYE)
             self._vllm.close_session(self._session)
         except (RuntimeError, BridgeError) as error:
             log.warning("[Bridge] Left session %s, but vLLM could not be told: %s", self._session, error)
         self._groups.close()
+        # their C++ threads must end while the interpreter still lives
+        self._groups = None
+        del self._store
 
     def _form_groups(self) -> None:
         config = self._config
@@ -161,9 +167,12 @@ class BroadcastBridge:
             else:
                 self._lost = None
 
-    def _check_session(self) -> None:
+    def _live_groups(self) -> transport.Groups:
+        if self._groups is None:
+            raise BridgeError("the bridge is not connected: call connect first")
         if self._lost is not None:
             raise BridgeError(f"the session with vLLM is lost: {self._lost}")
+        return self._groups
 
     def _worker_states(self) -> str:
         """What vLLM's workers say about it, for an error message."""

@@ -1,0 +1,131 @@
+"""One real vLLM server a model, shared by every test that asks for it; tiny random models made on the fly."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+START_DEADLINE_S = 240
+
+
+@dataclass
+class Server:
+    """A running vLLM server with the bridge on."""
+
+    port: int
+    model: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def status(self) -> dict[str, Any]:
+        return requests.get(f"{self.url}/v1/bridge/status", headers=AUTHORIZED, timeout=30).json()
+
+    def generate(self, prompt_token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        body = {"prompt": {"prompt_token_ids": prompt_token_ids}, **sampling}
+        reply = requests.post(f"{self.url}/generate", json=body, headers=AUTHORIZED, timeout=60)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+
+API_KEY = "integration-test-key"
+AUTHORIZED = {"Authorization": f"Bearer {API_KEY}"}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def save_tiny_model(folder: Path, config: PretrainedConfig) -> Path:
+    """A random model of `config` with the tiny tokenizer beside it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def start_server(model: Path, folder: Path, *flags: str) -> Server:
+    port = free_port()
+    log = folder / "vllm.log"
+    environment = {
+        **os.environ,
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "LOGDIR": str(folder),
+    }
+    command = [sys.executable, "-u", str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(model), "--port", str(port)]
+    command += ["--max-model-len", "512", "--api-key", API_KEY, *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder)
+    server = Server(port, str(model), log, process)
+    deadline = time.monotonic() + START_DEADLINE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if requests.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return server
+        except requests.ConnectionError:
+            time.sleep(0.5)
+    stop_server(server)
+    raise AssertionError(f"vLLM did not start within {START_DEADLINE_S} s:\n{log.read_text()[-3000:]}")
+
+
+def stop_server(server: Server) -> None:
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGTERM)
+        try:
+            server.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait(10)
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=False, max_position_embeddings=512,
+    )  # fmt: skip
+    return save_tiny_model(tmp_path_factory.mktemp("llama"), config)
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2: biases on q, k, v and a tied head; a vocabulary that vLLM pads."""
+    config = Qwen2Config(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True, max_position_embeddings=512,
+    )  # fmt: skip
+    return save_tiny_model(tmp_path_factory.mktemp("qwen"), config)
+
+
+@pytest.fixture(scope="session")
+def vllm_server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_server(llama_folder, tmp_path_factory.mktemp("vllm"))
+    yield server
+    stop_server(server)
+
+
+@pytest.fixture(scope="session")
+def vllm_server_tp2(qwen_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_server(qwen_folder, tmp_path_factory.mktemp("vllm_tp2"), "--tensor-parallel-size", "2")
+    yield server
+    stop_server(server)

@@ -1,0 +1,155 @@
+"""The broadcast bridge on a real vLLM, with real processes and real signals."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.integration.conftest import API_KEY, AUTHORIZED, Server
+
+CHILD = Path(__file__).with_name("bridge_child.py")
+PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
+PROMPT = [5, 6, 7, 8]
+
+
+def start_child(server: Server, act: str, model: str | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(CHILD), model or server.model, str(server.port), act],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VLLM_API_KEY": API_KEY},
+    )
+
+
+def read_until(child: subprocess.Popen[str], word: str) -> None:
+    assert child.stdout is not None and child.stderr is not None
+    for line in child.stdout:
+        if line.startswith(word):
+            return
+    raise AssertionError(f"{word} never came:\n{child.stderr.read()[-2000:]}")
+
+
+def finish(child: subprocess.Popen[str], timeout_s: float = 60) -> tuple[int, str, str]:
+    out, err = child.communicate(timeout=timeout_s)
+    return child.returncode, out, err
+
+
+def sync_and_probe(server: Server) -> float:
+    code, out, err = finish(start_child(server, "sync"))
+    assert code == 0, err[-2000:]
+    return float(out.split("PARITY ")[1])
+
+
+@pytest.fixture(params=["vllm_server", "vllm_server_tp2"])
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(request.param)
+    return found
+
+
+def test_guide_lines_and_complete_mapping_are_in_the_log(server: Server) -> None:
+    log = server.log.read_text()
+    tp_size = server.status()["tp_size"]
+    for rank in range(tp_size):
+        assert f"[vLLM Patch] ✓ Weight updater thread started (name: WeightUpdater_TP{rank})" in log
+    assert "[vLLM Patch] ✓ Shared memory setup complete!" in log
+    assert "[vLLM Patch] ✓ Exported" in log
+    assert f"Uvicorn running on http://127.0.0.1:{server.port}" in log
+    config = server.log.with_name("vllm_bridge_config.json")
+    mapped = json.loads(config.read_text())["param_mappings"]
+    manifest = requests.get(f"{server.url}/v1/bridge/manifest", headers=AUTHORIZED, timeout=30).json()
+    assert set(mapped) == {tensor["name"] for tensor in manifest["tensors"]} and len(mapped) > 20
+
+
+def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> None:
+    assert sync_and_probe(server) <= PARITY
+    assert server.status()["policy_version"] == 1
+    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
+
+
+def test_sync_changes_what_is_sampled_despite_the_prefix_cache(server: Server) -> None:
+    long_prompt = [5 + i % 50 for i in range(200)]
+    idle = start_child(server, "idle")  # version 0: the weights on disk
+    read_until(idle, "SYNCED 0")
+    before = server.generate(long_prompt, max_tokens=1, temperature=0, logprobs=0)["logprobs"]
+    idle.kill()
+    idle.wait()
+    sync_and_probe(server)
+    after = server.generate(long_prompt, max_tokens=1, temperature=0, logprobs=0)["logprobs"]
+    assert before != after
+
+
+@pytest.mark.parametrize("act", ["idle", "kill-mid-transfer"])
+def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(server: Server, act: str) -> None:
+    child = start_child(server, act)
+    read_until(child, "SYNCED 0")
+    if act == "idle":
+        child.kill()
+    child.wait(30)
+    assert child.returncode == -signal.SIGKILL
+    start = time.monotonic()
+    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
+    assert time.monotonic() - start < 5
+    assert sync_and_probe(server) <= PARITY
+
+
+def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) -> None:
+    child = start_child(server, "freeze-mid-transfer")
+    read_until(child, "MID-TRANSFER")
+    frozen = time.monotonic()
+    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
+    code, _, err = finish(start_child(server, "sync"))
+    assert code != 0 and "holds session" in err and "wait for its lease to end" in err
+    while server.status()["lease_left_s"] > 0:
+        assert time.monotonic() - frozen < 30
+        time.sleep(0.5)
+    assert sync_and_probe(server) <= PARITY
+    child.send_signal(signal.SIGCONT)  # the late trainer must fail with a clear error and touch nothing
+    code, _, err = finish(child)
+    assert code != 0 and "BridgeError" in err
+    assert server.status()["policy_version"] == 1
+
+
+def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qwen_folder: Path) -> None:
+    other = qwen_folder if server.model == str(llama_folder) else llama_folder
+    code, _, err = finish(start_child(server, "sync", str(other)))
+    assert code != 0 and "do not hold the same model" in err and "tensors agree" in err
+
+
+def test_strangers_are_kept_out(server: Server) -> None:
+    for method, path in [("GET", "/v1/bridge/status"), ("POST", "/v1/bridge/commit"), ("POST", "/generate"), ("POST", "/v1/generate")]:
+        reply = requests.request(method, server.url + path, json={"prompt": "x", "session": "s", "policy_version": 1}, timeout=30)
+        assert reply.status_code == 401, (method, path)
+
+
+def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
+    reply = requests.post(f"{server.url}/v1/bridge/commit", json={"session": "nobody", "policy_version": 9}, headers=AUTHORIZED, timeout=30)
+    assert reply.status_code == 404 and "is not the current one" in reply.text
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "fragment"),
+    [
+        ({"prompt": {"prompt_token_ids": [1]}, "max_tokenss": 3}, 422, "did you mean 'max_tokens'"),
+        ({"prompt": {"prompt_token_ids": []}}, 422, "prompt must be"),
+        ({"prompt": {"prompt_token_ids": [1]}, "temperature": -1}, 422, "temperature"),
+        ({"prompt": {"prompt_token_ids": [1] * 600}, "max_tokens": 1}, 400, "512"),
+        ({"prompt": {"prompt_token_ids": [999999]}, "max_tokens": 1}, 400, "999999"),
+    ],
+)
+def test_bad_generate_requests_are_4xx_with_the_value(vllm_server: Server, body: dict, status: int, fragment: str) -> None:
+    reply = requests.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
+    assert reply.status_code == status and fragment in reply.text, reply.text
+
+
+def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_server: Server) -> None:
+    reply = vllm_server.generate(PROMPT, n=3, max_tokens=8, temperature=0.5, logprobs=0, ignore_eos=True, seed=1)
+    assert [len(ids) for ids in reply["token_ids"]] == [8, 8, 8]
+    assert [[int(next(iter(entry))) for (entry,) in positions] for positions in reply["logprobs"]] == reply["token_ids"]
+    assert reply["prompt_token_ids"] == PROMPT and reply["finish_reasons"] == ["length"] * 3
