@@ -29,6 +29,11 @@ class NoLiveServerError(ServerError):
     """No server became live within the time that the configuration allows."""
 
 
+def describe(error: BaseException) -> str:
+    """What happened, also for the errors that come without words."""
+    return str(error) or type(error).__name__
+
+
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
     """The error for a reply that is not 2xx."""
     message = f"{url} replied {status}: {' '.join(body.split())[:500]}"

@@ -15,6 +15,7 @@ from atroposlib.envs.server_handling.errors import (
     RetryableServerError,
     ServerError,
     ServerUnreachableError,
+    describe,
     status_error,
 )
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_openai
@@ -94,7 +95,7 @@ class OpenAIServer(APIServer):
         except TimeoutError:
             return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
         except aiohttp.ClientError as error:
-            return f"{self.health_url}: {error or type(error).__name__}"
+            return f"{self.health_url}: {describe(error)}"
 
     async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
         prepared = {**arguments, "model": self.config.model_name}
@@ -144,7 +145,7 @@ class OpenAIServer(APIServer):
         if isinstance(error, openai.APITimeoutError):
             return RetryableServerError(f"{self.name} gave no reply in time: {error}")
         if isinstance(error, openai.APIConnectionError):
-            return ServerUnreachableError(f"{self.name}: {error.__cause__ or error}")
+            return ServerUnreachableError(f"{self.name}: {describe(error.__cause__ or error)}")
         if isinstance(error, openai.APIStatusError):
             return status_error(str(error.request.url), error.status_code, error.response.text, error.response.headers)
         return PermanentServerError(f"{self.name}: {error}")

@@ -12,7 +12,13 @@ import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
-from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerUnreachableError, status_error
+from atroposlib.envs.server_handling.errors import (
+    PermanentServerError,
+    RetryableServerError,
+    ServerUnreachableError,
+    describe,
+    status_error,
+)
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
@@ -99,7 +105,7 @@ class VLLMServer(OpenAIServer):
             async with self.http.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as reply:
                 content = await reply.read()
         except aiohttp.ClientError as error:
-            raise ServerUnreachableError(f"{url}: {error or type(error).__name__}") from error
+            raise ServerUnreachableError(f"{url}: {describe(error)}") from error
         if reply.status != 200:
             raise status_error(url, reply.status, content.decode(errors="replace"), reply.headers)
         return content

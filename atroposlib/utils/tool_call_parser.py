@@ -1,0 +1,60 @@
+"""Tool calls that a model wrote into its reply, as `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+NO_TOOL = "-ERROR-"
+
+
+def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
+    """What stands between the first pair of the first tag that occurs (default: tool_call); None when none does."""
+    for tag in preferred_tags or ["tool_call"]:
+        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+        if found:
+            return found[1].strip()
+    return None
+
+
+def parse_tool_call(
+    response: str,
+    available_tools: Sequence[Mapping[str, Any]] | None = None,
+    preferred_tags: Sequence[str] | None = None,
+) -> tuple[str, dict[str, Any], bool]:
+    """(tool name, arguments, False), or ("-ERROR-", arguments if known, True) when there is no valid call.
+
+    `available_tools`, each {"name": ...} or {"function": {"name": ...}}, limits the names that are valid.
+    """
+    written = extract_tool_call(response, preferred_tags)
+    call = _as_mapping(written) if written else None
+    if call is None:
+        log.debug("No tool call in the reply %.200r", response)
+        return NO_TOOL, {}, True
+    name, arguments = call.get("name"), call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return NO_TOOL, {}, True
+    known = None if not available_tools else {tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools}
+    if not isinstance(name, str) or not name or (known is not None and name not in known):
+        return NO_TOOL, arguments, True
+    return name, arguments, False
+
+
+def _as_mapping(text: str) -> dict[str, Any] | None:
+    """The JSON object in `text`, or the Python literal that models write instead."""
+    for read in (_read_json, ast.literal_eval):
+        try:
+            value = read(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return value if isinstance(value, dict) else None
+    return None
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text, strict=False)
