@@ -1,0 +1,40 @@
+import pytest
+
+from atroposlib.grading import extract_boxed, last_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("The answer is 12.", "12"),
+        ("6 + 1,234 = 1,240.", "1240"),
+        ("3 - 5 = -2", "-2"),
+        ("3-4", "4"),
+        ("from 3 to -4", "-4"),
+        ("0.50", "0.50"),
+        ("1,2", "2"),
+        ("12,3456", "3456"),
+        ("(2)-1", "1"),
+        ("", None),
+        ("no digits, only - and .", None),
+    ],
+)
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{5}", "5"),
+        (r"\boxed{1} then \boxed{ 2 }", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{3} and \boxed{cut of", "3"),
+        (r"\boxed{cut of", None),
+        (r"\boxed{}", None),
+        ("5", None),
+    ],
+)
+def test_extract_boxed(text: str, content: str | None) -> None:
+    assert extract_boxed(text) == content

@@ -1,0 +1,108 @@
+import asyncio
+import os
+import random
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from atroposlib.grading import Grader, GraderSettings, Outcome
+from atroposlib.grading.child import judge
+
+NEVER_ENDING = "9^{9^{9^{9^9}}} - 1"
+
+
+@pytest.fixture
+async def grader() -> AsyncIterator[Grader]:
+    grader = Grader(GraderSettings(time_limit_s=2.0))
+    yield grader
+    await grader.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [
+        ("18", Outcome.RIGHT),
+        (r"\frac{36}{2}", Outcome.RIGHT),
+        ("18.0", Outcome.RIGHT),
+        (r"18 \text{ dollars}", Outcome.RIGHT),
+        ("17", Outcome.WRONG),
+        ("x", Outcome.WRONG),
+        ("", Outcome.UNPARSEABLE),
+        (None, Outcome.UNPARSEABLE),
+        ("1" * 5000, Outcome.UNPARSEABLE),
+    ],
+)
+async def test_answer_is_judged(grader: Grader, answer: str | None, outcome: Outcome) -> None:
+    assert await grader.grade(answer, "18") is outcome
+    assert grader.outcomes == {outcome: 1}
+
+
+async def test_endless_answer_is_a_grader_failure_in_time_and_the_next_is_judged(grader: Grader) -> None:
+    assert await grader.grade("1.5", "1.5") is Outcome.RIGHT  # the process is up
+    start = time.monotonic()
+    assert await grader.grade(NEVER_ENDING, "18") is Outcome.GRADER_FAILED
+    assert time.monotonic() - start < 6
+    assert await grader.grade("18.0", "18") is Outcome.RIGHT
+
+
+async def test_killed_child_is_a_grader_failure_and_is_replaced(grader: Grader) -> None:
+    assert await grader.grade("1.5", "1.5") is Outcome.RIGHT
+    process = grader._children[0]._process
+    assert process is not None
+    grading = asyncio.create_task(grader.grade(NEVER_ENDING, "18"))
+    await asyncio.sleep(0.1)
+    os.kill(process.pid, 9)
+    assert await grading is Outcome.GRADER_FAILED
+    assert await grader.grade("18.0", "18") is Outcome.RIGHT
+
+
+async def test_known_answer_that_is_no_mathematics_is_a_grader_failure(grader: Grader) -> None:
+    assert await grader.grade("1.5", "") is Outcome.GRADER_FAILED
+
+
+async def test_cancelled_grading_leaves_no_reply_for_the_next(grader: Grader) -> None:
+    assert await grader.grade("1.5", "1.5") is Outcome.RIGHT
+    grading = asyncio.create_task(grader.grade(NEVER_ENDING, "18"))
+    await asyncio.sleep(0.1)
+    grading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await grading
+    assert await grader.grade("17.0", "18") is Outcome.WRONG
+
+
+async def test_concurrent_answers_get_their_own_verdicts() -> None:
+    grader = Grader(GraderSettings(processes=2))
+    try:
+        outcomes = await asyncio.gather(*(grader.grade(f"{number}.0", "7") for number in range(20)))
+    finally:
+        await grader.close()
+    assert [outcome is Outcome.RIGHT for outcome in outcomes] == [number == 7 for number in range(20)]
+
+
+async def test_sixty_four_answers_take_less_than_a_second(grader: Grader) -> None:
+    await grader.grade("1.5", "1.5")
+    start = time.monotonic()
+    await asyncio.gather(*(grader.grade(rf"\frac{{{number}}}{{3}}", "7") for number in range(64)))
+    assert time.monotonic() - start < 1.0
+
+
+def test_plain_integers_are_judged_as_math_verify_does() -> None:
+    generator = random.Random(0)
+    pairs = [(str(generator.randint(-200, 200)), str(generator.randint(-200, 200))) for _ in range(50)]
+    pairs += [("007", "7"), ("-0", "0"), ("0", "0"), ("-5", "-5"), ("-5", "5"), ("999999999999999999", "999999999999999998")]
+
+    async def quickly() -> list[str]:
+        grader = Grader()
+        return [str(await grader.grade(answer, gold)) for answer, gold in pairs]
+
+    assert asyncio.run(quickly()) == [judge(gold, answer)["verdict"] for answer, gold in pairs]
+
+
+async def test_closing_leaves_no_process(grader: Grader) -> None:
+    await grader.grade("1.5", "1.5")
+    process = grader._children[0]._process
+    assert process is not None
+    await grader.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)
