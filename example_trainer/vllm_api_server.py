@@ -24,12 +24,17 @@ PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_proce
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
     _environment_before_vllm()
+    from vllm_patching.version import UnsupportedVllm, check_version
+
+    try:
+        check_version()
+    except UnsupportedVllm as error:
+        _refuse(str(error))
     from vllm_patching import compat
 
     try:
-        compat.check_version()
         args = compat.parse_serve_arguments(_with_defaults(sys.argv[1:] if argv is None else argv, compat.on_cpu()))
-    except (compat.UnsupportedVllm, ValueError) as error:
+    except ValueError as error:
         _refuse(str(error))
     _check_model(args.model)
     _check_port(args.host, args.port)

@@ -39,7 +39,7 @@ class BridgeState:
     """`engine` is vLLM's engine client; `policy_version` is what the served weights are."""
 
     def __init__(self, engine: Any, model: str, tp_size: int, enabled: bool) -> None:
-        self._engine = engine
+        self.engine = engine
         self._model = model
         self._tp_size = tp_size
         self.enabled = enabled
@@ -50,7 +50,7 @@ class BridgeState:
 
     async def start(self) -> None:
         """The weights loaded from disk are policy version 0."""
-        await self._engine.update_weight_version("0")
+        await compat.label_weights(self.engine, 0)
 
     async def status(self) -> dict[str, Any]:
         session = self._session
@@ -59,7 +59,7 @@ class BridgeState:
             "model": self._model,
             "tp_size": self._tp_size,
             "policy_version": self.policy_version,
-            "paused": await self._engine.is_paused(),
+            "paused": await self.engine.is_paused(),
             "poisoned": self._poisoned,
             "session": session.offer.session if session else None,
             "trainer": session.offer.trainer if session else None,
@@ -127,7 +127,7 @@ class BridgeState:
     async def _apply(self, current: _Session, version: int) -> dict[str, Any]:
         log.info("Committing policy version %d: pausing generation, at most %.0f s", version, RPC_DEADLINE_S)
         start = time.perf_counter()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self.engine.pause_generation(mode="keep", clear_cache=True)
         paused = time.perf_counter()
         try:
             applied = await self._rpc("bridge_apply", current.offer.session, version)
@@ -136,11 +136,11 @@ class BridgeState:
             self._poisoned = f"commit of policy version {version} failed: {error}"
             log.error("%s; generation stays paused until the next complete commit", self._poisoned)
             raise
-        await self._engine.update_weight_version(str(version))
+        await compat.label_weights(self.engine, version)
         self.policy_version = current.committed = version
         self._poisoned = None
         swapped = time.perf_counter()
-        await self._engine.resume_generation()
+        await self.engine.resume_generation()
         stall = time.perf_counter() - start
         log.info("Committed policy version %d: stall %.1f ms, apply %.1f ms", version, stall * 1e3, max(applied) * 1e3)
         return {
@@ -174,4 +174,4 @@ class BridgeState:
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every worker, rank by rank. Raises TimeoutError after RPC_DEADLINE_S."""
-        return await asyncio.wait_for(self._engine.collective_rpc(method, args=args), RPC_DEADLINE_S)
+        return await asyncio.wait_for(self.engine.collective_rpc(method, args=args), RPC_DEADLINE_S)

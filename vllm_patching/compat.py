@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm
 from packaging.version import Version
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
@@ -17,6 +16,8 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from vllm_patching.version import VERSION
 
 __all__ = [
     "ColumnParallelLinear",
@@ -26,7 +27,6 @@ __all__ = [
     "RowParallelLinear",
     "SamplingParams",
     "VocabParallelEmbedding",
-    "check_version",
     "get_tp_group",
     "init_logger",
     "keep_plain_linears",
@@ -34,21 +34,6 @@ __all__ = [
     "unlink_collective_files",
     "worker_class",
 ]
-
-OLDEST = Version("0.26")
-BEYOND = Version("0.34")
-
-
-class UnsupportedVllm(RuntimeError):
-    """This vLLM is outside the tested range."""
-
-
-def check_version() -> None:
-    """Raise UnsupportedVllm with the remedy unless vLLM is 0.26 to 0.33."""
-    if not OLDEST <= Version(vllm.__version__) < BEYOND:
-        raise UnsupportedVllm(
-            f"vLLM {vllm.__version__} is outside the supported {OLDEST} <= version < {BEYOND}: install vllm==0.32.0 (scripts/setup.sh does)"
-        )
 
 
 def on_cpu() -> bool:
@@ -91,16 +76,27 @@ def keep_plain_linears() -> None:
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def policy_versions(sequence: Any, served: int) -> list[int]:
-    """[first, last] policy version one finished sequence was sampled under; `served` is the version at its end."""
+def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:
+    """[first, last] policy version one finished sequence was sampled under.
+
+    vLLM tells which tokens came from which version since 0.32; before, it is the versions served when the request came and went.
+    """
+    if VERSION < Version("0.32"):
+        return [started, finished]
     spans = sequence.weight_versions
-    return [int(spans[0].version), int(spans[-1].version)] if spans else [served, served]
+    return [int(spans[0].version), int(spans[-1].version)] if spans else [finished, finished]
+
+
+async def label_weights(engine: Any, policy_version: int) -> None:
+    """Tell vLLM which policy it serves, so that it labels sampled tokens; it keeps such labels since 0.27.1."""
+    if VERSION >= Version("0.27.1"):
+        await engine.update_weight_version(str(policy_version))
 
 
 def parse_serve_arguments(argv: list[str]) -> Any:
     """vLLM's own `serve` arguments, validated. Exits 2 on a wrong flag, raises ValueError on a wrong combination."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    # cli.serve imports these names in every supported version, while their homes moved in 0.29 and 0.33
+    from vllm.entrypoints.cli.serve import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm_api_server.py")).parse_args(argv)
     if args.model_tag is not None:
@@ -110,8 +106,9 @@ def parse_serve_arguments(argv: list[str]) -> Any:
 
 
 def serve(args: Any) -> None:
-    """Run vLLM's OpenAI server until a signal ends it."""
+    """Run vLLM's OpenAI server in one API process until a signal ends it."""
     import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.cli.serve import run_server
 
+    args.api_server_count = None
     uvloop.run(run_server(args))

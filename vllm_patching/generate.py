@@ -30,7 +30,9 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     """Sample until done or until the client hangs up (which aborts the request in the engine). Raises GenerateError."""
     prompt = _prompt(body)
     params = _sampling_params(body)
-    generating = asyncio.create_task(_final_output(request.app.state.bridge._engine, prompt, params))
+    bridge = request.app.state.bridge
+    started = bridge.policy_version
+    generating = asyncio.create_task(_final_output(bridge.engine, prompt, params))
     hung_up = asyncio.create_task(_disconnected(request))
     done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
     if generating not in done:
@@ -41,7 +43,7 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
         output = generating.result()
     except ValueError as error:  # vLLM's verdict on the prompt, e.g. longer than --max-model-len
         raise GenerateError(str(error), 400) from error
-    return _reply(output, params, request.app.state.bridge.policy_version)
+    return _reply(output, params, started, bridge.policy_version)
 
 
 def _prompt(body: dict[str, Any]) -> Any:
@@ -77,14 +79,14 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _reply(output: Any, params: Any, policy_version: int) -> dict[str, Any]:
+def _reply(output: Any, params: Any, started: int, finished: int) -> dict[str, Any]:
     reply: dict[str, Any] = {
         "text": [sequence.text for sequence in output.outputs],
         "prompt": output.prompt,
         "finish_reasons": [sequence.finish_reason for sequence in output.outputs],
         "prompt_token_ids": list(output.prompt_token_ids),
         "token_ids": [list(sequence.token_ids) for sequence in output.outputs],
-        "policy_versions": [compat.policy_versions(sequence, policy_version) for sequence in output.outputs],
+        "policy_versions": [compat.policy_versions(sequence, started, finished) for sequence in output.outputs],
     }
     if params.logprobs is not None:
         reply["logprobs"] = [[[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs]

@@ -21,7 +21,6 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     """Loads the model with plain weights, exports its mapping, and starts `WeightUpdater_TP{rank}`."""
 
     def load_model(self, **kwargs: Any) -> None:
-        compat.check_version()
         if compat.on_cpu():
             compat.keep_plain_linears()
         super().load_model(**kwargs)

@@ -1,0 +1,20 @@
+"""Which vLLM versions the adapter in compat.py covers; checked before anything else of vLLM is imported."""
+
+from packaging.version import Version
+from vllm.version import __version__
+
+VERSION = Version(__version__)
+OLDEST = Version("0.26")
+BEYOND = Version("0.34")
+
+
+class UnsupportedVllm(RuntimeError):
+    """This vLLM is outside the covered range."""
+
+
+def check_version() -> None:
+    """Raise UnsupportedVllm with the remedy unless vLLM is 0.26 to 0.33."""
+    if not OLDEST <= VERSION < BEYOND:
+        raise UnsupportedVllm(
+            f"vLLM {VERSION} is outside the supported {OLDEST} <= version < {BEYOND}; scripts/setup.sh installs one that fits"
+        )
