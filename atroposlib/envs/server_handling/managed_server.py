@@ -12,7 +12,7 @@ dropped) starts a new node, and the old one stays.
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -113,7 +113,7 @@ class ManagedServer:
         choices = [
             Choice(
                 index=index,
-                finish_reason=_openai_reason(sequence),
+                finish_reason=_reason(sequence),
                 message=ChatCompletionMessage(role="assistant", content=reply),
             )
             for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
@@ -132,7 +132,7 @@ class ManagedServer:
         extra = sampling.pop("extra_body", None) or {}
         known, sampled, texts = await self._sample(prompt, n or 1, split, {**extra, **sampling}, templated=False)
         choices = [
-            CompletionChoice(index=index, finish_reason=_text_reason(sequence), text=text)
+            CompletionChoice(index=index, finish_reason=_reason(sequence), text=text)
             for index, (sequence, text) in enumerate(zip(sampled.sequences, texts, strict=True))
         ]
         return Completion(
@@ -196,12 +196,9 @@ def _node(prompt: Prompt, sequence: SampledSequence, text: str) -> SequenceNode:
     )
 
 
-def _openai_reason(sequence: SampledSequence) -> Literal["stop", "length", "tool_calls", "content_filter", "function_call"]:
-    return cast(Literal["stop", "length", "tool_calls", "content_filter", "function_call"], sequence.finish_reason)
-
-
-def _text_reason(sequence: SampledSequence) -> Literal["stop", "length", "content_filter"]:
-    return cast(Literal["stop", "length", "content_filter"], sequence.finish_reason)
+def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:
+    """The finish reason in OpenAI's words, which lack vLLM's "repetition"; the node's metadata keep the server's own."""
+    return "length" if sequence.finish_reason == "length" else "stop"
 
 
 def _usage(prompt: Prompt, sampled: SampledTokens) -> CompletionUsage:

@@ -31,6 +31,10 @@ MAX_TOKENS_ALIASES = ("max_new_tokens", "max_completion_tokens")
 SETTLED = frozenset({"model", "prompt", "input_ids", "top_k_logprobs", "extra_body", "skip_reasoning", *MAX_TOKENS_ALIASES})
 
 
+# Finish reasons of sequences that the server gave up; sampling them again is the only use for them.
+UNFINISHED = frozenset({"abort", "error"})
+
+
 class GenerateReply(msgspec.Struct):
     """The reply of /generate. [sequence][position] holds a list with one map from token id to log-probability."""
 
@@ -70,8 +74,8 @@ class VLLMServer(OpenAIServer):
         counts = {len(reply.token_ids), len(reply.finish_reasons), len(reply.logprobs), len(reply.policy_versions or reply.token_ids)}
         if counts != {expected}:
             raise PermanentServerError(f"{self.root_url}/generate was asked for {expected} sequences, its lists hold {sorted(counts)}")
-        if "abort" in reply.finish_reasons:
-            raise RetryableServerError(f"{self.root_url}/generate aborted a sequence before its end")
+        if UNFINISHED & set(reply.finish_reasons):
+            raise RetryableServerError(f"{self.root_url}/generate gave up a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:

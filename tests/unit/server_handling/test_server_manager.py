@@ -43,6 +43,13 @@ async def manager_of() -> AsyncIterator[MakeManager]:
         await manager.close()
 
 
+async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+    """Wait for what other tasks are about to do, on however slow a machine."""
+    async with asyncio.timeout(limit_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
 def text_of(reply: Any) -> str:
     return reply.choices[0].message.content
 
@@ -132,8 +139,7 @@ async def test_a_server_that_dies_during_requests_hands_them_to_the_other(
     for fake in fakes:
         fake.delay_s = 0.3
     calls = [asyncio.create_task(manager.sample_tokens(input_ids=[5], max_tokens=9)) for _ in range(8)]
-    await asyncio.sleep(0.15)
-    assert fakes[0].in_flight > 0
+    await until(lambda: fakes[0].in_flight > 0)
     await fakes[0].close()
     assert len(await asyncio.gather(*calls)) == 8
 
@@ -214,7 +220,7 @@ async def test_calls_made_before_the_server_starts_are_served_once_it_does(
     caplog.set_level("INFO")
     fakes[0].healthy = False
     call = asyncio.create_task(manager_of(config_of(fakes[0])).chat_completion(messages=CHAT))
-    await asyncio.sleep(0.3)
+    await until(lambda: fakes[0].hits["/health"] > 0)
     assert not call.done()
     assert fakes[0].hits["/v1/chat/completions"] == 0
     fakes[0].healthy = True
@@ -227,7 +233,7 @@ async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer]
     await manager.sample_tokens(input_ids=[5])
     await fakes[0].close()
     call = asyncio.create_task(manager.sample_tokens(input_ids=[5]))
-    await asyncio.sleep(0.3)
+    await until(lambda: not manager.servers[0].server_healthy)
     await fakes[0].start()
     assert len((await asyncio.wait_for(call, 10)).sequences) == 1
 
@@ -260,23 +266,24 @@ async def test_train_and_eval_have_their_own_limits(fakes: list[FakeInferenceSer
 
 
 async def test_raising_the_weight_lets_waiting_calls_in(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    fakes[0].delay_s = 1.0
+    fakes[0].delay_s = 30
     manager = manager_of(config_of(fakes[0], num_max_requests_at_once=4))
     await manager.update_weight(0.25)
     calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(4)]
-    await asyncio.sleep(0.4)
+    await until(lambda: fakes[0].in_flight == 1)
+    await asyncio.sleep(0.2)
     assert fakes[0].in_flight == 1
     await manager.update_weight(1.0)
-    await asyncio.sleep(0.3)
-    assert fakes[0].in_flight == 4
-    await asyncio.gather(*calls)
+    await until(lambda: fakes[0].in_flight == 4)
+    for call in calls:
+        call.cancel()
 
 
 async def test_a_cancelled_call_frees_its_slot(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
     fakes[0].delay_s = 30
     manager = manager_of(config_of(fakes[0], num_max_requests_at_once=1))
     calls = [asyncio.create_task(manager.chat_completion(messages=CHAT)) for _ in range(3)]
-    await asyncio.sleep(0.3)
+    await until(lambda: fakes[0].in_flight == 1)
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
@@ -371,6 +378,16 @@ async def test_a_reply_of_another_shape_is_a_clear_error(
     monkeypatch.setattr("atroposlib.testing.fake_inference_server.fake_logprob", lambda token, position: "high")
     with pytest.raises(PermanentServerError, match="/generate replied in another shape"):
         await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
+
+
+async def test_a_sequence_that_the_server_gave_up_is_sampled_again(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = ["abort", "error", "stop"]
+    monkeypatch.setattr(fakes[0], "_sample", lambda ids, body: [([5], reasons.pop(0))])
+    sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
+    assert sampled.sequences[0].finish_reason == "stop"
+    assert fakes[0].hits["/generate"] == 3
 
 
 async def test_timings_are_reported_once(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:

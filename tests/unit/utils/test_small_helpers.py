@@ -1,6 +1,7 @@
 """Selection, HTTP replies and tool calls."""
 
 import json
+from typing import Any
 
 import aiohttp
 import pytest
@@ -50,7 +51,7 @@ async def test_replies_are_parsed_and_errors_logged_with_their_body(caplog: pyte
     assert '/bad replied 503: {"asked": "/bad"}' in caplog.text
 
 
-TOOLS = [{"name": "search"}, {"type": "function", "function": {"name": "add"}}]
+TOOLS: list[dict[str, Any]] = [{"name": "search"}, {"type": "function", "function": {"name": "add"}}]
 
 
 @pytest.mark.parametrize(
