@@ -9,7 +9,7 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[st
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One completion. Raises ValueError unless there is exactly one log-probability a token.
+    """One completion. Raises ValueError unless it has a token, and exactly one log-probability a token.
 
     `policy_versions` are the versions that sampled the first and the last token; None when the server does not say.
     """
@@ -20,6 +20,8 @@ class SampledSequence:
     policy_versions: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if not self.token_ids:
+            raise ValueError("a sampled sequence has no tokens; a model samples at least one, if only the end of its turn")
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(f"{len(self.token_ids)} sampled tokens came with {len(self.logprobs)} log-probabilities; need one each")
 

@@ -122,7 +122,11 @@ class VLLMServer(OpenAIServer):
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
         ids, positions = reply.token_ids[index], reply.logprobs[index]
-        if len(ids) != len(positions) or any(len(maps) != 1 or token not in maps[0] for token, maps in zip(ids, positions, strict=False)):
+        if (
+            not ids
+            or len(ids) != len(positions)
+            or any(len(maps) != 1 or token not in maps[0] for token, maps in zip(ids, positions, strict=False))
+        ):
             raise PermanentServerError(f"{self.root_url}/generate did not give one log-probability for each of {len(ids)} sampled tokens")
         return SampledSequence(
             token_ids=ids,

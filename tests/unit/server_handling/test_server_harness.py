@@ -41,6 +41,8 @@ async def test_an_unknown_prompt_raises() -> None:
         await manager.tokens_and_logprobs_completion(prompt="x")
 
 
-def test_a_log_probability_is_needed_for_every_token() -> None:
+def test_a_sequence_needs_a_token_and_every_token_a_log_probability() -> None:
+    with pytest.raises(ValueError, match="has no tokens"):
+        ServerHarness().set_tokens_and_logprobs_response("p", [1], [[]], [[]], ["stop"])
     with pytest.raises(ValueError, match="2 sampled tokens came with 1 log-probabilities"):
         ServerHarness().set_tokens_and_logprobs_response("p", [1], [[3, 4]], [[-0.1]], ["stop"])
