@@ -35,7 +35,7 @@ def configure_logging(process: str, json_lines: bool = False, level: int = loggi
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for chatty in ("httpx", "httpcore", "urllib3", "filelock", "fsspec", "asyncio"):
+    for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "fsspec", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
 
 

@@ -1,6 +1,7 @@
 """`/generate`: token ids in, token ids, log-probabilities and policy versions out; nothing is tokenised twice.
 
 Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "prompt_logprobs": k, ...any vLLM sampling parameter}
+          without "max_tokens" a sequence may grow to the model's limit
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
            "policy_versions": [[first, last] per sequence]}
@@ -64,7 +65,7 @@ def _sampling_params(body: dict[str, Any]) -> Any:
             close = difflib.get_close_matches(key, known, n=1)
             raise GenerateError(f"unknown sampling parameter {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""), 422)
     try:
-        return compat.SamplingParams(**{**chosen, "output_kind": compat.RequestOutputKind.FINAL_ONLY})
+        return compat.SamplingParams(**{"max_tokens": None, **chosen, "output_kind": compat.RequestOutputKind.FINAL_ONLY})
     except (ValueError, TypeError) as error:
         raise GenerateError(str(error), 422) from error
 

@@ -23,8 +23,8 @@ def main(model_name: str, port: int, act: str) -> None:
         weight_bridge_mode="shared_vllm",
         use_shared_memory=True,
         vllm_port=port,
-        bridge_timeout_s=6,
-        bridge_lease_s=8,
+        bridge_timeout_s=40,
+        bridge_lease_s=20,
         bridge_bucket_mb=1,
         vllm_api_key=os.environ["VLLM_API_KEY"],
     )

@@ -107,11 +107,11 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
     code, _, err = finish(start_child(server, "sync"))
     assert code != 0 and "holds session" in err and "wait for its lease to end" in err
     while server.status()["lease_left_s"] > 0:
-        assert time.monotonic() - frozen < 30
+        assert time.monotonic() - frozen < 60
         time.sleep(0.5)
     assert sync_and_probe(server) <= PARITY
     child.send_signal(signal.SIGCONT)  # the late trainer must fail with a clear error and touch nothing
-    code, _, err = finish(child)
+    code, _, err = finish(child, 90)
     assert code != 0 and "BridgeError" in err
     assert server.status()["policy_version"] == 1
 
@@ -138,7 +138,7 @@ def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
     [
         ({"prompt": {"prompt_token_ids": [1]}, "max_tokenss": 3}, 422, "did you mean 'max_tokens'"),
         ({"prompt": {"prompt_token_ids": []}}, 422, "prompt must be"),
-        ({"prompt": {"prompt_token_ids": [1]}, "temperature": -1}, 422, "temperature"),
+        ({"prompt": {"prompt_token_ids": [1]}, "temperature": -1}, 400, "got -1"),
         ({"prompt": {"prompt_token_ids": [1] * 600}, "max_tokens": 1}, 400, "512"),
         ({"prompt": {"prompt_token_ids": [999999]}, "max_tokens": 1}, 400, "999999"),
     ],
