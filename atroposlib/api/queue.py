@@ -1,0 +1,297 @@
+"""The state of the batching API: who is registered, which groups wait, which batch is next. Pure: no clock, no I/O, no framework.
+
+    environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── next_batch ──▶ trainer
+                                                              └── a subset fills the size ──┘
+
+A group travels as its number of sequences and an opaque record; what the record is (encoded bytes, a row id) is its owner's business.
+Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing accepted is ever lost but by `reset`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Generic
+
+from msgspec import UNSET
+
+from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
+from atroposlib.api.wire import EnvRegistration, EnvStatus, Evaluation, EvaluationResult, Evaluations, Registration, Status
+
+MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
+
+
+class NotRegistered(Exception):
+    """No trainer has registered yet."""
+
+
+class UnknownEnvironment(Exception):
+    """An environment id that was never given out (or before a reset)."""
+
+
+class GroupTooLarge(Exception):
+    """A group that no batch of the registered size can hold."""
+
+
+@dataclass
+class Environment:
+    """A registered environment server; `env_id` is its place in the order of registration."""
+
+    env_id: int
+    name: str
+    request: EnvRegistration
+    connected: bool = True
+
+    def announced(self, policy_version: int, num_steps: int) -> bool:
+        """Whether it said at registration that it evaluates this policy version."""
+        every = self.request.steps_per_eval
+        if policy_version == 0:
+            return self.request.eval_at_start
+        return every is not None and every > 0 and (policy_version % every == 0 or policy_version == num_steps)
+
+
+@dataclass
+class _Buffer(Generic[R]):
+    """Groups of one environment that wait to fill its group size together."""
+
+    groups: list[Group[R]] = field(default_factory=list)
+    sizes: Counter[int] = field(default_factory=Counter)
+
+    def add(self, group: Group[R]) -> None:
+        self.groups.append(group)
+        self.sizes[group.sequences] += 1
+
+    def take_subset(self, sequences: int) -> list[Group[R]]:
+        """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is exact."""
+        if not can_sum(self.sizes, sequences):
+            return []
+        chosen = set(indices_summing_to([group.sequences for group in self.groups], sequences))
+        taken = [group for index, group in enumerate(self.groups) if index in chosen]
+        self.groups = [group for index, group in enumerate(self.groups) if index not in chosen]
+        self.sizes.subtract(group.sequences for group in taken)
+        return taken
+
+    @property
+    def sequences(self) -> int:
+        return sum(size * count for size, count in self.sizes.items())
+
+
+class BatchQueue(Generic[R]):
+    """The whole state. See the module's head."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything: groups, registrations, evaluations, steps."""
+        self.registration: Registration | None = None
+        self.environments: list[Environment] = []
+        self.latest: R | None = None
+        self.current_step = 0
+        self._started = False
+        self._progress: tuple[int, int] | None = None  # trained steps, policy version
+        self._lanes: Lanes[R] = Lanes()
+        self._buffers: dict[int, _Buffer[R]] = {}
+        self._arrivals = 0
+        self._newest_delivered = -1
+        self._exhausted = False  # nothing has changed since no batch could be formed
+        self._evaluations: dict[tuple[int, int], Evaluation] = {}
+
+    # --- registration ---------------------------------------------------------------------------------------------------
+
+    def register(self, registration: Registration) -> None:
+        """A trainer takes over from now on: its batch size and steps hold, waiting groups and environments stay.
+
+        Environments may join again once it has polled for a batch. Evaluations of the policies that the same run trained before
+        `starting_step` are kept, all others belong to another run and are dropped.
+        """
+        previous, self.registration = self.registration, registration
+        resumed = previous is not None and _run_of(previous) == _run_of(registration)
+        last_kept = registration.starting_step if resumed else -1
+        self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= last_kept}
+        self.current_step = registration.starting_step
+        self._progress = None
+        self._started = False
+        self._exhausted = False
+
+    def register_env(self, request: EnvRegistration) -> Environment | None:
+        """The new environment, or None while no trainer has both registered and polled for a batch."""
+        if not self._started:
+            return None
+        namesakes = sum(environment.request.desired_name == request.desired_name for environment in self.environments)
+        environment = Environment(len(self.environments), f"{request.desired_name}_{namesakes}", request)
+        self.environments.append(environment)
+        self._exhausted = False
+        return environment
+
+    def disconnect_env(self, env_id: int) -> None:
+        """Its groups stay; its weight, minimum and announced evaluations no longer count. Raises UnknownEnvironment."""
+        self.environment(env_id).connected = False
+        self._exhausted = False
+
+    def environment(self, env_id: int) -> Environment:
+        """Raises UnknownEnvironment."""
+        if not 0 <= env_id < len(self.environments):
+            raise UnknownEnvironment(
+                f"no environment has env_id {env_id}: {len(self.environments)} are registered; POST /register-env first"
+            )
+        return self.environments[env_id]
+
+    # --- groups in ------------------------------------------------------------------------------------------------------
+
+    def check_size(self, sequences: int) -> None:
+        """Raises GroupTooLarge when no batch of the registered size can hold the group. Any size goes before registration."""
+        if self.registration is not None and sequences > self.registration.batch_size:
+            raise GroupTooLarge(
+                f"a group of {sequences} sequences does not fit into a batch of {self.registration.batch_size}; "
+                "lower the environment's group_size or raise the trainer's batch size"
+            )
+
+    def accept(self, sequences: int, env_id: int | None, record: R) -> int | None:
+        """Queue one group of 1 or more sequences. None when it was queued, else the sequences still buffered of its environment.
+
+        A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size exactly they move to the
+        queue, as separate groups. Every other group, and one of an unknown environment, is queued at once.
+        """
+        self.check_size(sequences)
+        group = Group(self._arrivals, sequences, env_id, record)
+        self._arrivals += 1
+        if env_id is None or not 0 <= env_id < len(self.environments) or sequences >= self.environments[env_id].request.group_size:
+            self._enqueue([group])
+            return None
+        buffer = self._buffers.setdefault(env_id, _Buffer())
+        buffer.add(group)
+        self._enqueue(buffer.take_subset(self.environments[env_id].request.group_size))
+        return buffer.sequences
+
+    def _enqueue(self, groups: Iterable[Group[R]]) -> None:
+        for group in groups:
+            self._lanes.append(group._replace(order=self._arrivals))
+            self._arrivals += 1
+            self.latest = group.record
+            self._exhausted = False
+
+    # --- batches out ----------------------------------------------------------------------------------------------------
+
+    def next_batch(self) -> list[R] | None:
+        """The records of groups of exactly `batch_size` sequences in all, or None: not yet. Raises NotRegistered.
+
+        Each delivered batch counts as one step. The first call after a registration lets environments join.
+        """
+        if self.registration is None:
+            raise NotRegistered
+        self._started = True
+        if self._exhausted:
+            return None
+        batch_size = self.registration.batch_size
+        oldest = self._lanes.oldest(at_most=batch_size)
+        overtaken = oldest is not None and oldest.order < self._newest_delivered
+        chosen = choose_batch(self._lanes, batch_size, self.minimums(), overtaken=overtaken)
+        if chosen is None:
+            self._exhausted = True
+            return None
+        self._lanes.remove(sorted(chosen))
+        self._newest_delivered = max(self._newest_delivered, *(group.order for group in chosen))
+        self.current_step += 1
+        return [group.record for group in chosen]
+
+    def minimums(self) -> dict[int, float]:
+        """Connected environment -> least share of each batch, of those that declared one, in order of registration."""
+        return {
+            environment.env_id: environment.request.min_batch_allocation
+            for environment in self.environments
+            if environment.connected and environment.request.min_batch_allocation is not None
+        }
+
+    def obstacle(self) -> str | None:
+        """Why no batch can be formed although enough sequences wait; None when a batch is possible or too few wait."""
+        if self.registration is None or not self._exhausted or self._lanes.sequences < self.registration.batch_size:
+            return None
+        batch_size = self.registration.batch_size
+        for env_id, share in self.minimums().items():
+            if int(batch_size * share) and not self._lanes.largest_of(env_id):
+                name = self.environments[env_id].name
+                return f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again or disconnect it"
+        return f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple of all group sizes"
+
+    # --- status ---------------------------------------------------------------------------------------------------------
+
+    def queued_sizes(self) -> dict[int, int]:
+        """Group size -> number of waiting groups."""
+        return self._lanes.sizes()
+
+    def status(self) -> Status:
+        """Steps and waiting groups, buffered ones not counted."""
+        steps, version = self._progress or (UNSET, UNSET)
+        return Status(self.current_step, self._lanes.groups, policy_version=version, trained_steps=steps)
+
+    def env_status(self, env_id: int) -> EnvStatus:
+        """The queue as the environment sees it. Raises UnknownEnvironment."""
+        environment = self.environment(env_id)
+        minimums = self.minimums()
+        largest = max(1, self._lanes.largest())
+        own_size = max(environment.request.group_size, self._lanes.largest_of(env_id))
+        own = self._lanes.sequences_of[env_id]
+        steps, version = self._progress or (UNSET, UNSET)
+        return EnvStatus(
+            current_step=self.current_step,
+            queue_size=(own + self._available_from_others(env_id, largest, minimums)) // own_size,
+            unallocated_fraction=1.0 - min(sum(minimums.values()), 1.0),
+            self_queue_size=own // own_size,
+            max_group_size=largest,
+            env_weight=self._weight(environment),
+            policy_version=version,
+            trained_steps=steps,
+        )
+
+    def _available_from_others(self, env_id: int, largest: int, minimums: dict[int, float]) -> int:
+        """Sequences of the others, in whole packs of the largest group size, beyond their own minimums."""
+        if largest == 1:
+            return 0
+        batch_size = self.registration.batch_size if self.registration is not None else 0
+        return sum(
+            max(0, math.ceil(sequences / largest) * largest - int(batch_size * minimums.get(other, 0.0) if other is not None else 0))
+            for other, sequences in self._lanes.sequences_of.items()
+            if other != env_id
+        )
+
+    def _weight(self, environment: Environment) -> float:
+        """Share of the work by weight x context length among connected environments; 1 when the environment is unweighted."""
+        if environment.request.weight < 0:
+            return 1.0
+        total = sum(_pull(other.request) for other in self.environments if other.connected)
+        return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
+
+    # --- training progress and evaluations --------------------------------------------------------------------------------
+
+    def trainer_step(self, step: int, policy_version: int) -> None:
+        """The trainer finished `step`; vLLM serves `policy_version`."""
+        self._progress = (step, policy_version)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep a result; a second one of the same environment and version replaces the first. Raises UnknownEnvironment."""
+        self.environment(evaluation.env_id)
+        self._evaluations[evaluation.policy_version, evaluation.env_id] = evaluation
+
+    def evaluations(self, policy_version: int) -> Evaluations:
+        """Results of a policy version, and the connected environments whose announced result is still missing."""
+        posted = {env_id: value for (version, env_id), value in self._evaluations.items() if version == policy_version}
+        num_steps = self.registration.num_steps if self.registration is not None else 0
+        results = [
+            EvaluationResult(env_id, self.environments[env_id].name, policy_version, posted[env_id].accuracy, posted[env_id].metrics)
+            for env_id in sorted(posted)
+        ]
+        pending = [
+            environment.name
+            for environment in self.environments
+            if environment.connected and environment.env_id not in posted and environment.announced(policy_version, num_steps)
+        ]
+        return Evaluations(results, pending)
+
+
+def _run_of(registration: Registration) -> tuple[str, str, str]:
+    return registration.wandb_project, registration.wandb_group, registration.checkpoint_dir
+
+
+def _pull(request: EnvRegistration) -> float:
+    return max(0, request.max_token_length) * max(0.0, request.weight)

@@ -1,0 +1,327 @@
+"""Which queued groups make the next batch: pure functions over first-in first-out lanes of groups.
+
+A group is a few sequences that were sampled for one prompt; it is never split. A batch holds exactly `batch_size` sequences.
+Groups wait in lanes, one per (environment, group size), each in order of arrival:
+
+    (env 0, size 8)  ■■■■ ■■■■ ■■■■        every rule below takes groups from the heads of lanes only, so a choice
+    (env 1, size 4)  ■■ ■■                 costs time in proportion to the batch and the number of lanes, and never
+    (no env, size 8) ■■■■                  to the length of the queue
+
+Three rules:
+
+- packs: groups of equal size are gathered into packs of M sequences, M being the largest group size in the queue; packs are
+  taken in the order in which they became complete. This keeps a batch balanced between environments of different group sizes.
+- packs with minimums: as above per environment; environments with a minimum share fill it first, in order of registration.
+- exact: the oldest groups that can be part of any exact batch, whatever their sizes. It finds a batch whenever one exists.
+
+`choose_batch` tries packs first. A group that was overtaken by a younger one goes to the exact rule before packs, so no group that
+fits into some batch waits for more than one further batch to pass it.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
+
+R = TypeVar("R")
+EnvId = int | None
+Lane = tuple[EnvId, int]  # environment, sequences per group
+
+
+class Group(NamedTuple, Generic[R]):
+    """A queued group. `order` is unique and rises with arrival; `record` is the caller's and is never looked into."""
+
+    order: int
+    sequences: int
+    env_id: EnvId
+    record: R
+
+    @property
+    def lane(self) -> Lane:
+        """The lane in which the group waits."""
+        return self.env_id, self.sequences
+
+
+class Lanes(Generic[R]):
+    """All queued groups, with running totals. A lane exists while it holds a group."""
+
+    def __init__(self, groups: Iterable[Group[R]] = ()) -> None:
+        self.groups = 0
+        self.sequences = 0
+        self.sequences_of: Counter[EnvId] = Counter()
+        self._lanes: dict[Lane, deque[Group[R]]] = {}
+        for group in groups:
+            self.append(group)
+
+    def append(self, group: Group[R]) -> None:
+        """Queue a group that is younger than every group of its lane."""
+        self._lanes.setdefault(group.lane, deque()).append(group)
+        self.groups += 1
+        self.sequences += group.sequences
+        self.sequences_of[group.env_id] += group.sequences
+
+    def remove(self, chosen: Iterable[Group[R]]) -> None:
+        """Take away groups that stand at the heads of their lanes, oldest first within each lane."""
+        for group in chosen:
+            lane = self._lanes[group.lane]
+            if lane[0] is not group:
+                raise ValueError(f"group {group.order} is not at the head of lane {group.lane}")
+            lane.popleft()
+            if not lane:
+                del self._lanes[group.lane]
+            self.groups -= 1
+            self.sequences -= group.sequences
+            self.sequences_of[group.env_id] -= group.sequences
+            if not self.sequences_of[group.env_id]:
+                del self.sequences_of[group.env_id]
+
+    def items(self, largest: int | None = None) -> Iterator[tuple[Lane, deque[Group[R]]]]:
+        """Lanes of groups of at most `largest` sequences."""
+        return ((lane, groups) for lane, groups in self._lanes.items() if largest is None or lane[1] <= largest)
+
+    def sizes(self) -> dict[int, int]:
+        """Group size -> number of groups of that size, smallest size first."""
+        counts: Counter[int] = Counter()
+        for (_, size), groups in self._lanes.items():
+            counts[size] += len(groups)
+        return dict(sorted(counts.items()))
+
+    def largest(self, at_most: int | None = None) -> int:
+        """The largest group size in the queue (of those not above `at_most`); 0 without any."""
+        return max((size for (_, size), _ in self.items(at_most)), default=0)
+
+    def largest_of(self, env_id: EnvId) -> int:
+        """The largest group size that an environment has in the queue; 0 without any."""
+        return max((size for env, size in self._lanes if env == env_id), default=0)
+
+    def oldest(self, at_most: int | None = None) -> Group[R] | None:
+        """The group that waits longest (of those not above `at_most` sequences)."""
+        return min((groups[0] for _, groups in self.items(at_most)), default=None)
+
+
+def choose_batch(
+    lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None, *, overtaken: bool = False
+) -> list[Group[R]] | None:
+    """Groups of exactly `batch_size` sequences in all, or None when there is no such choice.
+
+    `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group has already
+    been passed over by a batch.
+    """
+    if lanes.sequences < batch_size:
+        return None
+    if overtaken:
+        return exact_batch(lanes, batch_size, minimums) or packed_batch(lanes, batch_size, minimums)
+    return packed_batch(lanes, batch_size, minimums) or exact_batch(lanes, batch_size, minimums)
+
+
+# --- packs ------------------------------------------------------------------------------------------------------------
+
+
+def packed_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None) -> list[Group[R]] | None:
+    """A batch by the pack rules; None when there is none by them."""
+    pack = lanes.largest(batch_size)
+    if not pack:
+        return None
+    chosen = _shared_packs(lanes, batch_size, pack, minimums) if minimums else _common_packs(lanes, batch_size, pack)
+    return chosen if chosen is not None and _total(chosen) == batch_size else None
+
+
+def _common_packs(lanes: Lanes[R], batch_size: int, pack: int) -> list[Group[R]]:
+    """Packs of equal-sized groups from anywhere, in the order of their completion."""
+    by_size: dict[int, list[Iterable[Group[R]]]] = {}
+    for (_, size), groups in lanes.items(batch_size):
+        by_size.setdefault(size, []).append(groups)
+    return _fill((_in_packs(heapq.merge(*same), size, pack) for size, same in by_size.items()), room=batch_size)
+
+
+def _shared_packs(lanes: Lanes[R], batch_size: int, pack: int, minimums: Mapping[int, float]) -> list[Group[R]] | None:
+    """Packs within each environment and size: the minimums first, then all others in order of arrival."""
+    packable = {lane: len(groups) * lane[1] // pack * pack // lane[1] for lane, groups in lanes.items(batch_size) if pack % lane[1] == 0}
+    packable = {lane: count for lane, count in packable.items() if count}
+    required = required_sequences(batch_size, minimums, packable)
+    if required is None:
+        return None
+    contents = dict(lanes.items(batch_size))
+    chosen: list[Group[R]] = []
+    for env_id, sequences in required.items():
+        own = (_in_packs(contents[lane], lane[1], pack) for lane in packable if lane[0] == env_id)
+        chosen += _fill(own, room=batch_size - _total(chosen), enough=sequences)
+    taken = Counter(group.lane for group in chosen)
+    rest = (_by_arrival(islice(contents[lane], taken[lane], count)) for lane, count in packable.items())
+    return chosen + _fill(rest, room=batch_size - _total(chosen))
+
+
+def required_sequences(batch_size: int, minimums: Mapping[int, float], available: Iterable[Lane]) -> dict[int, int] | None:
+    """Environment -> sequences of the next batch that must be its own.
+
+    None when an environment with a minimum has nothing `available`. Shares above the whole batch are scaled down, but not below the
+    environment's smallest group.
+    """
+    required = {env_id: int(batch_size * share) for env_id, share in minimums.items() if int(batch_size * share) > 0}
+    smallest: dict[EnvId, int] = {}
+    for env, size in available:
+        smallest[env] = min(size, smallest.get(env, size))
+    if not required.keys() <= smallest.keys():
+        return None
+    total = sum(required.values())
+    if total > batch_size:
+        required = {env_id: max(smallest[env_id], int(needed * (batch_size / total))) for env_id, needed in required.items()}
+    return required
+
+
+def _in_packs(groups: Iterable[Group[R]], size: int, pack: int) -> Iterator[tuple[int, Group[R]]]:
+    """Groups of one size that belong to a complete pack, each with the order at which its pack became complete."""
+    if pack % size:
+        return
+    remaining = iter(groups)
+    while len(members := list(islice(remaining, pack // size))) == pack // size:
+        for group in members:
+            yield members[-1].order, group
+
+
+def _by_arrival(groups: Iterable[Group[R]]) -> Iterator[tuple[int, Group[R]]]:
+    return ((group.order, group) for group in groups)
+
+
+def _fill(streams: Iterable[Iterator[tuple[int, Group[R]]]], *, room: int, enough: int | None = None) -> list[Group[R]]:
+    """Groups by rising key from streams of one group size each, until `enough` (default: `room`) sequences are taken.
+
+    A stream whose next group does not fit into `room` is left: no later group of it would.
+    """
+    goal = room if enough is None else enough
+    heads = [(*head, stream) for stream in streams if (head := next(stream, None))]
+    heap = [(key, group, index) for index, (key, group, _) in enumerate(heads)]
+    heapq.heapify(heap)
+    chosen: list[Group[R]] = []
+    taken = 0
+    while heap and taken < goal:
+        _, group, index = heapq.heappop(heap)
+        if taken + group.sequences > room:
+            continue
+        chosen.append(group)
+        taken += group.sequences
+        if head := next(heads[index][2], None):
+            heapq.heappush(heap, (*head, index))
+    return chosen
+
+
+def _total(groups: Iterable[Group[R]]) -> int:
+    return sum(group.sequences for group in groups)
+
+
+# --- exact ------------------------------------------------------------------------------------------------------------
+
+
+def exact_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None) -> list[Group[R]] | None:
+    """Minimums first (oldest groups of each environment), then the oldest groups that complete an exact batch.
+
+    Without minimums this finds a batch whenever one exists, and no exact batch holds an older first group, then an older second one ...
+    """
+    contents = dict(lanes.items(batch_size))
+    required = required_sequences(batch_size, minimums or {}, contents)
+    if required is None:
+        return None
+    chosen: list[Group[R]] = []
+    for env_id, sequences in required.items():
+        own = (_by_arrival(iter(groups)) for lane, groups in contents.items() if lane[0] == env_id)
+        chosen += _fill(own, room=batch_size - _total(chosen), enough=sequences)
+    taken = Counter(group.lane for group in chosen)
+    rest = {lane: (groups, taken[lane]) for lane, groups in contents.items() if len(groups) > taken[lane]}
+    completion = _oldest_exact(rest, batch_size - _total(chosen))
+    return None if completion is None else chosen + completion
+
+
+def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: int) -> list[Group[R]] | None:
+    """The oldest groups that sum to `target` sequences. Each lane comes with the number of groups already taken from it.
+
+    If the first n groups in order of arrival can be part of a solution, so can the first n-1: the longest such run is found by bisection.
+    The group that ends a run fits into no solution any more, nor does any other of its size: that size is left, and the next run begins.
+    """
+    start = {lane: taken for lane, (_, taken) in contents.items()}
+    counts: Counter[int] = Counter()
+    for (_, size), (groups, taken) in contents.items():
+        counts[size] += len(groups) - taken
+    if not can_sum(counts, target):
+        return None
+    chosen: list[Group[R]] = []
+    while target:
+        streams = [islice(contents[lane][0], start[lane], None) for lane in start if counts[lane[1]]]
+        run = list(_while_fits(heapq.merge(*streams), target))
+        length = bisect_left(range(1, len(run) + 1), True, key=lambda n: not _completes(counts, run[:n], target))
+        chosen += run[:length]
+        target -= _total(run[:length])
+        counts.subtract(group.sequences for group in run[:length])
+        for group in run[:length]:
+            start[group.lane] += 1
+        if length < len(run):
+            counts[run[length].sequences] = 0
+        else:
+            counts = Counter({size: count for size, count in counts.items() if size <= target})
+    return chosen
+
+
+def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
+    """Groups while their sum does not exceed `room`."""
+    for group in groups:
+        room -= group.sequences
+        if room < 0:
+            return
+        yield group
+
+
+def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bool:
+    """Whether `run` and some of the groups that are left after it sum to `target`."""
+    left = counts.copy()
+    left.subtract(group.sequences for group in run)
+    return can_sum(left, target - _total(run))
+
+
+def can_sum(counts: Mapping[int, int], target: int) -> bool:
+    """Whether some of the groups (size -> how many) sum to exactly `target` sequences."""
+    reached = 1  # bit s is set when s sequences can be reached
+    for size, count in counts.items():
+        for copies in _binary_parts(min(count, target // size)):
+            reached |= reached << copies * size
+        reached &= (1 << target + 1) - 1
+    return bool(reached >> target & 1)
+
+
+def _binary_parts(count: int) -> Iterator[int]:
+    """1, 2, 4, ... and a rest: parts whose partial sums are exactly 0..count."""
+    part = 1
+    while count > 0:
+        yield min(part, count)
+        count -= part
+        part *= 2
+
+
+def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
+    """Rising indices whose `sizes` sum to exactly `target`; empty when none do.
+
+    The greedy choice in order of arrival if it is exact; else a choice found by a subset-sum table, traced back from the end.
+    """
+    greedy: list[int] = []
+    left = target
+    for index, size in enumerate(sizes):
+        if size <= left:
+            greedy.append(index)
+            left -= size
+        if greedy and left == 0:
+            return greedy
+    return _traced_back(sizes, target)
+
+
+def _traced_back(sizes: Sequence[int], target: int) -> list[int]:
+    reached = [1]  # reached[i]: the sums (as bits) of subsets of the first i sizes
+    for size in sizes:
+        reached.append((reached[-1] | reached[-1] << size) & (1 << target + 1) - 1)
+    if target <= 0 or not reached[-1] >> target & 1:
+        return []
+    chosen: list[int] = []
+    for index in reversed(range(len(sizes))):
+        if sizes[index] <= target and reached[index] >> target - sizes[index] & 1:
+            chosen.append(index)
+            target -= sizes[index]
+    return chosen[::-1]

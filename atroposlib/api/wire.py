@@ -1,0 +1,204 @@
+"""Every request and reply body of the batching API as a typed structure, and the strict decoding of requests.
+
+Bodies are decoded once by msgspec. What it cannot say by type (non-finite numbers, lengths that must agree) is checked here; each
+refusal names the value and its position. Unknown fields are ignored, numeric strings and integral floats are taken as numbers.
+"""
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON reader
+
+
+class Registration(Struct):
+    """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens."""
+
+    wandb_group: str
+    wandb_project: str
+    batch_size: Count
+    max_token_len: Integer
+    checkpoint_dir: str
+    save_checkpoint_interval: Integer
+    starting_step: Integer
+    num_steps: Integer
+
+
+class Registered(Struct):
+    """`uuid` identifies this registration and is exact in JSON readers that hold numbers as doubles."""
+
+    uuid: int
+
+
+class EnvRegistration(Struct):
+    """An environment server. `min_batch_allocation` is its least share (0 to 1) of each batch; a negative `weight` means unweighted.
+
+    `steps_per_eval` announces evaluations of every policy version that it divides, and of the last one.
+    """
+
+    max_token_length: Integer
+    desired_name: str
+    weight: Annotated[float, Meta(ge=-1e12, le=1e12)]
+    group_size: Count
+    min_batch_allocation: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    steps_per_eval: Integer | None = None
+    eval_at_start: bool = False
+
+
+class EnvRegistered(Struct):
+    """What an environment needs to know of the run."""
+
+    env_id: int
+    wandb_name: str
+    checkpoint_dir: str
+    starting_step: int
+    checkpoint_interval: int
+    num_steps: int
+    status: str = "success"
+
+
+class EnvId(Struct):
+    """Names one registered environment."""
+
+    env_id: Integer
+
+
+class Outcome(Struct, omit_defaults=True):
+    """`status` is "success", "failure" (with `error`) or "wait for trainer to start"."""
+
+    status: str
+    error: str | UnsetType = UNSET
+
+
+class WandbInfo(Struct):
+    """Null before a trainer registered."""
+
+    group: str | None
+    project: str | None
+
+
+class Info(Struct):
+    """-1 before a trainer registered."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class Status(Struct, omit_defaults=True):
+    """`current_step` counts delivered batches, `queue_size` waiting groups; the rest appears once a trainer reported a step."""
+
+    current_step: int
+    queue_size: int
+    policy_version: int | UnsetType = UNSET
+    trained_steps: int | UnsetType = UNSET
+
+
+class EnvStatus(Struct, omit_defaults=True):
+    """The queue as one environment sees it: `queue_size` and `self_queue_size` are in groups of its own size."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+    policy_version: int | UnsetType = UNSET
+    trained_steps: int | UnsetType = UNSET
+
+
+class TrainerStep(Struct):
+    """The trainer finished `step`, and vLLM serves `policy_version` from now on."""
+
+    step: Step
+    policy_version: Step
+
+
+class Evaluation(Struct):
+    """Held-out results of one policy version in one environment."""
+
+    env_id: Integer
+    policy_version: Step
+    accuracy: float | None = None
+    metrics: dict[str, float] = {}
+
+
+class EvaluationResult(Struct):
+    """One posted evaluation."""
+
+    env_id: int
+    env_name: str
+    policy_version: int
+    accuracy: float | None
+    metrics: dict[str, float]
+
+
+class Evaluations(Struct):
+    """Results of one policy version; `pending` names the connected environments that announced one and have not posted it."""
+
+    results: list[EvaluationResult]
+    pending: list[str]
+
+
+class Accepted(Struct, omit_defaults=True):
+    """`status` is "received", or "buffered" with the number of sequences that wait for company to fill the group size."""
+
+    status: str
+    buffer_size: int | UnsetType = UNSET
+
+
+class ListAccepted(Struct, omit_defaults=True):
+    """`buffered` counts the groups of the list that were buffered."""
+
+    status: str
+    groups_processed: int
+    buffered: int | UnsetType = UNSET
+    last_buffer_size: int | UnsetType = UNSET
+
+
+class Message(Struct):
+    """A line for people."""
+
+    message: str
+
+
+class ScoredData(Struct):
+    """One group of n sequences. The fields, in this order and null when absent, are the item that a trainer gets from /batch.
+
+    Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given: `advantages`,
+    `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are [sequence][position][top_k]. `policy_versions` is the
+    first and last policy version that a sequence was sampled under; an item has it only if it was posted.
+    """
+
+    tokens: list[list[Integer]]
+    masks: list[list[Integer]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: Integer | None = None
+    distill_token_ids: list[list[list[Integer]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    policy_versions: list[tuple[Step, Step]] | None | UnsetType = UNSET
+
+
+NO_EXAMPLE: dict[str, list[Any]] = {
+    name: []
+    for name in (
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    )
+}
