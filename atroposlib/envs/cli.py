@@ -1,0 +1,252 @@
+"""`python environment.py serve | process | evaluate`: one configuration tree from flags and YAML, one command, one exit code.
+
+    --env.<field>      the environment's configuration           --slurm, --testing     how the inference servers are found
+    --openai.<field>   that of its one inference server          --config FILE.yaml     keys env, openai (or a list), slurm, testing
+
+Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree, without keys.
+Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and terminated.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from atroposlib.config import Config, config_yaml, load_config
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.discovery import fill_in_models
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.process import default_groups_path, process
+from atroposlib.envs.records import write_whole
+from atroposlib.envs.serve import serve, wait_for_inference
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.logs import configure_logging, get_logger
+
+if TYPE_CHECKING:
+    from atroposlib.envs.base_env import BaseEnv
+
+log = get_logger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+Servers = ServerBaseline | list[APIServerConfig]
+STOP_LIMIT_S = 4.5
+
+
+class EnvTree(Config):
+    """The whole configuration; `env` and `openai` are narrowed to an environment's own classes."""
+
+    env: Any
+    openai: Any
+    slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")
+    testing: bool = Field(default=False, description="Use one in-process harness with canned replies for inference.")
+    max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+async def run_serve(env: "BaseEnv", tree: EnvTree) -> None:
+    """Feed the trainer until its last step."""
+    await serve(env)
+
+
+async def run_process(env: "BaseEnv", tree: EnvTree) -> None:
+    """Sample groups into files."""
+    await process(env)
+
+
+async def run_evaluate(env: "BaseEnv", tree: EnvTree) -> None:
+    """Evaluate once; the configuration is kept beside the results, keys masked."""
+    try:
+        await wait_for_inference(env)
+        await env.setup()
+        returned = await env.evaluate()
+        if returned is not None:
+            log.info("Evaluation: %s", dict(returned))
+        if env.config.data_dir_to_save_evals is not None:
+            write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
+    finally:
+        await env.close()
+
+
+COMMANDS: dict[str, Callable[["BaseEnv", EnvTree], Awaitable[None]]] = {
+    "serve": run_serve,
+    "process": run_process,
+    "evaluate": run_evaluate,
+}
+
+
+def main(env_cls: type["BaseEnv"], argv: Sequence[str] | None = None, default_command: str | None = None) -> NoReturn:
+    """Run a command and exit."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    prog = Path(sys.argv[0]).name
+    command = _command(arguments, prog, default_command)
+    tree = load_tree(env_cls, command, arguments, prog)
+    configure_logging(env_cls.name or env_cls.__name__)
+    raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
+
+
+async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
+    """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if it is a bug."""
+    try:
+        await fill_in_models(tree.env, tree.openai)
+        env = build(env_cls, tree)
+        await COMMANDS[command](env, tree)
+    except EnvError as error:
+        log.error("%s", error)
+        return 1
+    return 0
+
+
+def build(env_cls: type["BaseEnv"], tree: EnvTree) -> "BaseEnv":
+    """The environment as configured. Raises EnvError for a tokenizer, a file or a set of servers that cannot be."""
+    try:
+        env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
+    env.server.max_n_completions = tree.max_n_completions
+    return env
+
+
+def _command(arguments: list[str], prog: str, default: str | None) -> str:
+    """The command, taken off `arguments`."""
+    if arguments and arguments[0] in COMMANDS:
+        return arguments.pop(0)
+    if arguments and not arguments[0].startswith("-"):
+        _exit(f"{prog}: error: unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
+    if default is not None:
+        return default
+    _exit(f"{prog}: error: no command; choose one of: {', '.join(COMMANDS)}, e.g. `{prog} serve --help`")
+
+
+def _exit(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------------
+
+
+def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
+    """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
+    env_config, servers = env_cls.config_init()
+    servers = list(servers) if isinstance(servers, Sequence) else servers
+    yaml_servers = _yaml_servers(arguments)
+    asked = yaml_servers is not None or any(argument.startswith("--openai.") for argument in arguments)
+    count = len(yaml_servers) if isinstance(yaml_servers, list) else 1 if isinstance(yaml_servers, dict) else _count(servers)
+    if count > 1 and any(argument.startswith("--openai.") for argument in arguments):
+        _exit(
+            f"{prog}: error: --openai.* sets one inference server but {count} are configured; list them under `openai:` in a --config file"
+        )
+    several = count > 1 or isinstance(yaml_servers, list)
+    server_cls = APIServerConfig if asked or _has_address(servers) else ServerBaseline
+    tree_cls = _tree_class(type(env_config), server_cls, several)
+    defaults = {"env": _given(env_config) | command_defaults(command, env_cls), "openai": _server_defaults(servers, several)}
+    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
+    tree.env = _as(type(env_config), tree.env)
+    if isinstance(tree.openai, list):
+        tree.openai = [_as(APIServerConfig, server) for server in tree.openai]
+    else:
+        server = _as(server_cls, tree.openai)
+        tree.openai = [server] if isinstance(server, APIServerConfig) and not tree.slurm else server
+    return tree
+
+
+def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:
+    """What a command changes about `config_init`, below YAML and flags."""
+    if command != "process":
+        return {}
+    path = str(default_groups_path(env_cls.name or env_cls.__name__))
+    return {"ensure_scores_are_not_same": False, "include_messages": True, "data_path_to_save_groups": path}
+
+
+def _tree_class(config_cls: type[BaseEnvConfig], server_cls: type[ServerBaseline], several: bool) -> type[EnvTree]:
+    env, server = _strict(config_cls), _strict(server_cls)
+    openai: Any = list[server] if several else server  # type: ignore[valid-type]
+    return create_model("EnvTree", __base__=EnvTree, env=(env, Field(default_factory=env)), openai=(openai, ...))
+
+
+def _strict(model: type[M]) -> type[M]:
+    """`model`, but an unknown key is an error."""
+    body = {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__, "__doc__": model.__doc__}
+    strict: type[M] = type(model.__name__, (model,), body)
+    return strict
+
+
+def _as(model: type[M], strict: BaseModel) -> M:
+    """`strict` as an instance of `model` itself; only what was set is set."""
+    return model(**{name: getattr(strict, name) for name in strict.model_fields_set})
+
+
+def _given(config: BaseModel) -> dict[str, Any]:
+    """What was set: an untouched default need not satisfy its own type, as environments out there have it."""
+    return config.model_dump(exclude_unset=True)
+
+
+def _server_defaults(servers: Servers, several: bool) -> Any:
+    if isinstance(servers, list):
+        given = [_given(server) for server in servers]
+        return given if several else given[0]
+    return _given(servers)
+
+
+def _has_address(servers: Servers) -> bool:
+    return isinstance(servers, (list, APIServerConfig))
+
+
+def _count(servers: Servers) -> int:
+    return len(servers) if isinstance(servers, list) else 1
+
+
+def _yaml_servers(arguments: Sequence[str]) -> Any:
+    """The `openai` entry of the --config file, if there is one; what is wrong with the file is `load_config`'s to say."""
+    for position, argument in enumerate(arguments):
+        name, has_value, value = argument.partition("=")
+        if name != "--config" or not has_value and position + 1 == len(arguments):
+            continue
+        path = Path(value if has_value else arguments[position + 1])
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError):
+            return None
+        return content.get("openai") if isinstance(content, Mapping) else None
+    return None
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:
+    """The exit code of `main_coroutine`; SIGINT and SIGTERM cancel it, and end the process when that takes too long."""
+    stopped_by: list[int] = []
+
+    async def runner() -> int:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if stopped_by:
+                os._exit(128 + number)
+            stopped_by.append(number)
+            log.info("%s: stopping within 5 s", signal.Signals(number).name)
+            watchdog = threading.Timer(STOP_LIMIT_S, os._exit, [128 + number])
+            watchdog.daemon = True
+            watchdog.start()
+            loop.call_soon_threadsafe(task.cancel)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+        return await main_coroutine()
+
+    try:
+        return asyncio.run(runner())
+    except asyncio.CancelledError:
+        return 128 + stopped_by[0]

@@ -1,0 +1,70 @@
+"""What an environment can be told: `BaseEnvConfig`, which every environment's own configuration extends."""
+
+from enum import Enum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
+
+
+class EvalHandlingEnum(Enum):
+    """What happens to the sampling of training data while an evaluation runs: nothing new, less of it, or no change."""
+
+    STOP_TRAIN = "STOP_TRAIN"
+    LIMIT_TRAIN = "LIMIT_TRAIN"
+    NONE = "NONE"
+
+
+class BaseEnvConfig(BaseModel):
+    """Unknown keys given to the constructor are ignored; on the command line and in YAML they are errors (`cli.py`)."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    group_size: int = Field(default=4, ge=1, description="Samples of one item that are scored together.")
+    max_num_workers: int = Field(default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the servers.")
+    max_eval_workers: int = Field(default=16, ge=1, description="Evaluation items in flight, for environments that bound them.")
+    max_num_workers_per_node: int = Field(default=8, ge=1, description="Groups in flight per inference server.")
+    steps_per_eval: int = Field(default=100, description="Policy versions between evaluations; 0 or less never evaluates.")
+    eval_at_start: bool = Field(default=False, description="Evaluate policy version 0 too, before training data is sampled.")
+    max_token_length: int = Field(default=2048, description="Context that this environment needs; with it the API weighs environments.")
+    eval_handling: EvalHandlingEnum = Field(default=EvalHandlingEnum.STOP_TRAIN, description="Sampling of training data while evaluating.")
+    eval_limit_ratio: float = Field(default=0.5, ge=0, le=1, description="Share of workers left under eval_handling LIMIT_TRAIN.")
+    inference_weight: float = Field(default=1.0, description="Share of the inference servers, relative to other environments.")
+    batch_size: int = Field(default=-1, description="Sequences a batch; the API's figure replaces it.")
+    max_batches_offpolicy: int = Field(
+        default=3, ge=0, description="Batches in flight and queued at most; 0 also waits until the delivered batch is trained (on-policy)."
+    )
+    tokenizer_name: str = Field(
+        default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
+        description="Folder or hub name of the tokenizer; 'default' means the one of the model that the server serves.",
+    )
+    use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
+    rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
+    total_steps: int = Field(default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those.")
+    wandb_name: str | None = Field(default=None, description="Name of this environment; its class's name if unset.")
+    num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")
+    num_rollouts_per_group_for_logging: int = Field(default=1, description="Samples of each kept group in the table; -1 means all.")
+    ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")
+    data_path_to_save_groups: str | None = Field(default=None, description="JSONL file for every group; an existing one is kept.")
+    data_dir_to_save_evals: str | None = Field(default=None, description="Folder for the results of evaluations.")
+    evaluations_path: str | None = Field(default=None, description="JSONL file, one line an evaluation; the folder's own if unset.")
+    metrics_path: str | None = Field(default=None, description="JSONL file, one line of figures a step.")
+    min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before figures are logged.")
+    include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
+    min_batch_allocation: float | None = Field(default=None, ge=0, le=1, description="Share of every batch that is this environment's.")
+    worker_timeout: float = Field(default=600, description="Seconds one group may take before it is dropped; 0 or less: any time.")
+    startup_timeout: float = Field(default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server.")
+    thinking_mode: bool = Field(default=False, description="Ask the model to reason before it answers.")
+    reasoning_effort: Effort | None = Field(default=None, description="How much; implies thinking_mode.")
+    max_reasoning_tokens: int | None = Field(default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode.")
+    custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
+
+    @property
+    def reasoning(self) -> ReasoningConfig:
+        """What the inference clients are told about reasoning."""
+        return ReasoningConfig(enabled=self.thinking_mode, effort=self.reasoning_effort, max_tokens=self.max_reasoning_tokens)
+
+    @property
+    def evaluation_interval(self) -> int | None:
+        """Policy versions between evaluations, or None for never."""
+        return self.steps_per_eval if self.steps_per_eval > 0 else None

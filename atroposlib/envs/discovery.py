@@ -1,0 +1,55 @@
+"""What a vLLM server serves, asked when an environment is not told: model_name 'default', tokenizer_name 'default'."""
+
+import aiohttp
+from pydantic import BaseModel
+
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+DEFAULT = "default"
+REQUEST_TIMEOUT_S = 10.0
+
+
+class ServedModel(BaseModel):
+    """An entry of /v1/models: the name to ask for, and the folder or hub name that its weights come from."""
+
+    id: str
+    root: str | None = None
+
+
+async def fill_in_models(config: BaseEnvConfig, servers: ServerBaseline | list[APIServerConfig]) -> None:
+    """Replace 'default' model and tokenizer names by what the vLLM servers say. Waits for them, up to `startup_timeout`."""
+    entries = servers if isinstance(servers, list) else [servers]
+    for server in entries:
+        if isinstance(server, APIServerConfig) and server.server_type == "vllm" and server.base_url and server.model_name == DEFAULT:
+            served = await served_model(server, config.startup_timeout)
+            log.info("%s serves %s", server.base_url, served.id)
+            server.model_name = served.id
+            if server.tokenizer_name == "none":
+                server.tokenizer_name = served.root or served.id
+    if config.tokenizer_name == DEFAULT:
+        config.tokenizer_name = entries[0].tokenizer_id
+        log.info("The tokenizer is that of the served model, %s", config.tokenizer_name)
+
+
+async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel:
+    """The first model that `server` lists. Raises PeerError after `timeout_s` seconds."""
+    url = f"{server.base_url.rstrip('/')}/models"
+    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+
+    async def attempt() -> ServedModel:
+        try:
+            async with session.get(url, headers=headers) as reply:
+                if reply.status != 200:
+                    raise NotYet(f"it replied {reply.status}")
+                return ServedModel.model_validate((await reply.json())["data"][0])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NotYet(str(error) or f"no reply within {REQUEST_TIMEOUT_S:.0f} s") from None
+
+    remedy = "start the inference server, correct --openai.base_url, or name --openai.model_name and --env.tokenizer_name"
+    async with aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session:
+        return await wait_for_peer("the name of the served model", url, attempt, timeout_s=timeout_s, remedy=remedy)

@@ -1,0 +1,25 @@
+"""Errors that end an environment server with one line instead of a traceback: nothing in its code is wrong."""
+
+
+class EnvError(RuntimeError):
+    """The environment cannot go on; the message names the value, the limit and the remedy."""
+
+
+class PeerError(EnvError):
+    """A peer did not become ready in time, or refused; the message says what to do."""
+
+
+class GroupTooLargeError(EnvError, ValueError):
+    """A group does not fit in the trainer's batch."""
+
+
+class ProcessError(EnvError):
+    """`process` could make no group."""
+
+
+class DataError(EnvError):
+    """Problems to sample for are missing, unreadable or malformed."""
+
+
+class RecordError(EnvError):
+    """A file that the environment writes cannot be written."""

@@ -1,0 +1,78 @@
+"""One evaluation of the served policy: run it, read its accuracy, say it in one line, keep it in a file."""
+
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs.records import append_jsonl
+
+# Where the environments of the ancestor put their accuracy.
+ACCURACY_KEYS = ("accuracy", "eval/accuracy", "percent_correct", "eval/percent_correct")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`policy_version` is the one that was due; `served_version` the one that was served when it began."""
+
+    policy_version: int
+    served_version: int
+    accuracy: float | None
+    metrics: dict[str, float]
+    seconds: float
+
+    def line(self) -> str:
+        """`Held-out accuracy 75.0 % (48/64) at policy version 5 (greedy, 3.4 s)`, with as much of it as is known."""
+        count = f" ({self.metrics['correct']:.0f}/{self.metrics['total']:.0f})" if {"correct", "total"} <= self.metrics.keys() else ""
+        result = "Evaluated" if self.accuracy is None else f"Held-out accuracy {100 * self.accuracy:.1f} %{count}"
+        late = "" if self.served_version == self.policy_version else f" (with version {self.served_version} served)"
+        decoding = "greedy, " if self.metrics.get("temperature") == 0 else ""
+        return f"{result} at policy version {self.policy_version}{late} ({decoding}{self.seconds:.1f} s)"
+
+    def record(self, env_name: str) -> dict[str, Any]:
+        """Its line in evaluations.jsonl."""
+        return {
+            "time": time.time(),
+            "env": env_name,
+            "policy_version": self.policy_version,
+            "served_version": self.served_version,
+            "accuracy": self.accuracy,
+            "seconds": round(self.seconds, 3),
+            "metrics": self.metrics,
+        }
+
+
+async def evaluate_version(
+    evaluate: Callable[[], Awaitable[Mapping[str, Any]]], policy_version: int, served_version: int
+) -> Evaluation:
+    """Run `evaluate`, which gives its metrics, and read the accuracy (0..1) among them."""
+    start = time.monotonic()
+    metrics = finite_numbers(await evaluate())
+    accuracy = next((metrics[key] for key in ACCURACY_KEYS if key in metrics), None)
+    return Evaluation(policy_version, served_version, accuracy, metrics, time.monotonic() - start)
+
+
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The entries that are finite numbers; numpy's scalars count."""
+    numbers: dict[str, float] = {}
+    for key, value in metrics.items():
+        if isinstance(value, str) or not isinstance(value, (int, float)) and getattr(value, "ndim", None) != 0:
+            continue
+        if math.isfinite(float(value)):
+            numbers[key] = float(value)
+    return numbers
+
+
+def evaluations_file(evaluations_path: str | None, data_dir: str | None) -> Path | None:
+    """Where evaluations are appended, if anywhere."""
+    if evaluations_path is not None:
+        return Path(evaluations_path)
+    return Path(data_dir) / "evaluations.jsonl" if data_dir is not None else None
+
+
+def keep(evaluation: Evaluation, env_name: str, path: Path | None) -> None:
+    """Append `evaluation` to `path`, if there is one."""
+    if path is not None:
+        append_jsonl(path, evaluation.record(env_name))

@@ -1,0 +1,95 @@
+"""When to sample and when to evaluate: pure decisions on figures that the serve loop reads.
+
+The queue policy. A group counts from the moment its sampling starts until the trainer takes it: groups in flight and groups
+queued together never exceed `max_batches_offpolicy` batches. When that is reached nothing new starts; what is in flight is
+finished and kept. With `max_batches_offpolicy` 0 the limit is one batch, and sampling waits besides until the trainer has
+trained on every batch it took, so that all samples come from the policy they train.
+"""
+
+from dataclasses import dataclass
+
+from atroposlib.envs.api_client import EnvStatus
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+
+# A trainer that took its last batch needs no more; if it then lost that batch it is given another after this long.
+SURPLUS_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many groups to start now, and, when it is none, why."""
+
+    start: int
+    reason: str
+
+
+def batch_share(batch_size: int, unallocated_fraction: float, min_batch_allocation: float | None) -> int:
+    """Sequences of a batch that this environment may fill (`derived_batch_size`)."""
+    return int(batch_size * (unallocated_fraction + (min_batch_allocation or 0.0)))
+
+
+def plan(
+    config: BaseEnvConfig,
+    status: EnvStatus,
+    *,
+    batch_size: int,
+    total_steps: int,
+    in_flight: int,
+    max_workers: int,
+    evaluating: bool,
+    idle_s: float,
+) -> Plan:
+    """Groups to start. `in_flight` was counted before `status` was asked for; `idle_s` is the time since the trainer moved on."""
+    if batch_size <= 0:
+        return Plan(0, "the trainer has not said its batch size")
+    if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
+        return Plan(0, "an evaluation runs")
+    if evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
+        max_workers = int(max_workers * config.eval_limit_ratio)
+    untrained = max(0, status.current_step - status.trained_steps) if status.trained_steps is not None else 0
+    if config.max_batches_offpolicy == 0 and untrained:
+        return Plan(0, f"on-policy: the trainer has {untrained} batch(es) to train on")
+    if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:
+        return Plan(0, f"all {total_steps} batches are delivered")
+    share = batch_share(batch_size, status.unallocated_fraction, config.min_batch_allocation)
+    limit = max(1, max(1, config.max_batches_offpolicy) * share // config.group_size)
+    ahead = status.queue_size + in_flight
+    if ahead >= limit:
+        return Plan(0, f"{status.queue_size} groups queued and {in_flight} in flight reach the limit of {limit}")
+    return Plan(max(0, min(limit - ahead, max_workers - in_flight)), f"{in_flight} of {max_workers} workers are busy")
+
+
+class EvaluationSchedule:
+    """Which policy versions are to be evaluated: every multiple of `interval`, the last one, and 0 if `at_start`.
+
+    The same rule is announced to the API, so that a trainer knows whose evaluation to wait for.
+    """
+
+    def __init__(self, interval: int | None, last_version: int, at_start: bool) -> None:
+        self._seen: int | None = None
+        self.reschedule(interval, last_version, at_start)
+
+    def reschedule(self, interval: int | None, last_version: int, at_start: bool) -> None:
+        """Another rule; which versions have passed is kept."""
+        self._interval = interval
+        self._last_version = last_version
+        self._at_start = at_start
+
+    def is_due(self, version: int) -> bool:
+        """Whether `version` is one that is evaluated."""
+        if version == 0:
+            return self._at_start
+        return self._interval is not None and (version % self._interval == 0 or version == self._last_version)
+
+    def went_back(self, version: int) -> bool:
+        """Whether `version` is earlier than one that was served: another trainer, or one that resumed."""
+        return self._seen is not None and version < self._seen
+
+    def advance(self, version: int) -> int | None:
+        """Note that `version` is served now; the newest due one since the last call, or None.
+
+        At the first call, and when a trainer has gone back to an earlier version, only `version` itself counts.
+        """
+        seen = version - 1 if self._seen is None or self.went_back(version) else self._seen
+        self._seen = version
+        return next((due for due in range(version, seen, -1) if self.is_due(due)), None)

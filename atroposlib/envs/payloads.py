@@ -1,0 +1,125 @@
+"""Groups of scored sequences, from what an environment returns to what the batching API accepts. Pure functions.
+
+A group holds parallel lists, one entry a sequence: tokens, masks (the token's id where it is trained on, -100 elsewhere), scores,
+inference_logprobs (the sampler's log-probabilities, 1.0 on masked positions), policy_versions ([first, last] a sequence).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from atroposlib.type_definitions import Item, Message
+
+__all__ = ["Item", "ScoredDataGroup", "ScoredDataItem", "completion_lengths", "group_items", "rejection", "wire_form"]
+
+NOT_TRAINED = -100
+REQUIRED = ("tokens", "masks", "scores")
+# Lists with one entry a sequence, for which an item has one entry of its own.
+PER_SEQUENCE = (
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "inference_logprobs",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+    "policy_versions",
+)
+WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "generation_params", "overrides", "group_overrides")
+
+
+class ScoredDataGroup(TypedDict, total=False):
+    """Several samples of one item; tokens, masks and scores are required."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    advantages: list[list[float]] | None
+    ref_logprobs: list[list[float]] | None
+    messages: list[list[Message]] | None
+    generation_params: dict[str, Any] | None
+    inference_logprobs: list[list[float]] | None
+    group_overrides: dict[str, Any] | None
+    overrides: list[dict[str, Any]] | None
+    images: Any
+    distill_token_ids: list[list[list[int]]] | None
+    distill_logprobs: list[list[list[float]]] | None
+    policy_versions: list[list[int]] | None
+
+
+class ScoredDataItem(TypedDict, total=False):
+    """One sample; tokens, masks and scores are required."""
+
+    tokens: list[int]
+    masks: list[int]
+    scores: float
+    advantages: list[float] | None
+    ref_logprobs: list[float] | None
+    messages: list[Message] | None
+    generation_params: dict[str, Any] | None
+    inference_logprobs: list[float] | None
+    group_overrides: dict[str, Any] | None
+    overrides: dict[str, Any] | None
+    images: Any
+    distill_token_ids: list[list[int]] | None
+    distill_logprobs: list[list[float]] | None
+    policy_versions: list[int] | None
+
+
+def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
+    """One group of `items`, in order. An optional field is set when every item has it, else None.
+
+    Differing generation parameters cannot be the group's: their temperatures then become overrides of each sequence.
+    """
+    group: dict[str, Any] = {key: [item[key] for item in items] for key in REQUIRED}
+    for key in PER_SEQUENCE:
+        given = [item.get(key) for item in items]
+        group[key] = None if any(value is None for value in given) else given
+    overrides = [dict(item.get("overrides") or {}) for item in items]
+    parameters = [item.get("generation_params") for item in items]
+    alike = all(each == parameters[0] for each in parameters)
+    if not alike:
+        for override, each in zip(overrides, parameters, strict=True):
+            if each and "temperature" in each:
+                override.setdefault("temperature", each["temperature"])
+    group["generation_params"] = parameters[0] if items and alike else None
+    group["overrides"] = overrides if any(overrides) else None
+    merged = {key: value for item in items for key, value in (item.get("group_overrides") or {}).items()}
+    group["group_overrides"] = merged or None
+    return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
+
+
+def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
+    """Why `group` must not be sent, or None. `max_token_len` is the trainer's limit, 0 or less for none."""
+    expected = (group.get("group_overrides") or {}).get("group_size", group_size)
+    count = len(group["tokens"])
+    if count != expected:
+        return f"{count} sequences instead of {expected}"
+    for key in ("masks", "scores", "inference_logprobs", "policy_versions"):
+        if group.get(key) is not None and len(group[key]) != count:
+            return f"{len(group[key])} {key} for {count} sequences"
+    for key in ("masks", "inference_logprobs"):
+        for index, (tokens, values) in enumerate(zip(group["tokens"], group.get(key) or [], strict=False)):
+            if len(values) != len(tokens):
+                return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
+    if not all(math.isfinite(score) for score in group["scores"]):
+        return f"scores {group['scores']} are not all finite"
+    if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
+        return f"all scores are {group['scores'][0]:g}"
+    longest = max((len(tokens) for tokens in group["tokens"]), default=0)
+    if 0 < max_token_len <= longest:
+        return f"a sequence of {longest} tokens reaches the trainer's limit of {max_token_len}"
+    return None
+
+
+def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bool) -> dict[str, Any]:
+    """The body of /scored_data: the known fields that are set, and who posts."""
+    body = {key: group[key] for key in WIRE_FIELDS if group.get(key) is not None}
+    if not include_messages:
+        body.pop("messages", None)
+    return body | {"env_id": env_id}
+
+
+def completion_lengths(group: Mapping[str, Any]) -> list[int]:
+    """Sampled tokens of each sequence."""
+    return [sum(value != NOT_TRAINED for value in mask) for mask in group["masks"]]

@@ -1,0 +1,75 @@
+"""The `process` command: `total_steps` groups into a JSONL file and a page to read, without API or trainer."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from atroposlib.envs.base_env import BaseEnv
+from atroposlib.envs.errors import EnvError, ProcessError
+from atroposlib.envs.html_report import write_html
+from atroposlib.envs.payloads import Item
+from atroposlib.envs.serve import wait_for_inference
+from atroposlib.envs.worker_pool import shown
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+FAILURES_IN_A_ROW = 10
+LONGEST_PAUSE_S = 10.0
+
+
+async def process(env: BaseEnv) -> None:
+    """Sample one group after the other, then render the page. Raises ProcessError after ten failures in a row."""
+    if env.jsonl_writer is None or env.total_steps <= 0:
+        raise ProcessError("process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0")
+    env.process_mode = True
+    try:
+        await wait_for_inference(env)
+        await env.setup()
+        for number in range(env.total_steps):
+            await _one_group(env)
+            log.info("Group %d of %d is done", number + 1, env.total_steps)
+    finally:
+        await env.close()
+    page = env.jsonl_writer.path.with_suffix(".html")
+    write_html(env.jsonl_writer.path, page)
+    log.info("Wrote %s and %s", env.jsonl_writer.path, page)
+
+
+async def _one_group(env: BaseEnv) -> None:
+    """Try items until one gives a group that is accepted."""
+    accepted = env.counts["groups_accepted"]
+    for pause_s in _pauses():
+        item = await env.get_next_item()
+        if item is None:
+            raise ProcessError("the environment has no more items")
+        try:
+            await _process_item(env, item)
+        except EnvError:
+            raise
+        except Exception:
+            log.exception("Failed on the item %s", shown(item))
+        if env.counts["groups_accepted"] > accepted:
+            return
+        await asyncio.sleep(pause_s)
+    raise ProcessError(f"{FAILURES_IN_A_ROW} items in a row gave no group; the reasons are above")
+
+
+async def _process_item(env: BaseEnv, item: Item) -> None:
+    try:
+        groups, _ = await env.collect_trajectories(item)
+        if groups:
+            groups = await env.postprocess_histories(groups)
+        await env.handle_send_to_api(groups, item, do_send_to_api=False)
+    finally:
+        await env.cleanup()
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds after each failure."""
+    return (min(LONGEST_PAUSE_S, 0.1 * 2**failed) for failed in range(FAILURES_IN_A_ROW))
+
+
+def default_groups_path(name: str) -> Path:
+    """Where groups go when nothing is configured."""
+    return Path("data") / f"{name}.jsonl"

@@ -1,0 +1,101 @@
+"""Files that an environment writes: groups as JSONL, evaluations, its own checkpoint. Whole lines, whole files."""
+
+import errno
+import os
+from collections.abc import Mapping, Sequence
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from atroposlib.envs.errors import RecordError
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class JsonlWriter:
+    """Appends one JSON object a line to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ..."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = unused_path(path)
+        self._file = self.path.open("xb", buffering=0)
+        log.info("Writing groups to %s", self.path)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append `record`. Raises RecordError, with the file as it was, when the disk takes no more."""
+        append_line(self._file, record)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def unused_path(path: Path) -> Path:
+    """`path`, or with the first number that makes it the name of no file."""
+    number, candidate = 0, path
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
+    return candidate
+
+
+def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line to `path`, which is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        append_line(file, record)
+
+
+def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
+    """Append `record` to an unbuffered `file`, whole or not at all. Raises RecordError."""
+    line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+    end = file.seek(0, os.SEEK_END)
+    try:
+        written = file.write(line)
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError as error:
+        file.truncate(end)
+        raise RecordError(f"cannot write {len(line)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `path` so that it is either the old file or the new one, whatever happens meanwhile."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
+
+
+def checkpoint_file(checkpoint_dir: str, wandb_name: str, step: int) -> Path:
+    """Where the environment keeps what it wants to know again at `step`."""
+    return Path(checkpoint_dir) / "env_checkpoints" / wandb_name / f"step-{step}.json"
+
+
+def crossed(old: int, new: int, interval: int) -> int | None:
+    """The largest multiple of `interval` in (old, new], or None."""
+    if interval <= 0:
+        return None
+    multiple = new // interval * interval
+    return multiple if multiple > old else None
+
+
+def markdown_table(metrics: Mapping[str, Any]) -> str:
+    """`metrics` as a table to print."""
+    rows = [f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in metrics.items()]
+    return "\n".join(["| Metric | Value |", "|---|---|", *rows])
+
+
+def write_eval_results(
+    folder: Path, results: Mapping[str, Any], task: str, general: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole."""
+    content = {"config_general": general, "results": {f"atropos|{task}|0": results, "all": results}}
+    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
+    write_whole(folder / "metrics.json", orjson.dumps(content, option=option))
+    if samples is not None:
+        lines = [orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY, default=str) for sample in samples]
+        write_whole(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))

@@ -1,0 +1,246 @@
+"""The `serve` command's loop: keep the trainer's queue filled, evaluate when due, end after the last step.
+
+    inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered ─▶ loop ─▶ last evaluation ─▶ disconnect
+
+A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and write figures;
+start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to make room.
+"""
+
+import asyncio
+import time
+
+from atroposlib.envs.api_client import BatchingApiClient, EnvStatus, Registration
+from atroposlib.envs.api_link import ApiLink
+from atroposlib.envs.base_env import BaseEnv
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
+from atroposlib.envs.pacing import EvaluationSchedule, Plan, plan
+from atroposlib.envs.records import crossed
+from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.envs.worker_pool import WorkerPool
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+TURN_S = 0.1
+IDLE_REPORT_S = 60.0
+GOODBYE_LIMIT_S = 2.0
+EVALUATION_TRIES = 3
+EVALUATION_PAUSE_S = 3.0
+
+
+async def serve(env: BaseEnv) -> None:
+    """Run `env` until the last step, or until cancelled; leaves nothing running and tells the API goodbye.
+
+    Raises PeerError when a peer stays away longer than `startup_timeout`.
+    """
+    async with BatchingApiClient(env.config.rollout_server_url) as client:
+        loop = ServeLoop(env, client)
+        try:
+            await loop.start_up()
+            await loop.run()
+        finally:
+            await loop.shut_down()
+
+
+class ServeLoop:
+    """One run of `env` against the API behind `client`: start_up, run, shut_down."""
+
+    def __init__(self, env: BaseEnv, client: BatchingApiClient) -> None:
+        self.env = env
+        self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
+        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end)
+        self.schedule = EvaluationSchedule(None, 0, at_start=False)
+        self._evaluation: asyncio.Task[None] | None = None
+        self._due: int | None = None
+        self._moved_at = time.monotonic()
+        self._idle_since = time.monotonic()
+
+    async def start_up(self) -> None:
+        """Wait for every peer, load the data, join."""
+        await wait_for_inference(self.env)
+        start = time.monotonic()
+        log.info("Setting up %s", self.env.display_name)
+        await self.env.setup()
+        log.info("Set up %s in %.1f s", self.env.display_name, time.monotonic() - start)
+        await self.link.wait_until_up()
+        await self.env.register_env()
+        await self.env.setup_wandb()
+        await self.env.get_server_info()
+
+    async def run(self) -> None:
+        """Turn until the policy has reached the last step and its evaluation is done."""
+        await self._await_open_run()
+        while True:
+            in_flight = self.pool.in_flight  # before the status is asked for: a group must not slip between the two counts
+            status = await self.env.get_status()
+            if self.schedule.went_back(status.version):
+                log.info("Policy version %d follows %d: another trainer has taken over", status.version, self.env.policy_version)
+                await self._join_again()
+            await self._follow(status)
+            if status.version >= self.env.total_steps:
+                break
+            await self._sample(status, in_flight)
+            if self.env.config.worker_timeout > 0:
+                self.env.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
+            await self.pool.wait(TURN_S)
+            self._raise_failures()
+        await self.pool.cancel_all()
+        while self._evaluation is not None:
+            await self._evaluation
+            self._begin_evaluation()
+        log.info("Done: policy version %d of %d; %s", status.version, self.env.total_steps, dict(self.env.counts))
+
+    async def shut_down(self) -> None:
+        """End workers and evaluation, disconnect, close; seconds at most, whatever the peers do."""
+        await self.pool.cancel_all()
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
+        try:
+            async with asyncio.timeout(GOODBYE_LIMIT_S):
+                await self.link.leave()
+        except TimeoutError:
+            log.warning("Left without disconnecting: %s did not reply within %g s", self.link.client.url, GOODBYE_LIMIT_S)
+        await self.env.close()
+
+    async def _await_open_run(self) -> None:
+        """Return when there are steps left; an API may still hold the trainer of a run that is over."""
+
+        async def attempt() -> None:
+            status = await self.env.get_status()
+            if status.version >= self.env.total_steps:
+                raise NotYet(f"the one there has done all {self.env.total_steps} steps")
+
+        joined_at = (await self.env.get_status()).version
+        if joined_at < self.env.total_steps:
+            return
+        timeout_s = self.env.config.startup_timeout
+        await wait_for_peer("a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy="start one", every_s=1.0)
+        await self._join_again()
+
+    async def _join_again(self) -> None:
+        """Leave and join, to learn what the new trainer wants."""
+        await self.link.leave()
+        await self.env.register_env()
+        await self.env.get_server_info()
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    async def _sample(self, status: EnvStatus, in_flight: int) -> None:
+        if self.pool.is_paused:
+            return
+        decision = plan(
+            self.env.config,
+            status,
+            batch_size=self.env.config.batch_size,
+            total_steps=self.env.total_steps,
+            in_flight=in_flight,
+            max_workers=self.env.max_num_workers,
+            evaluating=self._evaluation is not None,
+            idle_s=time.monotonic() - self._moved_at,
+        )
+        for _ in range(decision.start):
+            item = self.env.backlog.pop() if self.env.backlog else await self.env.get_next_item()
+            if item is None:
+                break
+            self.pool.start(item)
+        self._report_idleness(decision)
+
+    def _report_idleness(self, decision: Plan) -> None:
+        """A line a minute while nothing is sampled, with the reason."""
+        now = time.monotonic()
+        if self.pool.in_flight or self._evaluation is not None:
+            self._idle_since = now
+        elif now - self._idle_since >= IDLE_REPORT_S:
+            log.info("Sampling nothing: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
+            self._idle_since = now
+
+    def _note_end(self, success: bool, seconds: float) -> None:
+        self.env.counts["items_done" if success else "items_failed"] += 1
+        self.env.durations.add("task_duration", seconds)
+        self.env.durations.add("succeeded_task_duration" if success else "failed_task_duration", seconds)
+
+    def _raise_failures(self) -> None:
+        if self.pool.fatal is not None:
+            raise self.pool.fatal
+        if self._evaluation is not None and self._evaluation.done():
+            self._evaluation.result()
+            self._begin_evaluation()
+
+    # --- the trainer moves on -------------------------------------------------------------------------------------
+
+    def _joined(self, registration: Registration) -> None:
+        env = self.env
+        env.note_registration(registration)
+        self.schedule.reschedule(env.config.evaluation_interval, env.total_steps, env.config.eval_at_start)
+
+    async def _follow(self, status: EnvStatus) -> None:
+        """Take over step and policy version; evaluate, checkpoint and log if they changed."""
+        env = self.env
+        old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, env.policy_version)
+        env.curr_step, env.policy_version = status.current_step, status.version
+        due = self.schedule.advance(status.version)
+        if due is not None:
+            self._due = due
+            if self._evaluation is None:
+                self._begin_evaluation()
+        if not moved:
+            return
+        self._moved_at = time.monotonic()
+        await env.server.update_weight(min(1.0, status.env_weight))
+        await env.get_server_info()
+        await env.env_step_checks()
+        step = crossed(old_step, env.curr_step, env.checkpoint_interval)
+        if step is not None:
+            env.save_checkpoint(step)
+
+    def _begin_evaluation(self) -> None:
+        """Start the evaluation that is due, if any; one runs at a time, and the newest due one goes next."""
+        due, self._due = self._due, None
+        self._evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
+
+    async def _evaluate(self, version: int) -> None:
+        env = self.env
+        evaluation = await self._evaluation_of(version)
+        if evaluation.metrics:
+            log.info("%s", evaluation.line())
+        keep(evaluation, env.display_name, evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals))
+        metrics = evaluation.metrics | {"served_version": float(evaluation.served_version)}
+        await self.link.post_evaluation(version, evaluation.accuracy, metrics)
+        await env.wandb_log({key if key.startswith("eval/") else f"eval/{key}": value for key, value in evaluation.metrics.items()})
+
+    async def _evaluation_of(self, version: int) -> Evaluation:
+        """The evaluation, tried three times; one that failed for good has no accuracy, so that a trainer need not wait for it."""
+        log.info("Evaluating policy version %d", version)
+        for attempt in range(1, EVALUATION_TRIES + 1):
+            try:
+                return await evaluate_version(self._evaluate_env, version, self.env.policy_version)
+            except EnvError:
+                raise
+            except Exception:
+                log.exception("The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES)
+                self.env.counts["evaluations_failed"] += 1
+            await asyncio.sleep(EVALUATION_PAUSE_S)
+        return Evaluation(version, self.env.policy_version, None, {}, 0.0)
+
+    async def _evaluate_env(self) -> dict[str, float]:
+        self.env.eval_results = {}
+        returned = await self.env.evaluate()
+        return dict(returned if returned is not None else self.env.eval_results)
+
+
+async def wait_for_inference(env: BaseEnv) -> None:
+    """Return when one of the environment's inference servers answers; those without a health check count as answering."""
+    servers = [server for server in env.server.servers if server.config.health_check]
+    if len(servers) < len(env.server.servers):
+        return
+
+    async def attempt() -> None:
+        problems = await asyncio.gather(*(server.probe() for server in servers))
+        if all(problem is not None for problem in problems):
+            raise NotYet("; ".join(str(problem) for problem in problems))
+
+    peer = ", ".join(server.name for server in servers)
+    remedy = "start the inference server, or correct --openai.base_url"
+    await wait_for_peer("an answer of the inference server", peer, attempt, timeout_s=env.config.startup_timeout, remedy=remedy)

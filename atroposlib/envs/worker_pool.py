@@ -1,0 +1,114 @@
+"""The groups being sampled: one task each, counted, timed, and slowed down together when every one of them fails."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.payloads import Item
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+ITEM_CHARS_LOGGED = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What one task works on, and since when (monotonic seconds)."""
+
+    item: Item
+    since: float
+
+
+class WorkerPool:
+    """Runs `handle` on items, as tasks that stand in `tasks`.
+
+    An item whose handling raises is logged with its traceback, counted by `on_end` and dropped; nothing starts for a while that
+    doubles with each failure in a row, up to half a minute. An EnvError is no failure of an item: it is kept in `fatal`.
+    """
+
+    def __init__(
+        self,
+        handle: Callable[[Item], Awaitable[None]],
+        tasks: set[Any],
+        on_end: Callable[[bool, float], None] = lambda success, seconds: None,
+    ) -> None:
+        self._handle = handle
+        self._tasks = tasks
+        self._on_end = on_end
+        self._workers: dict[asyncio.Task[None], Worker] = {}
+        self._failures_in_row = 0
+        self._not_before = 0.0
+        self.fatal: EnvError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Groups being sampled."""
+        return len(self._workers)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether failures forbid to start anything just now."""
+        return time.monotonic() < self._not_before
+
+    def start(self, item: Item) -> None:
+        """Begin to work on `item`."""
+        task = asyncio.create_task(self._work(item))
+        self._workers[task] = Worker(item, time.monotonic())
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when a worker ends, at the latest after `timeout_s` seconds."""
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(timeout_s)
+
+    def drop_overdue(self, limit_s: float) -> int:
+        """Cancel workers that run for more than `limit_s` seconds and drop their items; how many."""
+        now = time.monotonic()
+        overdue = {task: worker for task, worker in self._workers.items() if now - worker.since > limit_s and not task.cancelling()}
+        for task, worker in overdue.items():
+            log.warning("Dropping an item after %.0f s (--env.worker_timeout): %s", limit_s, shown(worker.item))
+            task.cancel()
+        return len(overdue)
+
+    async def cancel_all(self) -> None:
+        """End all workers; their items are lost."""
+        tasks = list(self._workers)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, item: Item) -> None:
+        start = time.monotonic()
+        try:
+            await self._handle(item)
+        except EnvError as error:
+            self.fatal = error
+        except Exception:
+            self._failures_in_row += 1
+            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
+            self._not_before = time.monotonic() + pause_s
+            log.exception("Failed %d time(s) in a row, pausing %.1f s; dropped the item %s", self._failures_in_row, pause_s, shown(item))
+            self._on_end(False, time.monotonic() - start)
+        else:
+            self._failures_in_row = 0
+            self._not_before = 0.0
+            self._on_end(True, time.monotonic() - start)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._workers.pop(task)
+        self._tasks.discard(task)
+
+
+def shown(item: Item) -> str:
+    """`item` on one line, cut."""
+    text = " ".join(repr(item).split())
+    return text if len(text) <= ITEM_CHARS_LOGGED else f"{text[:ITEM_CHARS_LOGGED]}..."
