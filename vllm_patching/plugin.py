@@ -1,0 +1,25 @@
+"""vLLM's general plugin: loaded in every vLLM process, before anything else of ours.
+
+vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and memory held, when
+that process is killed. Here each child asks the kernel to be told to stop when its parent dies.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def register() -> None:
+    """Idempotent; vLLM may call it more than once a process. Does nothing in the API process, which has no vLLM parent."""
+    parent = multiprocessing.parent_process()
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent.pid:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
