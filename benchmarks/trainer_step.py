@@ -1,0 +1,377 @@
+"""One GRPO step of this trainer against one of TRL's GRPOTrainer, on the same batch, model, threads and precision, in one run.
+
+    python benchmarks/trainer_step.py [--model FOLDER] [--steps 5] [--threads 2]
+
+A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping, fused AdamW. Each
+arm is a process of its own; both hold their model at the same time and take turns, so that a noisy machine disturbs both alike.
+TRL goes into a virtual environment of its own in a cache folder, layered on this one's PyTorch and transformers.
+The first step of each arm is a warm-up, from which loss and gradient norm must agree: both do the same work.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TRL_VERSION = "1.16.0"
+LR = 1e-6
+CLIP = 0.2
+TEMPERATURE = 1.0
+TRL_SETTINGS: dict[str, dict[str, Any]] = {
+    "TRL, its defaults in float32": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
+    "TRL, no checkpointing, 8 a micro-batch": {"per_device_train_batch_size": 8, "gradient_checkpointing": False},
+    "TRL, no checkpointing, 32 a micro-batch": {"per_device_train_batch_size": 32, "gradient_checkpointing": False},
+    "TRL, no checkpointing, 4 a micro-batch": {"per_device_train_batch_size": 4, "gradient_checkpointing": False},
+}
+
+
+def make_items(vocabulary: int, groups: int, group_size: int, prompt: tuple[int, int], total: tuple[int, int]) -> list[dict[str, Any]]:
+    """Groups that share a prompt, with whole lengths spread evenly over `total`; half of each group is rewarded."""
+    generator = random.Random(0)
+    count = groups * group_size
+    lengths = [total[0] + (total[1] - total[0]) * index // (count - 1) for index in range(count)]
+    generator.shuffle(lengths)
+    items = []
+    for group in range(groups):
+        question = [generator.randrange(vocabulary) for _ in range(generator.randint(*prompt))]
+        answers = [
+            [generator.randrange(vocabulary) for _ in range(length - len(question))]
+            for length in lengths[group * group_size : (group + 1) * group_size]
+        ]
+        items.append(
+            {
+                "tokens": [question + answer for answer in answers],
+                "masks": [[-100] * len(question) + answer for answer in answers],
+                "scores": [float(index % 2) for index in range(group_size)],
+                "prompt_tokens": len(question),
+            }
+        )
+    return items
+
+
+# --- arms: each waits for a line on stdin, does one step, answers one JSON line -----------------------------------------------
+
+
+def answer(**values: Any) -> None:
+    """Tell the parent."""
+    print("@" + json.dumps(values), flush=True)
+
+
+def our_arm(work: Path, threads: int) -> None:
+    """This trainer's step, by the functions that its loop calls."""
+    import torch
+
+    from example_trainer.batching import make_batch
+    from example_trainer.config import TrainerConfig
+    from example_trainer.losses import LossSettings
+    from example_trainer.model import load_model
+    from example_trainer.optimizer import make_optimizer, make_scheduler, update
+    from example_trainer.packing import micro_batches
+    from example_trainer.step import batch_gradients
+
+    torch.set_num_threads(threads)
+    config = TrainerConfig(model_name=str(work / "model"), lr=LR, clip_eps=CLIP)
+    device = torch.device("cpu")
+    model = load_model(config.model_name, device)
+    optimizer = make_optimizer(model.parameters(), config)
+    scheduler = make_scheduler(optimizer, 0, 0)
+    items = json.loads((work / "items.json").read_text())
+    settings = LossSettings(clip_low=CLIP, clip_high=CLIP)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
+        figures = batch_gradients(
+            model, micro_batches(batch.rollouts, config.micro_batch_tokens, device), settings, chunk_mb=config.logits_chunk_mb
+        )
+        done = update(optimizer, scheduler, config.max_grad_norm)
+        answer(seconds=time.perf_counter() - start, loss=figures.loss, grad_norm=done.grad_norm)
+
+
+def prepare_logprobs(work: Path, threads: int) -> None:
+    """Fill `inference_logprobs` with the model's own log-probabilities plus noise, as a sampler's would be."""
+    import torch
+
+    from example_trainer.batching import make_batch
+    from example_trainer.model import load_model
+    from example_trainer.packing import micro_batches
+    from example_trainer.policy import token_logprobs
+
+    torch.set_num_threads(threads)
+    items = json.loads((work / "items.json").read_text())
+    model = load_model(str(work / "model"), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for group in items:
+        group["inference_logprobs"] = [[1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]]
+        batch = make_batch([group], seq_len=10**6, divide_by_std=True, policy_version=0)
+        for row, rollout in zip(group["inference_logprobs"], batch.rollouts, strict=True):
+            (micro,) = micro_batches([rollout], 1, torch.device("cpu"))
+            logprobs = token_logprobs(model, micro, 128)
+            noise = 0.05 * torch.randn(len(logprobs), generator=generator)
+            row[group["prompt_tokens"] :] = (logprobs + noise).clamp(max=0).tolist()
+    (work / "items.json").write_text(json.dumps(items))
+
+
+def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
+    """GRPOTrainer.train() with generation and scoring replaced by the given batch; steps are timed between its own callbacks."""
+    import numpy as np
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(threads)
+    items = json.loads((work / "items.json").read_text())
+    rollouts = [(group, index) for group in items for index in range(len(group["tokens"]))]
+
+    def padded(rows: list[list[Any]], value: float, dtype: torch.dtype, left: bool) -> torch.Tensor:
+        width = max(len(row) for row in rows)
+        return torch.tensor(
+            [[value] * (width - len(row)) + row if left else row + [value] * (width - len(row)) for row in rows], dtype=dtype
+        )
+
+    def generated() -> dict[str, torch.Tensor]:
+        prompts = [group["tokens"][i][: group["prompt_tokens"]] for group, i in rollouts]
+        completions = [group["tokens"][i][group["prompt_tokens"] :] for group, i in rollouts]
+        logprobs = [group["inference_logprobs"][i][group["prompt_tokens"] :] for group, i in rollouts]
+        advantages = [(group["scores"][i] - np.mean(group["scores"])) / (np.std(group["scores"]) + 1e-4) for group, i in rollouts]
+        return {
+            "prompt_ids": padded(prompts, 0, torch.long, left=True),
+            "prompt_mask": padded([[1] * len(row) for row in prompts], 0, torch.long, left=True),
+            "completion_ids": padded(completions, 0, torch.long, left=False),
+            "completion_mask": padded([[1] * len(row) for row in completions], 0, torch.long, left=False),
+            "old_per_token_logps": padded(logprobs, 0.0, torch.float32, left=False),
+            "advantages": torch.tensor(advantages, dtype=torch.float32),
+            "num_items_in_batch": torch.tensor(float(sum(len(row) for row in completions))),
+        }
+
+    class GivenBatch(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+            return generated()
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        start = 0.0
+        seconds = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **other: Any) -> None:
+            if not sys.stdin.readline():
+                control.should_training_stop = True
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **other: Any) -> None:
+            self.seconds = time.perf_counter() - self.start
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **other: Any) -> None:
+            if logs and "grad_norm" in logs:
+                answer(seconds=self.seconds, loss=logs["loss"], grad_norm=logs["grad_norm"])
+
+    tokenizer = AutoTokenizer.from_pretrained(work / "model") if (work / "model" / "tokenizer.json").exists() else None
+    micro = settings["per_device_train_batch_size"]
+    args = GRPOConfig(
+        output_dir=str(work / "trl"),
+        use_cpu=True,
+        bf16=settings.get("bf16", False),
+        gradient_checkpointing=settings["gradient_checkpointing"],
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=len(rollouts) // micro,
+        num_generations=len(items[0]["tokens"]),
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        optim="adamw_torch_fused",
+        max_grad_norm=1.0,
+        temperature=TEMPERATURE,
+        epsilon=CLIP,
+        beta=0.0,
+        max_steps=1000,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GivenBatch(
+        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32),
+        reward_funcs=[lambda **given: [0.0] * len(given["prompts"])],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["question"] * 1000}),
+        processing_class=tokenizer or PreTrainedTokenizerFast.from_pretrained(work / "model"),
+        callbacks=[Turns()],
+    )
+    trainer.train()
+
+
+# --- parent --------------------------------------------------------------------------------------------------------------
+
+
+class Arm:
+    """A worker process that does one step when asked."""
+
+    def __init__(self, name: str, command: list[str], log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+
+    def step(self) -> dict[str, float]:
+        """Seconds, loss and gradient norm of one step."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith("@"):
+                result: dict[str, float] = json.loads(line[1:])
+                return result
+        raise SystemExit(f"{self.name} ended early:\n{self.log.read_text()[-3000:]}")
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def trl_python(folder: Path) -> Path:
+    """The Python of a virtual environment with TRL, layered on this one; made on first use."""
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        print(f"Installing trl=={TRL_VERSION} into {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        site = subprocess.run(
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True
+        )
+        (Path(site.stdout.strip()) / "layered.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", f"trl=={TRL_VERSION}"], check=True)
+        (folder / "ready").touch()
+    return python
+
+
+def prepare_model(model: str | None, work: Path) -> int:
+    """Put the model, or a random one of SmolLM2-135M's shape, at `work/model`; its vocabulary size."""
+    from transformers import AutoConfig
+
+    if model is not None:
+        (work / "model").symlink_to(Path(model).resolve())
+    else:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        )
+        LlamaForCausalLM(shape).save_pretrained(work / "model")
+    vocabulary: int = AutoConfig.from_pretrained(work / "model").vocab_size
+    return vocabulary
+
+
+def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, float]]]:
+    """One warm-up round, then `steps` rounds, each arm in turn."""
+    for _ in range(steps + 1):
+        for arm in arms:
+            yield arm, arm.step()
+
+
+def compare(name: str, settings: dict[str, Any], work: Path, options: argparse.Namespace, tokens: int) -> tuple[float, float, float]:
+    """Median tokens/s of ours and of TRL with `settings`, taking turns, and their ratio by fastest steps. Exits if the losses disagree."""
+    this = str(Path(__file__).resolve())
+    common = ["--work", str(work), "--threads", str(options.threads)]
+    arms = [
+        Arm("ours", [sys.executable, this, "--arm", "ours", *common], work / "ours.log"),
+        Arm(name, [str(trl_python(options.trl_venv)), this, "--arm", "trl", "--settings", json.dumps(settings), *common], work / "trl.log"),
+    ]
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    first: dict[str, dict[str, float]] = {}
+    try:
+        for arm, result in interleaved(arms, options.steps):
+            if arm.name not in first:
+                first[arm.name] = result
+            else:
+                seconds[arm.name].append(result["seconds"])
+    finally:
+        for arm in arms:
+            arm.close()
+    for figure in ("loss", "grad_norm"):
+        ours, theirs = (first[arm.name][figure] for arm in arms)
+        print(f"  {figure} at the first step: ours {ours:.6f}, TRL {theirs:.6f}")
+        if abs(ours - theirs) > options.agreement * max(1e-2, abs(theirs)):
+            raise SystemExit(f"{name}: {figure} differs, the arms do not do the same work")
+    for arm in arms:
+        times = seconds[arm.name]
+        print(
+            f"  {arm.name}: steps {' '.join(f'{value:.2f}' for value in times)} s; median {statistics.median(times):.2f}, fastest {min(times):.2f}"
+        )
+    medians = [tokens / statistics.median(seconds[arm.name]) for arm in arms]
+    return medians[0], medians[1], min(seconds[name]) / min(seconds["ours"])
+
+
+def main() -> None:
+    """Run all comparisons, or one arm when started by the parent."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder of the model; default is a random one of SmolLM2-135M's shape")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm in each comparison")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(50, 80), metavar=("MIN", "MAX"))
+    parser.add_argument("--sequence-tokens", type=int, nargs=2, default=(100, 250), metavar=("MIN", "MAX"))
+    parser.add_argument("--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}")
+    parser.add_argument("--only", help="comparisons whose name contains this")
+    parser.add_argument("--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported")
+    parser.add_argument(
+        "--agreement", type=float, default=2e-2, help="relative difference allowed between the arms' first loss and gradient norm"
+    )
+    parser.add_argument("--arm", choices=("ours", "trl", "prepare"), help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.arm == "ours":
+        return our_arm(options.work, options.threads)
+    if options.arm == "prepare":
+        return prepare_logprobs(options.work, options.threads)
+    if options.arm == "trl":
+        return trl_arm(options.work, options.threads, options.settings)
+
+    settings = dict(TRL_SETTINGS)
+    if options.bf16:
+        settings["TRL, bfloat16 autocast, no checkpointing, 8 a micro-batch"] = {
+            "per_device_train_batch_size": 8,
+            "gradient_checkpointing": False,
+            "bf16": True,
+        }
+    with tempfile.TemporaryDirectory(prefix="trainer-step-") as folder:
+        work = Path(folder)
+        items = make_items(
+            prepare_model(options.model, work), options.groups, options.group_size, options.prompt_tokens, options.sequence_tokens
+        )
+        (work / "items.json").write_text(json.dumps(items))
+        subprocess.run(
+            [sys.executable, str(Path(__file__).resolve()), "--arm", "prepare", "--work", folder, "--threads", str(options.threads)],
+            check=True,
+        )
+        tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
+        print(
+            f"{platform.processor() or platform.machine()}, {options.threads} threads; {options.groups * options.group_size} sequences, {tokens} tokens"
+        )
+        for name, setting in settings.items():
+            if options.only and options.only not in name:
+                continue
+            print(f"{name}:", flush=True)
+            ours, theirs, fastest = compare(name, setting, work, options, tokens)
+            print(
+                f"  ours {ours:.0f} tokens/s, TRL {theirs:.0f} tokens/s: {ours / theirs:.2f} x by medians, {fastest:.2f} x by fastest steps",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
