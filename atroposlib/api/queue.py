@@ -7,6 +7,7 @@ A group travels as its number of sequences and an opaque record; what the record
 Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing accepted is ever lost but by `reset`.
 """
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from msgspec import UNSET
 from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
 from atroposlib.api.wire import EnvRegistration, EnvStatus, Evaluation, EvaluationResult, Evaluations, Registration, Status
 
+MAX_OVERTAKEN = 4  # batches with a younger group that may pass a waiting group before it goes first
 MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
 
 
@@ -93,7 +95,7 @@ class BatchQueue(Generic[R]):
         self._lanes: Lanes[R] = Lanes()
         self._buffers: dict[int, _Buffer[R]] = {}
         self._arrivals = 0
-        self._newest_delivered = -1
+        self._overtakers: list[int] = []  # heap: of all delivered batches, the latest-arrived newest groups
         self._exhausted = False  # nothing has changed since no batch could be formed
         self._evaluations: dict[tuple[int, int], Evaluation] = {}
 
@@ -185,13 +187,17 @@ class BatchQueue(Generic[R]):
             return None
         batch_size = self.registration.batch_size
         oldest = self._lanes.oldest(at_most=batch_size)
-        overtaken = oldest is not None and oldest.order < self._newest_delivered
+        overtaken = oldest is not None and len(self._overtakers) == MAX_OVERTAKEN and oldest.order < self._overtakers[0]
         chosen = choose_batch(self._lanes, batch_size, self.minimums(), overtaken=overtaken)
         if chosen is None:
             self._exhausted = True
             return None
         self._lanes.remove(sorted(chosen))
-        self._newest_delivered = max(self._newest_delivered, *(group.order for group in chosen))
+        newest = max(group.order for group in chosen)
+        if len(self._overtakers) < MAX_OVERTAKEN:
+            heapq.heappush(self._overtakers, newest)
+        else:
+            heapq.heappushpop(self._overtakers, newest)
         self.current_step += 1
         return [group.record for group in chosen]
 

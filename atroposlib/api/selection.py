@@ -14,8 +14,8 @@ Three rules:
 - packs with minimums: as above per environment; environments with a minimum share fill it first, in order of registration.
 - exact: the oldest groups that can be part of any exact batch, whatever their sizes. It finds a batch whenever one exists.
 
-`choose_batch` tries packs first. A group that was overtaken by a younger one goes to the exact rule before packs, so no group that
-fits into some batch waits for more than one further batch to pass it.
+`choose_batch` tries packs first. When the oldest group was overtaken by younger ones too often it tries the exact rule first, so that
+no group which fits into some batch waits for ever beside a flow of others.
 """
 
 import heapq
@@ -106,8 +106,8 @@ def choose_batch(
 ) -> list[Group[R]] | None:
     """Groups of exactly `batch_size` sequences in all, or None when there is no such choice.
 
-    `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group has already
-    been passed over by a batch.
+    `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group has been passed
+    over by enough batches, and goes first if it can be part of any.
     """
     if lanes.sequences < batch_size:
         return None

@@ -5,9 +5,12 @@ lives in its memory.
 """
 
 import errno
+import signal
 import socket
 import sys
 from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from pydantic import Field
@@ -106,15 +109,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `run-api` and `python -m atroposlib.cli.run_api`."""
     config = load_config(RunApiConfig, argv, prog="run-api")
     configure_logging("api", config.json_logs)
+    for ending in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(ending, _end)  # uvicorn finishes the open replies, then passes the signal on to this handler
     try:
         serve(config)
     except AddressError as error:
         print(f"run-api: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        log.info("Batching API interrupted")
-        raise SystemExit(130) from None
-    log.info("Batching API ended")
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    log.info("Batching API ended by %s", signal.Signals(number).name)
+    raise SystemExit(0)
 
 
 if __name__ == "__main__":
