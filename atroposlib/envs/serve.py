@@ -24,6 +24,7 @@ log = get_logger(__name__)
 
 TURN_S = 0.1
 IDLE_REPORT_S = 60.0
+REJOIN_S = 15.0
 GOODBYE_LIMIT_S = 2.0
 EVALUATION_TRIES = 3
 EVALUATION_PAUSE_S = 3.0
@@ -86,9 +87,7 @@ class ServeLoop:
             await self.pool.wait(TURN_S)
             self._raise_failures()
         await self.pool.cancel_all()
-        while self._evaluation is not None:
-            await self._evaluation
-            self._begin_evaluation()
+        await self._finish_evaluations()
         log.info("Done: policy version %d of %d; %s", status.version, self.env.total_steps, dict(self.env.counts))
 
     async def shut_down(self) -> None:
@@ -105,19 +104,26 @@ class ServeLoop:
         await self.env.close()
 
     async def _await_open_run(self) -> None:
-        """Return when there are steps left; an API may still hold the trainer of a run that is over."""
+        """Return when there are steps left: an API may still hold the trainer of a run that is over.
+
+        Its last policy is evaluated if that is due, since its trainer may be waiting for just that.
+        """
 
         async def attempt() -> None:
-            status = await self.env.get_status()
-            if status.version >= self.env.total_steps:
+            await self._join_again()
+            if (await self.env.get_status()).version >= self.env.total_steps:
+                await self.link.leave()
                 raise NotYet(f"the one there has done all {self.env.total_steps} steps")
 
-        joined_at = (await self.env.get_status()).version
-        if joined_at < self.env.total_steps:
+        status = await self.env.get_status()
+        if status.version < self.env.total_steps:
             return
+        await self._follow(status)
+        await self._finish_evaluations()
+        await self.link.leave()
         timeout_s = self.env.config.startup_timeout
-        await wait_for_peer("a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy="start one", every_s=1.0)
-        await self._join_again()
+        remedy = "start a trainer that has steps left"
+        await wait_for_peer("a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy=remedy, every_s=REJOIN_S)
 
     async def _join_again(self) -> None:
         """Leave and join, to learn what the new trainer wants."""
@@ -194,6 +200,11 @@ class ServeLoop:
         step = crossed(old_step, env.curr_step, env.checkpoint_interval)
         if step is not None:
             env.save_checkpoint(step)
+
+    async def _finish_evaluations(self) -> None:
+        while self._evaluation is not None:
+            await self._evaluation
+            self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:
         """Start the evaluation that is due, if any; one runs at a time, and the newest due one goes next."""

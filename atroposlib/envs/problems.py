@@ -1,0 +1,152 @@
+"""Question and answer records: from files, from the hub, or generated. A record is {"question": str, "answer": "... #### 12"}.
+
+The hub is read by a child process (`hub_download.py`) that is killed at its deadline: the hub's client retries for minutes,
+and no thread can be stopped.
+"""
+
+import asyncio
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from atroposlib.envs.errors import DataError
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+ANSWER_MARK = "####"
+ARITHMETIC_SEED = 0
+HUB_CHILD = Path(__file__).with_name("hub_download.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A question, its worked answer, and the result alone, without thousands separators."""
+
+    question: str
+    answer: str
+
+    @property
+    def result(self) -> str:
+        """What follows the last `####`."""
+        return self.answer.rpartition(ANSWER_MARK)[2].strip().replace(",", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """Problems to train on and, disjoint from them, to measure with."""
+
+    train: list[Problem]
+    held_out: list[Problem]
+
+
+def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSet:
+    """The 145 questions a + b (1..9) and a * b (2..9), shuffled by `seed`, the first `held_out` of them held out."""
+    sums = [_arithmetic_problem(a, "+", b, a + b) for a in range(1, 10) for b in range(1, 10)]
+    products = [_arithmetic_problem(a, "*", b, a * b) for a in range(2, 10) for b in range(2, 10)]
+    return split([*sums, *products], held_out, seed, "the arithmetic set")
+
+
+def split(problems: Sequence[Problem], held_out: int, seed: int, source: str) -> ProblemSet:
+    """`problems` shuffled by `seed`, the first `held_out` of them held out. Raises DataError when none is left to train on."""
+    if held_out >= len(problems):
+        raise DataError(f"{source} has {len(problems)} problems, of which heldout_size {held_out} leaves none to train on; lower it")
+    shuffled = random.Random(seed).sample(list(problems), len(problems))
+    return ProblemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
+
+
+def read_problems(path: Path) -> list[Problem]:
+    """The records of a JSONL file. Raises DataError naming file and line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read problems from {path}: {error.strerror}") from error
+    problems = [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    if not problems:
+        raise DataError(f'{path} holds no problems; write one {{"question": ..., "answer": "... #### 12"}} a line')
+    return problems
+
+
+def read_problem_set(path: Path, test_path: Path | None, held_out: int, seed: int) -> ProblemSet:
+    """A folder with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is held out.
+
+    At most `held_out` problems of a test file are taken, by `seed`.
+    """
+    if path.is_dir():
+        path, test_path = path / "train.jsonl", test_path or path / "test.jsonl"
+    train = read_problems(path)
+    if test_path is None:
+        return split(train, held_out, seed, str(path))
+    test = read_problems(test_path)
+    return ProblemSet(train, random.Random(seed).sample(test, min(held_out, len(test))))
+
+
+async def hub_problem_set(dataset: str, name: str, held_out: int, seed: int, deadline_s: float) -> ProblemSet:
+    """The train and test records of a hub dataset. Raises DataError when the hub does not give them within `deadline_s` seconds."""
+    with tempfile.TemporaryDirectory(prefix="atropos-hub-") as folder:
+        log.info("Loading %s (%s) from the Hugging Face hub, at most %.0f s", dataset, name, deadline_s)
+        start = time.monotonic()
+        await _run_hub_child([dataset, name, folder], deadline_s)
+        problems = read_problem_set(Path(folder), None, held_out, seed)
+        log.info("Loaded %d problems from %s in %.1f s", len(problems.train), dataset, time.monotonic() - start)
+        return problems
+
+
+async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
+    remedy = "check the network, or pass --env.dataset arithmetic, or --env.dataset_path with local jsonl files"
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, said = await child.communicate()
+    except TimeoutError:
+        raise DataError(f"the hub did not give {arguments[0]} within {deadline_s:.0f} s (--env.hub_timeout); {remedy}") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    if child.returncode != 0:
+        reason = next((line for line in reversed(said.decode(errors="replace").splitlines()) if line.strip()), "no reason given")
+        raise DataError(f"the hub did not give {arguments[0]}: {reason.strip()[:300]}; {remedy}")
+
+
+class ProblemStream:
+    """Problems without end: the training set again and again, each time in another order that `seed` fixes."""
+
+    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
+        self._order = _endless(problems, random.Random(seed))
+
+    def take(self) -> Problem:
+        """The next one."""
+        return next(self._order)
+
+
+def _endless(problems: Sequence[Problem], generator: random.Random) -> Iterator[Problem]:
+    while True:
+        yield from generator.sample(list(problems), len(problems))
+
+
+def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:
+    return Problem(f"What is {a} {operator} {b}?", f"{a} {operator} {b} = {result}\n{ANSWER_MARK} {result}")
+
+
+def _problem(line: bytes, where: str) -> Problem:
+    expected = 'expected {"question": ..., "answer": "... #### 12"}'
+    try:
+        record: Any = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise DataError(f"{where} is not JSON ({error}); {expected}") from error
+    fields = record if isinstance(record, dict) else {}
+    question, answer = fields.get("question"), fields.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str) or ANSWER_MARK not in answer:
+        raise DataError(f"{where} is no problem: {expected}, found {line[:120].decode(errors='replace')}")
+    return Problem(question, answer)
