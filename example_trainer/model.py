@@ -56,7 +56,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     none = torch.empty(0, device=device)
     position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
     rows = torch.arange(len(tokens), device=device)
-    packed = MicroBatch(tokens[None], position_ids[None], lengths, rows, tokens, none, none, none, None)
+    packed = MicroBatch(tokens[None], position_ids[None], lengths, rows, tokens, none, none, none, none)
     try:
         found = model.get_output_embeddings()(trained_hidden(model, packed))
     except (TypeError, ValueError) as error:

@@ -30,7 +30,7 @@ class MicroBatch:
     sampler_logprobs: Tensor  # [R]
     advantages: Tensor  # [R]
     temperatures: Tensor  # [R]
-    reference_logprobs: Tensor | None  # [R], where the environment gave them for every sequence
+    reference_logprobs: Tensor  # [R], NaN where the environment gave none
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -73,7 +73,6 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
     def of_trained(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
         return tensor([array[positions] for array, positions in zip(arrays, trained, strict=True)])
 
-    references = [rollout.reference_logprobs for rollout in rollouts if rollout.reference_logprobs is not None]
     return MicroBatch(
         input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
@@ -83,5 +82,11 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
         sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
         advantages=of_trained([rollout.advantages for rollout in rollouts]),
         temperatures=of_trained([np.full(len(rollout.tokens), rollout.temperature, np.float32) for rollout in rollouts]),
-        reference_logprobs=of_trained(references) if len(references) == len(rollouts) else None,
+        reference_logprobs=of_trained([_reference_or_nan(rollout) for rollout in rollouts]),
     )
+
+
+def _reference_or_nan(rollout: Rollout) -> NDArray[np.float32]:
+    if rollout.reference_logprobs is not None:
+        return rollout.reference_logprobs
+    return np.full(len(rollout.tokens), np.nan, np.float32)

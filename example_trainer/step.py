@@ -70,19 +70,11 @@ def batch_gradients(
     tokens = sum(len(batch.rows) for batch in batches)
     sums = _Sums(batches[0].input_ids.device)
     for batch in batches:
-        reference_logprobs = batch.reference_logprobs
-        if settings.kl_coef > 0 and reference_logprobs is None and reference is not None:
-            reference_logprobs = token_logprobs(reference, batch, chunk_mb)
+        known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
 
-        def chunk_loss(
-            logprobs: Tensor,
-            entropy: Tensor,
-            chunk: slice,
-            batch: MicroBatch = batch,
-            reference_logprobs: Tensor | None = reference_logprobs,
-        ) -> Tensor:
+        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
-            of_chunk = None if reference_logprobs is None else reference_logprobs[chunk]
+            of_chunk = None if known is None else known[chunk]
             losses = token_losses(logprobs, entropy, sampler, batch.advantages[chunk], of_chunk, settings)
             with torch.no_grad():
                 diff = (logprobs - sampler).abs()
@@ -93,3 +85,12 @@ def batch_gradients(
 
         accumulate_gradients(model, batch, chunk_loss, chunk_mb)
     return sums.figures(tokens, with_kl=settings.kl_coef > 0)
+
+
+def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:
+    """The environment's reference log-probabilities, those of `reference` where it gave none; None without either."""
+    given = batch.reference_logprobs
+    missing = given.isnan()
+    if not missing.any():
+        return given
+    return None if reference is None else torch.where(missing, token_logprobs(reference, batch, chunk_mb), given)

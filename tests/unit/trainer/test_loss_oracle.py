@@ -138,6 +138,21 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
     assert figures.kl == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
+def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
+    model, reference = trained_model("llama"), trained_model("llama", seed=9)
+
+    def kl(*groups: dict[str, Any]) -> float:
+        batch = make_batch(groups, seq_len=64, divide_by_std=True, policy_version=0)
+        figures = batch_gradients(model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference)
+        assert figures.kl is not None
+        return figures.kl * batch.trained_tokens
+
+    computed = item([1.0, 0.0], seed=1)
+    given = item([1.0, 0.0], seed=2)
+    given["ref_logprobs"] = given["inference_logprobs"]
+    assert kl(computed, given) == pytest.approx(kl(computed) + kl(given), rel=1e-5)
+
+
 def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
     model = trained_model("llama")
     group = item([1.0, 0.0, 0.5], seed=5)

@@ -1,6 +1,6 @@
 """Packing: which sequences share a row, and what a row holds."""
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
