@@ -1,0 +1,41 @@
+"""reward.png from a run's files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from example_trainer import plot
+
+
+def write_rows(path: Path, rows: list[dict[str, float | None]], unfinished: str = "") -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + unfinished)
+    return path
+
+
+def test_draws_a_png_from_metrics_and_evaluations(tmp_path: Path) -> None:
+    metrics = write_rows(
+        tmp_path / "metrics.jsonl", [{"step": n, "policy_version": n, "reward_mean": n / 5, "accuracy": None} for n in (1, 2, 3)], '{"st'
+    )
+    evaluations = write_rows(
+        tmp_path / "evaluations.jsonl", [{"policy_version": 0, "accuracy": 0.2}, {"policy_version": 3, "accuracy": None}]
+    )
+    out = tmp_path / "figures" / "reward.png"
+    assert plot.main([str(metrics), "--evaluations", str(evaluations), "--out", str(out)]) == 0
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and out.stat().st_size > 5000
+
+
+def test_without_evaluations_the_accuracies_of_the_metrics_are_drawn(tmp_path: Path) -> None:
+    metrics = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}])
+    assert plot.main([str(metrics), "--out", str(tmp_path / "reward.png")]) == 0
+    assert (tmp_path / "reward.png").exists()
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "does not exist"), ("", "has no rows yet")])
+def test_nothing_to_draw_is_one_line(content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    if content is not None:
+        metrics.write_text(content)
+    assert plot.main([str(metrics), "--out", str(tmp_path / "reward.png")]) == 1
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1 and not (tmp_path / "reward.png").exists()

@@ -1,0 +1,95 @@
+"""The trainer against the real batching API, with an environment that answers and evaluates at random."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import uvicorn
+
+from atroposlib.api.server import create_app
+from example_trainer import grpo
+from example_trainer.config import TrainerConfig
+from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
+
+STEPS = 4
+
+
+@contextlib.contextmanager
+def real_api() -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(create_app(), host="127.0.0.1", port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(10)
+
+
+class Environment(threading.Thread):
+    """Joins, evaluates at the start and every second policy, posts one group a policy version, leaves at the end."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.policies: list[int] = []
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        reply = requests.post(self.url + path, json=body, timeout=10)
+        reply.raise_for_status()
+        content: dict[str, Any] = reply.json()
+        return content
+
+    def run(self) -> None:
+        joined = {"status": "wait"}
+        announced = dict(desired_name="dice", weight=1.0, max_token_length=64, group_size=4, steps_per_eval=2, eval_at_start=True)
+        while joined["status"] != "success":
+            time.sleep(0.02)
+            joined = self.post("/register-env", **announced)
+        me: dict[str, Any] = {"env_id": joined["env_id"]}
+        while not self.policies or self.policies[-1] < STEPS:
+            version = self.post("/status-env", **me)["policy_version"]
+            if self.policies[-1:] == [version]:
+                time.sleep(0.02)
+                continue
+            self.policies.append(version)
+            if version % 2 == 0:
+                time.sleep(0.2)  # an evaluation takes a while
+                self.post("/evaluation", **me, policy_version=version, accuracy=version / 10, metrics={})
+            if version < STEPS:
+                group = item([1.0, 0.0, 0.5, 0.0], seed=version, policy_versions=[[version, version]] * 4)
+                self.post("/scored_data", **{key: value for key, value in group.items() if value is not None} | me)
+        self.post("/disconnect-env", **me)
+
+
+def test_steps_policies_and_evaluations_stay_in_line(tmp_path: Path) -> None:
+    with real_api() as url:
+        environment = Environment(url)
+        environment.start()
+        config = TrainerConfig.model_validate(
+            dict(
+                model_name=model_folder(tmp_path / "model"),
+                atropos_url=url,
+                training_steps=STEPS,
+                batch_size=4,
+                gradient_accumulation_steps=1,
+                save_path=tmp_path / "checkpoints",
+                log_dir=tmp_path / "logs",
+                checkpoint_interval=0,
+                fetch_timeout=30,
+                eval_deadline=30,
+            )
+        )
+        grpo.run(config, RecordingBridge())
+        environment.join(10)
+        assert not environment.is_alive()
+
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert environment.policies == [0, 1, 2, 3, 4]
+    assert [(row["policy_version"], row["accuracy"]) for row in rows] == [(1, None), (2, 0.2), (3, None), (4, 0.4)]
+    assert all(row["staleness_mean"] == 0 and row["loss"] is not None for row in rows)
