@@ -1,0 +1,65 @@
+"""Requests as clients of the batching API send them."""
+
+from typing import Any
+
+from fastapi.testclient import TestClient
+
+ITEM_KEYS = [
+    "tokens",
+    "masks",
+    "scores",
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "overrides",
+    "group_overrides",
+    "images",
+    "env_id",
+    "distill_token_ids",
+    "distill_logprobs",
+]
+
+
+def registration(batch_size: Any = 8, **other: Any) -> dict[str, Any]:
+    return {
+        "wandb_group": "group",
+        "wandb_project": "project",
+        "batch_size": batch_size,
+        "max_token_len": 512,
+        "checkpoint_dir": "checkpoints",
+        "save_checkpoint_interval": 10,
+        "starting_step": 0,
+        "num_steps": 100,
+        **other,
+    }
+
+
+def environment(group_size: int = 4, **other: Any) -> dict[str, Any]:
+    return {"max_token_length": 512, "desired_name": "math", "weight": 1.0, "group_size": group_size, **other}
+
+
+def group(sequences: int = 4, mark: int = 0, **other: Any) -> dict[str, Any]:
+    """A group whose first token is `mark`."""
+    tokens = [[mark, index] for index in range(sequences)]
+    return {"tokens": tokens, "masks": [[-100, index] for index in range(sequences)], "scores": [0.5] * sequences, **other}
+
+
+def register(client: TestClient, batch_size: int = 8, **other: Any) -> None:
+    """Register a trainer and poll once, so that environments may join."""
+    assert client.post("/register", json=registration(batch_size, **other)).status_code == 200
+    assert client.get("/batch").status_code == 200
+
+
+def register_env(client: TestClient, group_size: int = 4, **other: Any) -> int:
+    reply = client.post("/register-env", json=environment(group_size, **other)).json()
+    assert reply["status"] == "success"
+    env_id: int = reply["env_id"]
+    return env_id
+
+
+def marks(client: TestClient) -> list[int] | None:
+    """The first tokens of the groups of the next batch."""
+    batch = client.get("/batch").json()["batch"]
+    return None if batch is None else [item["tokens"][0][0] for item in batch]
