@@ -1,0 +1,175 @@
+"""What environment tests stand on: the real batching API on a free port, a trainer that only counts, and a small environment."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import uvicorn
+
+from atroposlib.api.server import create_app
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+
+
+class Api:
+    """The real batching API on loopback; `stop` and `start` restart it without its memory, on the same port."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        config = uvicorn.Config(create_app(), host="127.0.0.1", port=self.port, log_level="warning", log_config=None, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]  # signals are the test's
+        self._task = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        assert self._server is not None and self._task is not None
+        self._server.should_exit = self._server.force_exit = True
+        await self._task
+
+
+@contextlib.asynccontextmanager
+async def running_api() -> AsyncIterator[Api]:
+    api = Api()
+    await api.start()
+    try:
+        yield api
+    finally:
+        await api.stop()
+
+
+class Trainer:
+    """Registers, fetches batches, reports steps as the real trainer does; the policy version is the number of steps."""
+
+    def __init__(self, url: str, batch_size: int = 8, num_steps: int = 3, starting_step: int = 0, project: str = "") -> None:
+        self.url = url
+        self.step = starting_step
+        self.registration = {
+            "wandb_group": "g",
+            "wandb_project": project,
+            "batch_size": batch_size,
+            "max_token_len": 512,
+            "checkpoint_dir": "",
+            "save_checkpoint_interval": 0,
+            "starting_step": starting_step,
+            "num_steps": num_steps,
+        }
+        self.batches: list[list[dict[str, Any]]] = []
+        self.accuracies: dict[int, float | None] = {}
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        async with aiohttp.ClientSession() as session, session.request(method, self.url + path, json=body) as reply:
+            assert reply.status == 200, await reply.text()
+            return await reply.json()
+
+    async def register(self) -> None:
+        await self.call("POST", "/register", self.registration | {"starting_step": self.step})
+        await self.report()
+        await self.call("GET", "/batch")
+
+    async def joined(self, env_id: int = 0) -> None:
+        """Return when an environment of that id has registered."""
+        async with aiohttp.ClientSession() as session:
+            while (await session.get(f"{self.url}/status-env?env_id={env_id}")).status != 200:
+                await asyncio.sleep(0.02)
+
+    async def report(self) -> None:
+        await self.call("POST", "/trainer-step", {"step": self.step, "policy_version": self.step})
+
+    async def fetch(self) -> list[dict[str, Any]]:
+        while True:
+            batch = (await self.call("GET", "/batch"))["batch"]
+            if batch:
+                self.batches.append(batch)
+                return batch
+            await asyncio.sleep(0.02)
+
+    async def evaluation(self, version: int) -> None:
+        while True:
+            reply = await self.call("GET", f"/evaluations?policy_version={version}")
+            if not reply["pending"]:
+                self.accuracies[version] = next((result["accuracy"] for result in reply["results"]), None)
+                return
+            await asyncio.sleep(0.02)
+
+    async def train(self, steps: int, on_step: Callable[[int], Awaitable[None] | None] = lambda step: None) -> None:
+        """`steps` steps; `on_step` is called between a step's batch and its report."""
+        for _ in range(steps):
+            await self.fetch()
+            result = on_step(self.step)
+            if result is not None:
+                await result
+            self.step += 1
+            await self.report()
+            await self.evaluation(self.step)
+
+
+class CountingEnv(BaseEnv):
+    """Asks for the next number; the score of a sample is its place in the group, so that scores differ."""
+
+    name = "counting"
+
+    def __init__(self, config: BaseEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.taken = 0
+        self.evaluated: list[int] = []
+        self.samples = 0
+
+    async def setup(self) -> None:
+        """Nothing to load."""
+
+    async def get_next_item(self) -> int:
+        self.taken += 1
+        return self.taken
+
+    async def collect_trajectory(self, item: int) -> tuple[ScoredDataItem | None, list[Any]]:
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            await managed.chat_completion(messages=[{"role": "user", "content": str(item)}], max_tokens=8)
+            node = managed.get_state()["nodes"][0]
+        self.samples += 1
+        sample = ScoredDataItem(
+            tokens=node.tokens,
+            masks=node.masked_tokens,
+            scores=float(self.samples),
+            inference_logprobs=node.logprobs,
+            policy_versions=node.metadata["policy_versions"],
+            generation_params={"temperature": 1.0},
+        )
+        return sample, []
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self.evaluated.append(self.policy_version)
+        return {"accuracy": 0.5, "correct": 1, "total": 2, "temperature": 0.0}
+
+
+def config(folder: Path, api_url: str, **fields: Any) -> BaseEnvConfig:
+    """A configuration that waits for nothing long."""
+    defaults = {
+        "group_size": 4,
+        "tokenizer_name": str(save_tiny_tokenizer(folder / "tokenizer")),
+        "rollout_server_url": api_url,
+        "startup_timeout": 20,
+        "use_wandb": False,
+        "max_batches_offpolicy": 1,
+        "steps_per_eval": 2,
+    }
+    return BaseEnvConfig(**defaults | fields)
+
+
+def server_config(server: FakeInferenceServer) -> list[APIServerConfig]:
+    """The client's side of `server`."""
+    return [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)]

@@ -1,0 +1,326 @@
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.errors import GroupTooLargeError, PeerError
+from atroposlib.envs.serve import serve
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    async with running_api() as api:
+        yield api
+
+
+@pytest.fixture
+async def inference() -> AsyncIterator[FakeInferenceServer]:
+    async with FakeInferenceServer() as server:
+        yield server
+
+
+def build(folder: Path, api: Api, inference: FakeInferenceServer, cls: type[CountingEnv] = CountingEnv, **fields: Any) -> CountingEnv:
+    return cls(config(folder, api.url, **fields), server_config(inference))
+
+
+async def test_run_from_registration_to_the_last_evaluation(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    files = {"evaluations_path": str(tmp_path / "e.jsonl"), "metrics_path": str(tmp_path / "m.jsonl"), "eval_at_start": True}
+    env = build(tmp_path, api, inference, data_path_to_save_groups=str(tmp_path / "s.jsonl"), **files)
+    trainer = Trainer(api.url, num_steps=3)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.joined()
+    await trainer.evaluation(0)
+    await trainer.train(3)
+    await asyncio.wait_for(serving, 10)
+
+    assert trainer.accuracies == {0: 0.5, 1: None, 2: 0.5, 3: 0.5}  # every second one, and the last
+    evaluations = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
+    assert [(row["policy_version"], row["accuracy"]) for row in evaluations] == [(0, 0.5), (2, 0.5), (3, 0.5)]
+    group = trainer.batches[0][0]
+    assert group["policy_versions"] == [[0, 0]] * 4 and group["generation_params"] == {"temperature": 1.0}
+    for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        assert [m for m in mask if m != -100] == tokens[-len([m for m in mask if m != -100]) :]
+        assert all((logprob == 1.0) == (m == -100) for m, logprob in zip(mask, logprobs, strict=True))
+    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    assert saved[0]["tokens"] == group["tokens"] and saved[0]["texts"][0].endswith("ok<|im_end|>")
+    assert saved[0]["completion_tokens"] == [3] * 4
+    assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["counting_0_train/groups_accepted"] >= 6
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+async def test_groups_in_flight_and_queued_never_exceed_the_limit(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, limit: int
+) -> None:
+    inference.delay_s = 0.05
+    env = build(tmp_path, api, inference, max_batches_offpolicy=limit, max_num_workers=64)
+    trainer = Trainer(api.url, batch_size=16, num_steps=10)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await asyncio.sleep(1.0)
+    status = await trainer.call("GET", "/status")
+    assert status["queue_size"] == limit * 16 // 4
+    assert env.taken == limit * 16 // 4
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_on_policy_samples_come_from_the_policy_they_train(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    env = build(tmp_path, api, inference, max_batches_offpolicy=0)
+    trainer = Trainer(api.url, num_steps=4)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+
+    async def train_slowly(step: int) -> None:
+        await asyncio.sleep(0.3)
+        inference.policy_version = step + 1
+
+    await trainer.train(4, train_slowly)
+    await asyncio.wait_for(serving, 10)
+    seen = [{tuple(span) for item in batch for span in item["policy_versions"]} for batch in trainer.batches]
+    assert seen == [{(version, version)} for version in range(4)]
+
+
+async def test_nothing_is_sampled_while_an_evaluation_runs(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    class SlowEvaluation(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+            before = self.taken
+            await asyncio.sleep(0.5)
+            assert self.taken == before
+            return {"accuracy": 0.25}
+
+    env = build(tmp_path, api, inference, SlowEvaluation, eval_at_start=True)
+    trainer = Trainer(api.url, num_steps=2)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await trainer.evaluation(0)
+    await asyncio.wait_for(serving, 10)
+    assert trainer.accuracies == {0: 0.25, 1: None, 2: 0.25}
+    assert env.counts["evaluations_failed"] == 0
+
+
+async def test_api_restart_loses_no_rollout_and_no_evaluation(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    env = build(tmp_path, api, inference)
+    trainer = Trainer(api.url, num_steps=4)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    inference.delay_s = 0.5  # samples end while the API is away
+    await trainer.train(2)
+    await asyncio.sleep(0.2)
+    await api.stop()
+    await asyncio.sleep(1.5)
+    done = env.samples
+    await api.start()
+    await trainer.register()
+    assert done >= 4
+    await trainer.joined()
+    await trainer.evaluation(2)
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 20)
+    assert trainer.accuracies[2] == trainer.accuracies[4] == 0.5
+    assert env.evaluated == [2, 4]
+    assert "Waiting for its status from " + api.url in caplog.text and "registering again" in caplog.text
+
+
+async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_ones_go_on(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Flaky(CountingEnv):
+        async def collect_trajectory(self, item: int) -> Any:
+            if item == 1:
+                raise ZeroDivisionError("the first item is bad")
+            return await super().collect_trajectory(item)
+
+    env = build(tmp_path, api, inference, Flaky)
+    trainer = Trainer(api.url, num_steps=1)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(1)
+    await asyncio.wait_for(serving, 10)
+    assert env.counts["items_failed"] == 1
+    assert "the first item is bad" in caplog.text and "raise ZeroDivisionError" in caplog.text and "dropped the item 1" in caplog.text
+
+
+async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    class Stuck(CountingEnv):
+        async def collect_trajectory(self, item: int) -> Any:
+            if item == 1:
+                await asyncio.sleep(60)
+            return await super().collect_trajectory(item)
+
+    env = build(tmp_path, api, inference, Stuck, worker_timeout=0.5)
+    trainer = Trainer(api.url, num_steps=2)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 10)
+    assert env.counts["items_timed_out"] == 1
+
+
+async def test_backlog_goes_before_new_items(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    class Branching(CountingEnv):
+        handled: list[int] = []
+
+        async def collect_trajectories(self, item: int) -> Any:
+            self.handled.append(item)
+            group, _ = await super().collect_trajectories(item)
+            return group, [item + 1000] if item < 1000 else []
+
+    env = build(tmp_path, api, inference, Branching, max_num_workers=1)
+    trainer = Trainer(api.url, num_steps=1)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(1)
+    await asyncio.wait_for(serving, 10)
+    assert Branching.handled[:2] == [1, 1001]
+
+
+async def test_environment_that_cannot_reach_the_api_names_it_and_the_deadline(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    env = build(tmp_path, api, inference, startup_timeout=1)
+    await api.stop()
+    with pytest.raises(PeerError, match=rf"{api.url} within 1 s .*; start it with `python -m atroposlib.cli.run_api`"):
+        await serve(env)
+    assert f"from {api.url}, 0 s of at most 1 s so far" in caplog.text
+    await api.start()
+
+
+async def test_environment_waits_for_the_trainer(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    env = build(tmp_path, api, inference, startup_timeout=1)
+    with pytest.raises(PeerError, match="no trainer has registered and asked for a batch"):
+        await serve(env)
+
+
+async def test_group_that_exceeds_the_batch_is_refused(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    env = build(tmp_path, api, inference, group_size=16)
+    serving = asyncio.create_task(serve(env))
+    await Trainer(api.url, batch_size=8).register()
+    with pytest.raises(GroupTooLargeError, match="group_size 16 is larger than the trainer's batch of 8"):
+        await asyncio.wait_for(serving, 10)
+
+
+async def test_cancelled_environment_disconnects_within_seconds(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    inference.delay_s = 30
+    env = build(tmp_path, api, inference)
+    trainer = Trainer(api.url, num_steps=2)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    while inference.in_flight == 0:
+        await asyncio.sleep(0.02)
+    assert (await trainer.call("GET", "/evaluations?policy_version=2"))["pending"] == ["counting_0"]
+    serving.cancel()
+    await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 5)
+    assert (await trainer.call("GET", "/evaluations?policy_version=2"))["pending"] == []
+    assert env.workers == set()
+
+
+async def test_finished_run_is_not_taken_for_a_new_one(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.envs.serve.REJOIN_S", 0.2)
+    finished = Trainer(api.url, num_steps=3, starting_step=3)
+    await finished.register()
+    env = build(tmp_path, api, inference)
+    serving = asyncio.create_task(serve(env))
+    await finished.joined()
+    await finished.evaluation(3)
+    await asyncio.sleep(0.5)
+    assert not serving.done()
+    trainer = Trainer(api.url, num_steps=5, starting_step=3)
+    await trainer.register()
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 10)
+    assert trainer.accuracies[5] == 0.5
+
+
+async def test_new_trainer_during_a_run_is_followed(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    env = build(tmp_path, api, inference)
+    first = Trainer(api.url, num_steps=10)
+    serving = asyncio.create_task(serve(env))
+    await first.register()
+    await first.train(3)
+    second = Trainer(api.url, num_steps=2)
+    await second.register()
+    await second.train(2)
+    await asyncio.wait_for(serving, 10)
+    assert second.accuracies[2] == 0.5
+
+
+async def test_failed_evaluation_is_reported_without_accuracy(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("cannot evaluate")
+
+    monkeypatch.setattr("atroposlib.envs.serve.EVALUATION_PAUSE_S", 0.0)
+    env = build(tmp_path, api, inference, Broken)
+    trainer = Trainer(api.url, num_steps=2)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 10)
+    assert trainer.accuracies[2] is None and env.counts["evaluations_failed"] == 3
+
+
+async def test_ancestor_style_evaluation_reports_what_it_logged(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+    class Ancestral(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await self.evaluate_log({"eval/percent_correct": 0.75}, samples=[{"q": 1}], start_time=1.0, end_time=3.0)
+
+    env = build(tmp_path, api, inference, Ancestral, data_dir_to_save_evals=str(tmp_path / "evals"))
+    trainer = Trainer(api.url, num_steps=1)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(1)
+    await asyncio.wait_for(serving, 10)
+    assert trainer.accuracies == {1: 0.75}
+    written = json.loads((tmp_path / "evals/metrics.json").read_text())
+    assert written["results"]["all"] == written["results"]["atropos|counting_eval|0"] == {"eval/percent_correct": 0.75}
+    assert written["config_general"]["total_evaluation_time_seconds"] == 2.0
+    assert (tmp_path / "evals/samples.jsonl").read_text() == '{"q":1}\n'
+    assert len((tmp_path / "evals/evaluations.jsonl").read_text().splitlines()) == 1
+
+
+async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
+    class Remembering(CountingEnv):
+        def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+            super().save_checkpoint(step, {"taken": self.taken})
+
+    trainer = Trainer(api.url, num_steps=2)
+    trainer.registration |= {"checkpoint_dir": str(tmp_path / "run"), "save_checkpoint_interval": 2}
+    env: BaseEnv = build(tmp_path, api, inference, Remembering)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 10)
+    path = tmp_path / "run/env_checkpoints/counting_0/step-2.json"
+    taken = json.loads(path.read_text())["taken"]
+    assert taken >= 4
+
+    await api.stop()
+    await api.start()
+    trainer.registration["num_steps"] = 3
+    resumed = build(tmp_path, api, inference, Remembering)
+    serving = asyncio.create_task(serve(resumed))
+    await trainer.register()
+    await trainer.train(1)
+    await asyncio.wait_for(serving, 10)
+    assert resumed.taken > taken
