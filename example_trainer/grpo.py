@@ -47,6 +47,7 @@ log = get_logger(__name__)
 def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
     """Train to `config.training_steps`. `bridge` replaces the configured one. Raises TrainerError, of which BridgeError is one."""
     device = prepare_torch(config)
+    bridge = bridge or make_bridge(config)
     checkpoint = find_checkpoint(config.resume, config.save_path)
     remove_leftovers(config.save_path)
     source = str(checkpoint) if checkpoint else config.model_name
@@ -62,7 +63,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         tokenizer = load_tokenizer(source)
         reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
 
-        bridge = resources.enter_context(contextlib.closing(bridge or make_bridge(config)))
+        resources.enter_context(contextlib.closing(bridge))
         bridge.connect(model)
         optimizer = make_optimizer(model.parameters(), config)
         progress = restore(checkpoint, optimizer) if checkpoint else Progress()
@@ -77,7 +78,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         api.register(starting_step=progress.step)
         api.report_step(progress.step, progress.policy_version)
 
-        for step in range(progress.step + 1, config.training_steps + 1):
+        first = progress.step + 1
+        for step in range(first, config.training_steps + 1):
             start = time.monotonic()
             items = api.fetch_batch(config.fetch_timeout)
             fetched = time.monotonic()
@@ -90,7 +92,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
             progress = Progress(step, progress.policy_version + 1, progress.updates + (outcome is not None))
             sync = bridge.sync(progress.policy_version)
-            if step == 1:
+            if step == first:
                 check_parity(bridge, config)
             api.report_step(step, progress.policy_version)
             synced = time.monotonic()

@@ -23,6 +23,7 @@ from example_trainer.metrics import ROW_KEYS
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 
 REPOSITORY = Path(__file__).parents[3]
+BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
 
 
 def feed(step: int) -> list[dict[str, Any]]:
@@ -309,7 +310,7 @@ def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys
 def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    code = grpo.main(["--model", "m", "--save-path", str(tmp_path), "--resume", "latest"])
+    code = grpo.main(["--model", "m", *BROADCAST, "--save-path", str(tmp_path), "--resume", "latest"])
     root.handlers[:] = handlers
     assert code == 1
     assert capsys.readouterr().err == (
@@ -321,3 +322,8 @@ def test_a_resumed_run_takes_a_changed_learning_rate(model: str, tmp_path: Path)
     train(model, tmp_path, training_steps=1, checkpoint_interval=1, lr=1e-2, warmup_steps=0)
     train(model, tmp_path, first_step=1, training_steps=2, resume="latest", lr=3e-3, warmup_steps=0)
     assert [row["lr"] for row in rows(tmp_path)] == [1e-2, 3e-3]
+
+
+def test_a_bridge_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(TrainerError, match="--weight-bridge-mode none is not available; choose: --weight-bridge-mode shared_vllm"):
+        grpo.run(config("no/such/model", tmp_path, "http://127.0.0.1:1"))
