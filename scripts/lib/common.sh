@@ -43,3 +43,8 @@ positive_integer() { [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || usage_error "$1 expects a 
 gpu_count() {
   if command -v nvidia-smi >/dev/null; then timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; else echo 0; fi
 }
+
+# port_number FLAG VALUE: ends unless VALUE is a TCP port.
+port_number() {
+  if ! [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then usage_error "$1 expects a port from 1 to 65535, got '$2'"; fi
+}
