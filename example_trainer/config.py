@@ -90,8 +90,11 @@ class TrainerConfig(Config):
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
     bridge_lease_s: float = Field(30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge")
     bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
-    parity_tolerance: float = Field(
-        0.05, gt=0, description="largest difference allowed between vLLM's and the trainer's log-probabilities after the first syncs"
+    parity_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="largest difference allowed between vLLM's and the trainer's log-probabilities after the first syncs, in nats; "
+        "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16",
     )
 
     # --- checkpoints, metrics ----------------------------------------------------------------------------------------

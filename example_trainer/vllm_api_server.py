@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
 
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
-distribution that was really sampled from), the bridge's worker class, and on CPUs float32, eager mode and a KV block of 32 tokens.
+distribution that was really sampled from), the bridge's worker class, and on CPUs float32, eager mode, a KV block of 32 tokens and a
+modest KV cache.
 The only module outside vllm_patching/ that imports vLLM.
 """
 
@@ -14,6 +15,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
@@ -60,7 +63,18 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
     if cpu and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
+    if cpu and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib())
+        print(
+            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} GiB, an eighth of the free memory",
+            file=sys.stderr,
+        )
     return [*argv, *chosen]
+
+
+def _kv_cache_gib() -> int:
+    """An eighth of the free memory, 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives there too."""
+    return min(8, max(1, psutil.virtual_memory().available >> 33))
 
 
 def _check_model(model: str) -> None:

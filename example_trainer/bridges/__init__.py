@@ -32,6 +32,8 @@ class SyncReport:
 class WeightBridge(Protocol):
     """One way to hand weights over. Every method raises BridgeError with the value, the limit and the remedy."""
 
+    served_dtype: str  # in which vLLM computes, e.g. "bfloat16"; known once connected
+
     def connect(self, model: PreTrainedModel) -> None:
         """Agree with vLLM on every parameter and re-point the model's parameters into the bridge's buffer."""
 

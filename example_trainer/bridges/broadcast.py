@@ -46,6 +46,7 @@ class BroadcastBridge:
         status = self._vllm.wait_until_ready(self._config.vllm_start_timeout)
         self._workers = int(status["tp_size"])
         self._manifest = Manifest.from_json(self._vllm.manifest())
+        self.served_dtype = self._manifest.tensors[0].dtype
         self._model = model
         parameters = dict(model.named_parameters())
         try:

@@ -62,6 +62,8 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
 class RecordingBridge:
     """A bridge without a peer: binds parameters to one flat buffer as the real ones do, and notes what it was asked."""
 
+    served_dtype = "float32"
+
     def __init__(self, parity: float = 0.0, fail_at: int | None = None) -> None:
         self.versions: list[int] = []
         self.probes = 0
