@@ -88,7 +88,9 @@ class TrainerConfig(Config):
         json_schema_extra={"env": "NUM_INFERENCE_NODES"},
     )
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
-    bridge_lease_s: float = Field(30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge")
+    bridge_lease_s: float = Field(
+        30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge"
+    )
     bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
     parity_tolerance: float | None = Field(
         None,
