@@ -79,8 +79,9 @@ choose_port() {
   echo "$port"
 }
 
-# What differs between the small model's built-in task, which fits two cores, and any other model or problem set.
+# choose_settings: flags that differ between the built-in task, which two cores can do, and any other, and which GPU is whose.
 choose_settings() {
+  vllm_gpu=() trainer_gpu=()
   vllm_flags=(--model "$model" --host 127.0.0.1 --port "$vllm_port" --seed "$seed")
   env_flags=(--env.group_size 8 --env.max_batches_offpolicy 1 --env.steps_per_eval 5)
   trainer_flags=(--batch-size 8 --gradient-accumulation-steps 8 --adam-betas "0.9,0.95")
@@ -99,12 +100,13 @@ choose_settings() {
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
   else
     vllm_flags+=(--dtype bfloat16 --max-num-seqs 256)
-    if ((gpus == 1)); then vllm_flags+=(--gpu-memory-utilization 0.4); fi # the trainer shares the GPU
+    if ((gpus == 1)); then
+      vllm_flags+=(--gpu-memory-utilization 0.4) # the trainer shares the GPU
+    else
+      vllm_gpu=(env CUDA_VISIBLE_DEVICES=0) trainer_gpu=(env CUDA_VISIBLE_DEVICES=1)
+    fi
   fi
 }
-
-# on_gpu INDEX: words that put before a command give it that GPU; none without GPUs, and the only one where there is one.
-on_gpu() { if ((gpus > 1)); then echo "env CUDA_VISIBLE_DEVICES=$1"; fi; }
 
 # keep_configs: each program's resolved configuration beside its logs. A wrong one ends the run here.
 keep_configs() {
@@ -113,15 +115,6 @@ keep_configs() {
     "${trainer_flags[@]}" --dry-run >"$run_dir/trainer.yaml"
   "$python" environments/gsm8k_server.py serve "${env_flags[@]}" --dry-run >"$run_dir/env.yaml"
   printf -- '- "%s"\n' "${vllm_flags[@]}" >"$run_dir/vllm.yaml"
-}
-
-end_run() {
-  local status=$?
-  trap '' INT TERM
-  trap - EXIT
-  stop_services
-  if ((status == 130)); then say "Interrupted; what there is so far is in $run_dir"; fi
-  exit "$status"
 }
 
 main() {
@@ -136,11 +129,7 @@ main() {
   if [[ -z $model ]]; then model=$("$python" -m example_trainer.quickstart_model); fi
   if [[ $model == /* && ( -n $dataset_path || $dataset == arithmetic ) ]]; then export HF_HUB_OFFLINE=1; fi
 
-  trap end_run EXIT
-  trap 'exit 130' INT
-  trap 'exit 143' TERM
-  use_run "$root/runs/$run_name"
-  record_launcher
+  own_run "$root/runs/$run_name"
   choose_settings
   local api=http://127.0.0.1:$api_port vllm=http://127.0.0.1:$vllm_port
   api_flags=(--port "$api_port")
@@ -152,14 +141,12 @@ main() {
     --vllm-port "$vllm_port" --weight-bridge-mode shared_vllm --use-shared-memory --checkpoint-interval 0
     --save-path "$run_dir/checkpoints" --log-dir "$run_dir" --metrics-path "$run_dir/metrics.jsonl")
   say "Training $model for $steps steps on ${dataset_path:-$dataset}; everything goes to runs/$run_name/"
+  keep_configs
 
   start_service api "$run_dir/api.log" "$python" -u -m atroposlib.cli.run_api "${api_flags[@]}"
-  # shellcheck disable=SC2046  # words of a command
   start_service vllm "$run_dir/vllm.log" env VLLM_ENABLE_SHARED_WEIGHTS=1 VLLM_NO_USAGE_STATS=1 \
-    "VLLM_BRIDGE_CONFIG_PATH=$run_dir/vllm_bridge_config.json" $(on_gpu 0) "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
-  keep_configs
-  # shellcheck disable=SC2046
-  start_service trainer "$run_dir/trainer.log" $(on_gpu 1) "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
+    "VLLM_BRIDGE_CONFIG_PATH=$run_dir/vllm_bridge_config.json" "${vllm_gpu[@]}" "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
+  start_service trainer "$run_dir/trainer.log" "${trainer_gpu[@]}" "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
   start_service env "$run_dir/env.log" "$python" -u environments/gsm8k_server.py serve "${env_flags[@]}"
   await_http api "$api/health" 60
   await_http vllm "$vllm/health" 900

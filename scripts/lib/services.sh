@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Starts, awaits, watches and ends the services of a run. Sourced after common.sh by every launcher, by stop.sh and by status.sh.
 #
+#   own_run DIR                      for a launcher: use_run, and all services end with this shell
 #   use_run DIR                      the run's folder; records go to DIR/pids/
 #   start_service NAME LOG CMD...    starts CMD in a session of its own and writes DIR/pids/NAME
 #   await_http NAME URL SECONDS      until URL answers 200; ends early when the service died
@@ -76,8 +77,23 @@ write_record() {
 # record_url NAME URL: where the service's health is asked.
 record_url() { sed -i "s|^url=.*|url=$2|" "$run_dir/pids/$1"; }
 
-# record_launcher: so that stop.sh can end this shell first, which then ends its services.
-record_launcher() { write_record launcher $$ '' "$0"; }
+# own_run DIR: this shell is the run's launcher. Its end, Ctrl-C and TERM included, ends the services; stop.sh ends it first.
+own_run() {
+  use_run "$1"
+  write_record launcher $$ '' "$0"
+  trap end_run EXIT
+  trap 'exit 130' INT
+  trap 'exit 143' TERM
+}
+
+end_run() {
+  local status=$?
+  trap '' INT TERM
+  trap - EXIT
+  stop_services
+  if ((status == 130)); then say "Interrupted; what there is so far is in $run_dir"; fi
+  exit "$status"
+}
 
 # is_alive NAME: whether the very process that was recorded runs.
 is_alive() {
