@@ -189,15 +189,16 @@ install_gpu() {
 # check_imports: a missing system library shows here and not inside a service. It also leaves compiled bytecode of just what the services
 # import, which halves their start (hence -u: some machines forbid writing it).
 check_imports() {
-  local started=$SECONDS log=$work/logs/imports.log
-  local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core, vllm.v1.worker.cpu_model_runner"
-  [[ $mode == gpu ]] && server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
-  say "Importing what the services import, once (at most $install_deadline_s s, log ${log#"$root/"})"
-  begin "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$server"
-  await "importing vLLM" "$log" $!
-  begin "$log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c \
-    "import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft, transformers.models.llama.modeling_llama"
-  await "importing the trainer's and the environments' libraries" "$log" $!
+  local started=$SECONDS log=$work/logs/imports server_pid
+  local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
+  local others="import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft, transformers.models.llama.modeling_llama"
+  if [[ $mode == cpu ]]; then server+=", vllm.v1.worker.cpu_model_runner"; fi
+  say "Importing what the services import, once (at most $install_deadline_s s, logs ${log#"$root/"}-*.log)"
+  begin "$log-vllm.log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$server"
+  server_pid=$!
+  begin "$log-others.log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$others"
+  await "importing the trainer's and the environments' libraries" "$log-others.log" $!
+  await "importing vLLM" "$log-vllm.log" "$server_pid"
   say "    done after $((SECONDS - started)) s"
 }
 
