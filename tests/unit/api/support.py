@@ -1,9 +1,14 @@
 """Requests as clients of the batching API send them."""
 
+import subprocess
+import sys
+import time
 from typing import Any
 
+import requests
 from fastapi.testclient import TestClient
 
+DEADLINE_S = 30.0
 ITEM_KEYS = [
     "tokens",
     "masks",
@@ -63,3 +68,19 @@ def marks(client: TestClient) -> list[int] | None:
     """The first tokens of the groups of the next batch."""
     batch = client.get("/batch").json()["batch"]
     return None if batch is None else [item["tokens"][0][0] for item in batch]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "atroposlib.cli.run_api", *arguments]
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        assert process.poll() is None, process.communicate()
+        try:
+            requests.get(f"{url}/health", timeout=1)
+            return
+        except requests.ConnectionError:
+            time.sleep(0.05)
+    raise TimeoutError(url)

@@ -3,48 +3,12 @@
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 
 import pytest
 import requests
 
 from atroposlib.cli.run_api import AddressError, listen
-from tests.unit.api.support import group, registration
-
-DEADLINE_S = 30.0
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "atroposlib.cli.run_api", *arguments]
-
-
-def wait_until_healthy(url: str, process: subprocess.Popen[str]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while time.monotonic() < end:
-        assert process.poll() is None, process.communicate()
-        try:
-            requests.get(f"{url}/health", timeout=1)
-            return
-        except requests.ConnectionError:
-            time.sleep(0.05)
-    raise TimeoutError(url)
-
-
-@pytest.fixture
-def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A served API on a free port, and its URL from the first line of its log."""
-    served = subprocess.Popen(command("--port", "0"), stderr=subprocess.PIPE, text=True)
-    assert served.stderr is not None
-    line = served.stderr.readline()
-    url = line.split("listens on ")[1].strip()
-    try:
-        wait_until_healthy(url, served)
-        yield served, url
-    finally:
-        served.kill()
-        served.communicate()
+from tests.unit.api.support import DEADLINE_S, command, group, registration
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
