@@ -80,7 +80,7 @@ def our_arm(work: Path, threads: int) -> None:
     from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)
-    config = TrainerConfig(model_name=str(work / "model"), lr=LR, clip_eps=CLIP)
+    config = TrainerConfig.model_validate({"model_name": str(work / "model"), "lr": LR, "clip_eps": CLIP})
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
     optimizer = make_optimizer(model.parameters(), config)
@@ -274,6 +274,13 @@ def prepare_model(model: str | None, work: Path) -> int:
     return vocabulary
 
 
+def cpu_name() -> str:
+    """The processor as the kernel calls it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, float]]]:
     """One warm-up round, then `steps` rounds, each arm in turn."""
     for _ in range(steps + 1):
@@ -307,9 +314,8 @@ def compare(name: str, settings: dict[str, Any], work: Path, options: argparse.N
             raise SystemExit(f"{name}: {figure} differs, the arms do not do the same work")
     for arm in arms:
         times = seconds[arm.name]
-        print(
-            f"  {arm.name}: steps {' '.join(f'{value:.2f}' for value in times)} s; median {statistics.median(times):.2f}, fastest {min(times):.2f}"
-        )
+        each = " ".join(f"{value:.2f}" for value in times)
+        print(f"  {arm.name}: steps {each} s; median {statistics.median(times):.2f}, fastest {min(times):.2f}")
     medians = [tokens / statistics.median(seconds[arm.name]) for arm in arms]
     return medians[0], medians[1], min(seconds[name]) / min(seconds["ours"])
 
@@ -359,18 +365,15 @@ def main() -> None:
             check=True,
         )
         tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
-        print(
-            f"{platform.processor() or platform.machine()}, {options.threads} threads; {options.groups * options.group_size} sequences, {tokens} tokens"
-        )
+        sequences = options.groups * options.group_size
+        print(f"{cpu_name()}, {options.threads} threads; {sequences} sequences, {tokens} tokens", flush=True)
         for name, setting in settings.items():
             if options.only and options.only not in name:
                 continue
             print(f"{name}:", flush=True)
             ours, theirs, fastest = compare(name, setting, work, options, tokens)
-            print(
-                f"  ours {ours:.0f} tokens/s, TRL {theirs:.0f} tokens/s: {ours / theirs:.2f} x by medians, {fastest:.2f} x by fastest steps",
-                flush=True,
-            )
+            ratios = f"{ours / theirs:.2f} x by medians, {fastest:.2f} x by fastest steps"
+            print(f"  ours {ours:.0f} tokens/s, TRL {theirs:.0f} tokens/s: {ratios}", flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ class Trainer:
             "starting_step": starting_step,
             "num_steps": num_steps,
         }
+        self._first: list[dict[str, Any]] | None = None  # a batch that registering found waiting
         self.batches: list[list[dict[str, Any]]] = []
         self.accuracies: dict[int, float | None] = {}
 
@@ -79,7 +80,7 @@ class Trainer:
     async def register(self) -> None:
         await self.call("POST", "/register", self.registration | {"starting_step": self.step})
         await self.report()
-        await self.call("GET", "/batch")
+        self._first = (await self.call("GET", "/batch"))["batch"]
 
     async def joined(self, env_id: int = 0) -> None:
         """Return when an environment of that id has registered."""
@@ -92,7 +93,7 @@ class Trainer:
 
     async def fetch(self) -> list[dict[str, Any]]:
         while True:
-            batch = (await self.call("GET", "/batch"))["batch"]
+            batch, self._first = self._first or (await self.call("GET", "/batch"))["batch"], None
             if batch:
                 self.batches.append(batch)
                 return batch
