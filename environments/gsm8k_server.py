@@ -158,9 +158,7 @@ class GSM8kEnv(BaseEnv):
             return None, []
         return self.group(item, texts, nodes, outcomes), []
 
-    def group(
-        self, problem: Problem, texts: Sequence[str], nodes: Sequence[SequenceNode], outcomes: Sequence[Outcome]
-    ) -> ScoredDataGroup:
+    def group(self, problem: Problem, texts: Sequence[str], nodes: Sequence[SequenceNode], outcomes: Sequence[Outcome]) -> ScoredDataGroup:
         """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
         versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
         return ScoredDataGroup(

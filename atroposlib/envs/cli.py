@@ -151,13 +151,12 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     tree_cls = _tree_class(type(env_config), server_cls, several)
     defaults = {"env": _given(env_config) | command_defaults(command, env_cls), "openai": _server_defaults(servers, several)}
     tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
-    tree.env = _as(type(env_config), tree.env)
     if isinstance(tree.openai, list):
-        tree.openai = [_as(APIServerConfig, server) for server in tree.openai]
+        resolved: Servers = [_as(APIServerConfig, server) for server in tree.openai]
     else:
         server = _as(server_cls, tree.openai)
-        tree.openai = [server] if isinstance(server, APIServerConfig) and not tree.slurm else server
-    return tree
+        resolved = [server] if isinstance(server, APIServerConfig) and not tree.slurm else server
+    return EnvTree(**dict(tree) | {"env": _as(type(env_config), tree.env), "openai": resolved})
 
 
 def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:

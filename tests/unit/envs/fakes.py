@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +152,14 @@ class CountingEnv(BaseEnv):
         )
         return sample, []
 
-    async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, float] | None:
         self.evaluated.append(self.policy_version)
         return {"accuracy": 0.5, "correct": 1, "total": 2, "temperature": 0.0}
 
 
 def config(folder: Path, api_url: str, **fields: Any) -> BaseEnvConfig:
     """A configuration that waits for nothing long."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "group_size": 4,
         "tokenizer_name": str(save_tiny_tokenizer(folder / "tokenizer")),
         "rollout_server_url": api_url,

@@ -33,7 +33,11 @@ def build(folder: Path, api: Api, inference: FakeInferenceServer, cls: type[Coun
 
 
 async def test_run_from_registration_to_the_last_evaluation(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
-    files = {"evaluations_path": str(tmp_path / "e.jsonl"), "metrics_path": str(tmp_path / "m.jsonl"), "eval_at_start": True}
+    files: dict[str, Any] = {
+        "evaluations_path": str(tmp_path / "e.jsonl"),
+        "metrics_path": str(tmp_path / "m.jsonl"),
+        "eval_at_start": True,
+    }
     env = build(tmp_path, api, inference, data_path_to_save_groups=str(tmp_path / "s.jsonl"), **files)
     trainer = Trainer(api.url, num_steps=3)
     serving = asyncio.create_task(serve(env))

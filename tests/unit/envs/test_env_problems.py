@@ -1,0 +1,104 @@
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.problems import Problem, ProblemStream, arithmetic_problems, hub_problem_set, read_problem_set, read_problems
+
+
+def write(path: Path, count: int) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(
+        "".join(json.dumps({"question": f"q{n} of {path.stem}", "answer": f"because\n#### {n},000"}) + "\n" for n in range(count))
+    )
+    return path
+
+
+def test_arithmetic_set_is_the_145_questions_with_their_results() -> None:
+    problems = arithmetic_problems(64)
+    assert (len(problems.train), len(problems.held_out)) == (81, 64)
+    everything = problems.train + problems.held_out
+    assert len({problem.question for problem in everything}) == 145
+    for problem in everything:
+        found = re.fullmatch(r"What is ([1-9]) ([+*]) ([1-9])\?", problem.question)
+        assert found is not None
+        a, b = int(found[1]), int(found[3])
+        assert problem.result == str(a + b if found[2] == "+" else a * b)
+        assert found[2] == "+" or min(a, b) >= 2
+
+
+def test_arithmetic_split_is_the_same_in_every_run() -> None:
+    assert arithmetic_problems(64) == arithmetic_problems(64)
+    assert [problem.question for problem in arithmetic_problems(64).held_out[:3]] == ["What is 4 * 3?", "What is 5 * 4?", "What is 2 + 2?"]
+
+
+def test_result_is_what_follows_the_mark_without_separators() -> None:
+    assert Problem("q", "1 #### not this\n#### 12,345 ").result == "12345"
+
+
+def test_one_file_is_split_and_the_parts_are_disjoint(tmp_path: Path) -> None:
+    problems = read_problem_set(write(tmp_path / "p.jsonl", 10), None, 3, seed=1)
+    assert len(problems.train) == 7 and len(problems.held_out) == 3
+    assert not set(problems.train) & set(problems.held_out)
+
+
+def test_folder_has_its_own_test_file(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", 10)
+    write(tmp_path / "test.jsonl", 5)
+    problems = read_problem_set(tmp_path, None, 3, seed=1)
+    assert len(problems.train) == 10 and len(problems.held_out) == 3
+    assert all("of test" in problem.question for problem in problems.held_out)
+    assert len(read_problem_set(tmp_path, None, 64, seed=1).held_out) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", r"p.jsonl:1 is not JSON"),
+        ('{"question": "q", "answer": "12"}', r"p.jsonl:1 is no problem: expected .*#### 12"),
+        ('{"question": "q", "answer": "#### 1"}\n[]', r"p.jsonl:2 is no problem"),
+        ("", r"holds no problems"),
+    ],
+)
+def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str, complaint: str) -> None:
+    (tmp_path / "p.jsonl").write_text(content)
+    with pytest.raises(DataError, match=complaint):
+        read_problems(tmp_path / "p.jsonl")
+
+
+def test_missing_file_and_too_many_held_out_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        read_problems(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="has 3 problems, of which heldout_size 64 leaves none"):
+        read_problem_set(write(tmp_path / "p.jsonl", 3), None, 64, 0)
+
+
+def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_its_order() -> None:
+    problems = arithmetic_problems(64).train
+    stream, again, other = ProblemStream(problems, 1), ProblemStream(problems, 1), ProblemStream(problems, 2)
+    taken = [stream.take() for _ in range(162)]
+    assert taken == [again.take() for _ in range(162)]
+    assert taken != [other.take() for _ in range(162)]
+    assert set(taken[:81]) == set(taken[81:]) == set(problems) and taken[:81] != taken[81:]
+
+
+async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
+    write(tmp_path / "set" / "train.jsonl", 4)
+    write(tmp_path / "set" / "test.jsonl", 2)
+    problems = await hub_problem_set(str(tmp_path / "set"), "default", 2, 0, deadline_s=60)
+    assert len(problems.train) == 4 and {problem.question for problem in problems.held_out} == {"q0 of test", "q1 of test"}
+
+
+async def test_hub_that_gives_nothing_is_reported_with_its_words(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the hub did not give \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"):
+        await hub_problem_set(str(tmp_path / "nowhere"), "default", 2, 0, deadline_s=60)
+
+
+async def test_slow_hub_is_given_up_at_its_deadline() -> None:
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"within 0 s \(--env.hub_timeout\)"):
+        await hub_problem_set("openai/gsm8k", "main", 2, 0, deadline_s=0.2)
+    assert time.monotonic() - start < 5

@@ -1,0 +1,130 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from atroposlib.envs.errors import RecordError
+from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, finite_numbers
+from atroposlib.envs.html_report import write_html
+from atroposlib.envs.metrics import Durations, JsonlSink, length_metrics, open_wandb
+from atroposlib.envs.records import JsonlWriter, append_line, crossed
+
+
+def test_existing_group_file_is_kept_and_the_next_gets_a_number(tmp_path: Path) -> None:
+    paths = []
+    for _ in range(3):
+        writer = JsonlWriter(tmp_path / "groups.jsonl")
+        writer.write({"scores": [1.0]})
+        writer.close()
+        paths.append(writer.path.name)
+    assert paths == ["groups.jsonl", "groups_1.jsonl", "groups_2.jsonl"]
+
+
+def test_full_disk_is_named_and_leaves_whole_lines() -> None:
+    class Full:
+        """A file with room for ten bytes."""
+
+        name = "groups.jsonl"
+
+        def __init__(self) -> None:
+            self.content = b""
+
+        def seek(self, offset: int, whence: int) -> int:
+            assert (offset, whence) == (0, os.SEEK_END)
+            return len(self.content)
+
+        def write(self, data: bytes) -> int:
+            room = 10 - len(self.content)
+            self.content += data[:room]
+            return min(room, len(data))
+
+        def truncate(self, size: int) -> None:
+            self.content = self.content[:size]
+
+    file = Full()
+    append_line(file, {"a": 1})  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match="cannot write 8 bytes to groups.jsonl: No space left on device; free space"):
+        append_line(file, {"b": 2})  # type: ignore[arg-type]
+    assert file.content == b'{"a":1}\n'
+
+
+@pytest.mark.parametrize(("old", "new", "multiple"), [(0, 4, None), (0, 5, 5), (4, 5, 5), (5, 6, None), (3, 17, 15), (5, 5, None)])
+def test_crossed_multiple(old: int, new: int, multiple: int | None) -> None:
+    assert crossed(old, new, 5) == multiple
+
+
+def test_interval_that_is_off_is_never_crossed() -> None:
+    assert crossed(0, 10, 0) is None and crossed(0, 10, -1) is None
+
+
+def test_html_escapes_what_models_say(tmp_path: Path) -> None:
+    group = {
+        "messages": [[{"role": "user", "content": "<script>alert(1)</script>"}], [{"role": "u", "content": [{"type": "image"}]}]],
+        "scores": [1.0, -1.0],
+    }
+    (tmp_path / "g.jsonl").write_text(json.dumps(group) + "\n")
+    write_html(tmp_path / "g.jsonl", tmp_path / "g.html")
+    page = (tmp_path / "g.html").read_text()
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    assert "Group 0: 2 samples, mean score 0.000" in page and "score -1" in page
+
+
+async def test_accuracy_is_read_where_environments_put_it() -> None:
+    async def evaluate() -> dict[str, object]:
+        return {"eval/percent_correct": 0.25, "note": "text", "nan": float("nan")}
+
+    evaluation = await evaluate_version(evaluate, policy_version=4, served_version=5)
+    assert evaluation.accuracy == 0.25 and evaluation.metrics == {"eval/percent_correct": 0.25}
+    assert evaluation.line().startswith("Held-out accuracy 25.0 % at policy version 4 (with version 5 served) (")
+
+
+def test_evaluation_line_has_count_and_decoding() -> None:
+    evaluation = Evaluation(5, 5, 0.75, {"correct": 48.0, "total": 64.0, "temperature": 0.0}, 3.42)
+    assert evaluation.line() == "Held-out accuracy 75.0 % (48/64) at policy version 5 (greedy, 3.4 s)"
+
+
+def test_numbers_of_numpy_count() -> None:
+    import numpy as np
+
+    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "c": np.zeros(3), "d": True}) == {"a": 0.5, "b": 2.0, "d": 1.0}
+
+
+def test_evaluations_file_follows_the_configuration() -> None:
+    assert evaluations_file(None, None) is None
+    assert evaluations_file(None, "d") == Path("d/evaluations.jsonl")
+    assert evaluations_file("x.jsonl", "d") == Path("x.jsonl")
+
+
+def test_metrics_file_holds_numbers(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "new/m.jsonl")
+    sink.write({"a": 1.5, "table": object()}, step=3)
+    sink.close()
+    row = json.loads((tmp_path / "new/m.jsonl").read_text())
+    assert (row["step"], row["a"]) == (3, 1.5) and "table" not in row
+
+
+def test_durations_are_handed_over_once() -> None:
+    durations = Durations()
+    durations.add("x", 1.0)
+    durations.add("x", 3.0)
+    assert durations.take() == {"x_mean": 2.0, "x_std": 1.0, "x_max": 3.0, "x_min": 1.0}
+    assert durations.take() == {}
+
+
+def test_length_figures() -> None:
+    figures = length_metrics([10, 96, 98], 100)
+    assert figures["train/completion_lengths"] == 68.0 and figures["train/completion_lengths_p95"] == pytest.approx(2 / 3)
+    assert length_metrics([], 100) == {}
+
+
+async def test_wandb_without_a_project_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert await open_wandb("env", None, "", {}) is None
+    assert [record.message for record in caplog.records] == ["W&B is off: the trainer named no project"]
+
+
+async def test_missing_wandb_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    assert await open_wandb("env", None, "project", {}) is None
+    assert "W&B is off: the package wandb is not installed" in caplog.text and len(caplog.records) == 1

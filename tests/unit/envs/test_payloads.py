@@ -1,0 +1,86 @@
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.payloads import completion_lengths, group_items, rejection, wire_form
+
+
+def item(score: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {"tokens": [1, 2, 3], "masks": [-100, 2, 3], "scores": score} | fields
+
+
+def group(count: int = 2, **fields: Any) -> dict[str, Any]:
+    return dict(group_items([item(float(index)) for index in range(count)])) | fields
+
+
+def reject(candidate: dict[str, Any], **limits: Any) -> str | None:
+    defaults: dict[str, Any] = dict(group_size=2, max_token_len=100, scores_must_differ=True)
+    return rejection(candidate, **defaults | limits)
+
+
+def test_optional_fields_are_lists_when_every_item_has_them_and_null_otherwise() -> None:
+    grouped = group_items(
+        [item(inference_logprobs=[1.0, -1.0, -2.0], advantages=[0.1] * 3), item(0.0, inference_logprobs=[1.0, -3.0, -4.0])]
+    )
+    assert grouped["inference_logprobs"] == [[1.0, -1.0, -2.0], [1.0, -3.0, -4.0]]
+    assert grouped["advantages"] is None and grouped["group_overrides"] is None and grouped["overrides"] is None
+    assert grouped["scores"] == [1.0, 0.0]
+
+
+def test_generation_parameters_are_the_groups_when_alike_else_temperatures_become_overrides() -> None:
+    alike = group_items([item(generation_params={"temperature": 0.7})] * 2)
+    assert alike["generation_params"] == {"temperature": 0.7} and alike["overrides"] is None
+    mixed = group_items(
+        [item(generation_params={"temperature": 0.7}), item(generation_params={"temperature": 1.0}, overrides={"sft": True})]
+    )
+    assert mixed["generation_params"] is None
+    assert mixed["overrides"] == [{"temperature": 0.7}, {"sft": True, "temperature": 1.0}]
+
+
+def test_group_overrides_are_merged() -> None:
+    assert group_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2})])["group_overrides"] == {"a": 1, "b": 2}
+
+
+def test_good_group_is_accepted_also_with_null_overrides() -> None:
+    assert reject(group(group_overrides=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"),
+    [
+        (group(3), "3 sequences instead of 2"),
+        (group(scores=[1.0, 1.0]), "all scores are 1"),
+        (group(scores=[1.0, float("nan")]), "not all finite"),
+        (group(scores=[1.0]), "1 scores for 2 sequences"),
+        (group(masks=[[1, 2, 3], [1, 2]]), "sequence 1: 2 masks for 3 tokens"),
+        (group(inference_logprobs=[[1.0], [1.0, -1.0, -2.0]]), "sequence 0: 1 inference_logprobs for 3 tokens"),
+        (group(policy_versions=[[0, 0]]), "1 policy_versions for 2 sequences"),
+    ],
+)
+def test_bad_group_is_rejected_with_its_figures(candidate: dict[str, Any], reason: str) -> None:
+    assert reason in (reject(candidate) or "")
+
+
+def test_length_limit_is_exclusive_and_can_be_off() -> None:
+    assert reject(group(), max_token_len=4) is None
+    assert "reaches the trainer's limit of 3" in (reject(group(), max_token_len=3) or "")
+    assert reject(group(), max_token_len=-1) is None
+
+
+def test_equal_scores_pass_when_allowed_or_when_there_is_only_one() -> None:
+    assert reject(group(scores=[0.0, 0.0]), scores_must_differ=False) is None
+    assert reject(group(1), group_size=1) is None
+
+
+def test_group_override_changes_the_expected_size() -> None:
+    assert reject(group(3, group_overrides={"group_size": 3})) is None
+
+
+def test_wire_form_has_known_set_fields_and_messages_only_on_request() -> None:
+    sent = wire_form(group(messages=[[], []], unknown=1), env_id=3, include_messages=False)
+    assert sent == {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [0.0, 1.0], "env_id": 3}
+    assert wire_form(group(messages=[[], []]), 3, include_messages=True)["messages"] == [[], []]
+
+
+def test_completion_lengths_count_sampled_tokens() -> None:
+    assert completion_lengths(group()) == [2, 2]
