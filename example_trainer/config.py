@@ -40,7 +40,7 @@ class TrainerConfig(Config):
         ge=1,
         description="slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the micro-batches",
     )
-    micro_batch_tokens: int = Field(4096, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone")
+    micro_batch_tokens: int = Field(2048, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone")
     logits_chunk_mb: int = Field(128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies")
     seq_len: int = Field(2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted")
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
