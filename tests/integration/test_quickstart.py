@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,20 @@ ROW_KEYS = set(
 )
 
 
-def start_quickstart(run_name: str, steps: int) -> subprocess.Popen[str]:
+@dataclass
+class Finished:
+    """A quickstart that ended by itself: its folder, its console, and the services that were seen alive."""
+
+    folder: Path
+    console: str
+    pids: dict[str, int]
+
+
+def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Popen[bytes]:
     command = [str(REPOSITORY / "scripts" / "quickstart.sh"), "--steps", str(steps), "--run-name", run_name]
     command += ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    with console.open("wb") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def service_pids(run: Path) -> dict[str, int]:
@@ -38,24 +47,28 @@ def service_pids(run: Path) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def finished_run() -> Iterator[tuple[Path, str]]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
     run_name = f"test-{uuid.uuid4().hex[:8]}"
-    run = REPOSITORY / "runs" / run_name
+    folder = REPOSITORY / "runs" / run_name
+    console = tmp_path_factory.mktemp("quickstart") / "console.txt"
     shared_memory = set(os.listdir("/dev/shm"))
-    process = start_quickstart(run_name, STEPS)
-    try:
-        output, _ = process.communicate(timeout=900)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output[-4000:]
+    process = start_quickstart(run_name, STEPS, console)
+    pids: dict[str, int] = {}
+    deadline = time.monotonic() + 900
+    while process.poll() is None:
+        pids |= service_pids(folder)
+        if time.monotonic() > deadline:
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(60)
+        time.sleep(1)
+    assert process.returncode == 0, console.read_text()[-4000:]
     assert set(os.listdir("/dev/shm")) - shared_memory == set()
-    yield run, output
-    shutil.rmtree(run)
+    yield Finished(folder, console.read_text(), pids)
+    shutil.rmtree(folder)
 
 
-def test_one_row_a_step_with_every_promised_key(finished_run: tuple[Path, str]) -> None:
-    rows = [json.loads(line) for line in (finished_run[0] / "metrics.jsonl").read_text().splitlines()]
+def test_one_row_a_step_with_every_promised_key(finished: Finished) -> None:
+    rows = [json.loads(line) for line in (finished.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(ROW_KEYS <= set(row) for row in rows)
     assert [row["policy_version"] for row in rows] == list(range(1, STEPS + 1))
@@ -64,14 +77,14 @@ def test_one_row_a_step_with_every_promised_key(finished_run: tuple[Path, str]) 
     assert rows[0]["staleness_mean"] == 0
 
 
-def test_the_trainer_scores_tokens_as_the_sampler_did(finished_run: tuple[Path, str]) -> None:
-    first = json.loads((finished_run[0] / "metrics.jsonl").read_text().splitlines()[0])
+def test_the_trainer_scores_tokens_as_the_sampler_did(finished: Finished) -> None:
+    first = json.loads((finished.folder / "metrics.jsonl").read_text().splitlines()[0])
     # same weights on both sides, fp32: what remains is the order of sums
     assert first["logprob_diff_max"] < 1e-3 and abs(first["ratio_mean"] - 1) < 1e-4
 
 
-def test_everything_promised_lies_in_the_run_folder(finished_run: tuple[Path, str]) -> None:
-    run, output = finished_run
+def test_everything_promised_lies_in_the_run_folder(finished: Finished) -> None:
+    run, output = finished.folder, finished.console
     for name in (
         "api.log",
         "env.log",
@@ -89,32 +102,32 @@ def test_everything_promised_lies_in_the_run_folder(finished_run: tuple[Path, st
     assert f"Step {STEPS}/{STEPS}" in output and "Held-out accuracy" in output
 
 
-def test_samples_carry_what_was_sampled(finished_run: tuple[Path, str]) -> None:
-    groups = [json.loads(line) for line in (finished_run[0] / "samples.jsonl").read_text().splitlines()]
+def test_samples_carry_what_was_sampled(finished: Finished) -> None:
+    groups = [json.loads(line) for line in (finished.folder / "samples.jsonl").read_text().splitlines()]
     assert len(groups) >= STEPS * 8
     assert all(len(group["scores"]) == 8 and group["policy_versions"] for group in groups)
 
 
-def test_no_service_outlives_the_run(finished_run: tuple[Path, str]) -> None:
-    for pid in service_pids(finished_run[0]).values():
-        assert session_members(pid) == []
+def test_no_service_outlives_the_run(finished: Finished) -> None:
+    assert set(finished.pids) == {"api", "vllm", "env", "trainer"}
+    assert all(session_members(pid) == [] for pid in finished.pids.values())
 
 
-def test_troubleshooting_commands_work_in_the_run_folder(finished_run: tuple[Path, str]) -> None:
+def test_troubleshooting_commands_work_in_the_run_folder(finished: Finished) -> None:
     page = (REPOSITORY / "docs" / "troubleshooting.md").read_text()
     commands = [line for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
     assert len(commands) >= 8
     for command in commands:
-        where = REPOSITORY if command.startswith("scripts/") else finished_run[0]
+        where = REPOSITORY if command.startswith("scripts/") else finished.folder
         done = subprocess.run(["bash", "-c", command], cwd=where, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and done.stdout.strip(), (command, done.stderr)
 
 
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
-def test_a_dying_service_ends_the_others_within_ten_seconds_and_is_named(victim: str) -> None:
+def test_a_dying_service_ends_the_others_within_ten_seconds_and_is_named(victim: str, tmp_path: Path) -> None:
     run_name = f"test-{uuid.uuid4().hex[:8]}"
     run = REPOSITORY / "runs" / run_name
-    process = start_quickstart(run_name, 1)
+    process = start_quickstart(run_name, 1, tmp_path / "console.txt")
     deadline = time.monotonic() + 120
     log = run / f"{victim}.log"
     while not (log.exists() and log.stat().st_size > 0):
@@ -123,8 +136,9 @@ def test_a_dying_service_ends_the_others_within_ten_seconds_and_is_named(victim:
     pids = service_pids(run)
     os.kill(pids[victim], signal.SIGKILL)
     killed = time.monotonic()
-    output, _ = process.communicate(timeout=30)
+    process.wait(30)
     assert time.monotonic() - killed < 12  # 10 s and the time to notice
+    output = (tmp_path / "console.txt").read_text()
     assert process.returncode != 0 and re.search(rf"{victim} \(pid \d+\) died", output), output[-2000:]
     assert all(session_members(pid) == [] for pid in pids.values())
     shutil.rmtree(run)
