@@ -91,6 +91,9 @@ class TrainerConfig(Config):
     bridge_lease_s: float = Field(
         30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge"
     )
+    bridge_backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto", description="what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
+    )
     bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
     parity_tolerance: float | None = Field(
         None,

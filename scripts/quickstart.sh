@@ -101,7 +101,8 @@ choose_settings() {
   else
     vllm_flags+=(--dtype bfloat16 --max-num-seqs 256)
     if ((gpus == 1)); then
-      vllm_flags+=(--gpu-memory-utilization 0.4) # the trainer shares the GPU
+      vllm_flags+=(--gpu-memory-utilization 0.4) # the trainer shares the GPU, which NCCL refuses to two ranks
+      trainer_flags+=(--bridge-backend gloo)
     else
       vllm_gpu=(env CUDA_VISIBLE_DEVICES=0) trainer_gpu=(env CUDA_VISIBLE_DEVICES=1)
     fi

@@ -117,7 +117,9 @@ class BroadcastBridge:
 
     def _form_groups(self) -> None:
         config = self._config
-        backend = "nccl" if self._image.buffer.is_cuda else "gloo"
+        backend = config.bridge_backend
+        if backend == "auto":
+            backend = "nccl" if self._image.buffer.is_cuda else "gloo"
         address = socket.gethostbyname(config.master_addr)
         world_size = 1 + self._workers
         try:
@@ -147,7 +149,7 @@ class BroadcastBridge:
             if backend == "nccl":
                 log.info("[Bridge] ✓ NCCL group created")
             else:
-                log.info("[Bridge] ✓ Data group is Gloo, for weights on a CPU (with GPUs: [Bridge] ✓ NCCL group created)")
+                log.info("[Bridge] ✓ Data group is Gloo too (between GPUs: [Bridge] ✓ NCCL group created)")
             self._groups = transport.Groups(control, data, backend)
             self._groups.barrier()
         except RuntimeError as error:
