@@ -214,8 +214,6 @@ class ServeLoop:
     async def _evaluate(self, version: int) -> None:
         env = self.env
         evaluation = await self._evaluation_of(version)
-        if evaluation.metrics:
-            log.info("%s", evaluation.line())
         keep(evaluation, env.display_name, evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals))
         metrics = evaluation.metrics | {"served_version": float(evaluation.served_version)}
         await self.link.post_evaluation(version, evaluation.accuracy, metrics)
@@ -226,12 +224,15 @@ class ServeLoop:
         log.info("Evaluating policy version %d", version)
         for attempt in range(1, EVALUATION_TRIES + 1):
             try:
-                return await evaluate_version(self._evaluate_env, version, self.env.policy_version)
+                evaluation = await evaluate_version(self._evaluate_env, version, self.env.policy_version)
             except EnvError:
                 raise
             except Exception:
                 log.exception("The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES)
                 self.env.counts["evaluations_failed"] += 1
+            else:
+                log.info("%s", evaluation.line())
+                return evaluation
             await asyncio.sleep(EVALUATION_PAUSE_S)
         return Evaluation(version, self.env.policy_version, None, {}, 0.0)
 

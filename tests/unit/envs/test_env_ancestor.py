@@ -1,0 +1,143 @@
+"""An environment in the manner of the archived ancestor, unchanged: names, signatures and habits as authors out there have them."""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple  # noqa: UP035
+
+import pytest
+
+from atroposlib.envs.base import (
+    APIServerConfig,
+    BaseEnv,
+    BaseEnvConfig,
+    EvalHandlingEnum,
+    Item,
+    OpenaiConfig,
+    ScoredDataGroup,
+    ScoredDataItem,
+    ServerBaseline,
+)
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tests.unit.envs.fakes import Trainer, running_api
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class OldStyleConfig(BaseEnvConfig):
+    run_evaluation: bool = True
+
+
+class OldStyleEnv(BaseEnv):
+    name = "oldstyle"
+    env_config_cls = OldStyleConfig
+
+    def __init__(self, config: OldStyleConfig, server_configs: List[APIServerConfig], slurm: bool = True, testing: bool = False):  # noqa: UP006
+        super().__init__(config, server_configs, slurm, testing)
+        self.percent_correct_buffer: list = []
+        self.eval_metrics: list = []
+        self.logged: list = []
+        self.cleaned = 0
+
+    @classmethod
+    def config_init(cls) -> Tuple[BaseEnvConfig, List[APIServerConfig]]:  # noqa: UP006
+        config = OldStyleConfig(group_size=2, eval_handling=EvalHandlingEnum.LIMIT_TRAIN, wandb_name="old")
+        return config, [OpenaiConfig(model_name="m", base_url="http://localhost:9001/v1", api_key="x", num_requests_for_eval=256)]
+
+    async def setup(self) -> None:
+        self.iter = 0
+
+    async def get_next_item(self) -> Item:
+        self.iter += 1
+        return ({"role": "user", "content": f"item {self.iter}"},)
+
+    async def collect_trajectories(self, item: Item) -> Tuple[Optional[ScoredDataGroup], List[Item]]:  # noqa: UP006, UP045
+        completions = await self.server.chat_completion(messages=list(item), n=self.config.group_size, max_tokens=8)
+        to_score = [((*item, {"role": "assistant", "content": c.message.content}), c.finish_reason) for c in completions.choices]
+        return await self.score(to_score), []
+
+    async def score(self, rollout_group_data: List) -> Optional[ScoredDataGroup]:  # noqa: UP006, UP045
+        scores = ScoredDataGroup()
+        scores["tokens"] = list()
+        scores["masks"] = list()
+        scores["scores"] = list()
+        for index, (messages, finish_reason) in enumerate(rollout_group_data):
+            out_dict = tokenize_for_trainer(self.tokenizer, messages, finish_reason=finish_reason)
+            scores["tokens"].append(out_dict["tokens"])
+            scores["masks"].append(out_dict["masks"])
+            scores["scores"].append(1.0 if index else -1.0)
+        for score in scores["scores"]:
+            self.percent_correct_buffer.append(max(score, 0))
+        return scores
+
+    async def add_rollouts_for_wandb(self, scored_data: Any, item: Item = None) -> None:
+        num_keep = self.config.num_rollouts_per_group_for_logging
+        if num_keep == -1:
+            num_keep = self.config.group_size
+        self.rollouts_for_wandb.append(
+            [(self.tokenizer.decode(scored_data["tokens"][i]), scored_data["scores"][i]) for i in range(num_keep)]
+        )
+        if len(self.rollouts_for_wandb) > self.config.num_rollouts_to_keep:
+            self.rollouts_for_wandb.pop(0)
+
+    async def wandb_log(self, wandb_metrics: Optional[Dict] = None) -> None:  # noqa: UP006, UP045
+        if wandb_metrics is None:
+            wandb_metrics = {}
+        if self.percent_correct_buffer:
+            wandb_metrics["train/percent_correct"] = sum(self.percent_correct_buffer) / len(self.percent_correct_buffer)
+        self.percent_correct_buffer = list()
+        for item in self.eval_metrics:
+            wandb_metrics[item[0]] = item[1]
+        self.eval_metrics = list()
+        self.logged.append(wandb_metrics)
+        await super().wandb_log(wandb_metrics)
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.eval_metrics.append(("eval/percent_correct", 0.5))
+
+    async def cleanup(self) -> None:
+        self.cleaned += 1
+
+    async def close(self) -> None:
+        await super().close()
+
+
+class OneSampleEnv(OldStyleEnv):
+    name = "onesample"
+
+    collect_trajectories = BaseEnv.collect_trajectories  # type: ignore[assignment]
+
+    async def collect_trajectory(self, item: Item) -> Tuple[Optional[ScoredDataItem], List[Item]]:  # noqa: UP006, UP045
+        await self.server.completion(prompt="x", max_tokens=4)
+        out = tokenize_for_trainer(self.tokenizer, [*item, {"role": "assistant", "content": "yes"}], include_messages=True)
+        return ScoredDataItem(tokens=out["tokens"], masks=out["masks"], scores=float(len(self.workers)), messages=out["messages"]), []
+
+
+@pytest.mark.parametrize("env_class", [OldStyleEnv, OneSampleEnv])
+async def test_environment_of_the_ancestor_runs_unchanged(tmp_path: Path, env_class: type[OldStyleEnv]) -> None:
+    async with running_api() as api, FakeInferenceServer() as server:
+        config, servers = env_class.config_init()
+        config.tokenizer_name = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+        config.rollout_server_url = api.url
+        config.ensure_scores_are_not_same = False
+        servers[0].base_url = server.base_url
+        env = env_class(config, servers, slurm=False, testing=False)
+        serving = asyncio.create_task(env.env_manager())
+        trainer = Trainer(api.url, batch_size=4, num_steps=2)
+        await trainer.register()
+        await trainer.train(2)
+        await asyncio.wait_for(serving, 20)
+    item = trainer.batches[0][0]
+    assert len(item["tokens"]) == 2 and item["inference_logprobs"] is None and item["messages"] is None
+    assert env.cleaned >= 4 and env.rollouts_for_wandb
+    if env_class is OldStyleEnv:
+        assert any("train/percent_correct" in metrics for metrics in env.logged)
+    assert any("eval/percent_correct" in metrics for metrics in env.logged)
+
+
+def test_baseline_configuration_is_accepted(tmp_path: Path) -> None:
+    config = OldStyleConfig(tokenizer_name=str(save_tiny_tokenizer(tmp_path / "tokenizer")))
+    env = OldStyleEnv(config, ServerBaseline(model_name="m"), slurm=False)  # type: ignore[arg-type]
+    assert [server.config.base_url for server in env.server.servers] == [f"http://localhost:{port}/v1" for port in range(9004, 9008)]
+    assert env.max_num_workers == 32

@@ -1,0 +1,40 @@
+import asyncio
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/environments.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
+CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+async def run(*command: str, cwd: Path) -> str:
+    """What a command prints; it must succeed."""
+    pipe, out = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=cwd, stdout=pipe, stderr=out)
+    printed, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 0, printed.decode()
+    return printed.decode()
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "gsm8k_server.py" in command])
+async def test_command_of_the_page_has_flags_that_exist(command: str) -> None:
+    assert "group_size:" in await run(*shlex.split(command)[1:], "--dry-run", cwd=ROOT)
+
+
+async def test_environment_of_the_page_runs_as_the_page_says(tmp_path: Path) -> None:
+    (tmp_path / "colours.py").write_text(CODE[0])
+    tokenizer = save_tiny_tokenizer(tmp_path / "tokenizer")
+    command = next(command for command in COMMANDS if "colours.py" in command).replace("path/to/a/tokenizer", str(tokenizer))
+    async with FakeInferenceServer(lambda prompt: ["It is blue.", "No idea."]) as server:
+        await run(*shlex.split(command)[1:], "--openai.base_url", server.base_url, cwd=tmp_path)
+        evaluated = ["colours.py", "evaluate", "--env.tokenizer_name", str(tokenizer), "--openai.base_url", server.base_url]
+        assert "'accuracy': 1.0" in await run(*evaluated, cwd=tmp_path)
+    assert (tmp_path / "data/colours.html").read_text().count("score 1<") == 4
