@@ -17,6 +17,8 @@ import pytest
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_server_death import session_members
 
+pytestmark = pytest.mark.timeout(1000)  # set-up and four services, on two cores
+
 STEPS = 2
 ROW_KEYS = set(
     "step policy_version reward_mean reward_std accuracy loss pg_loss kl entropy ratio_mean ratio_clipped_frac grad_norm lr "
