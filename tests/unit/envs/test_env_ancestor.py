@@ -41,7 +41,7 @@ class OldStyleEnv(BaseEnv):
         self.cleaned = 0
 
     @classmethod
-    def config_init(cls) -> Tuple[BaseEnvConfig, List[APIServerConfig]]:  # noqa: UP006
+    def config_init(cls) -> Tuple[OldStyleConfig, List[APIServerConfig]]:  # noqa: UP006
         config = OldStyleConfig(group_size=2, eval_handling=EvalHandlingEnum.LIMIT_TRAIN, wandb_name="old")
         return config, [OpenaiConfig(model_name="m", base_url="http://localhost:9001/v1", api_key="x", num_requests_for_eval=256)]
 
