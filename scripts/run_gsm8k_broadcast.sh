@@ -48,14 +48,17 @@ parse_flags() {
 
 # choose_devices: which GPUs are whose, and what fits them.
 choose_devices() {
-  vllm_gpu=() trainer_gpu=()
+  vllm_gpu=() trainer_gpu=() bridge_flags=()
   case $(gpu_count) in
     0)
       vllm_flags=(--dtype float32 --max-model-len 1024 --max-num-seqs 64)
       export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
       if [[ -z $model ]]; then model=$("$python" -m example_trainer.quickstart_model); fi
       ;;
-    1) vllm_flags=(--dtype bfloat16 --gpu-memory-utilization 0.4) ;;
+    1)
+      vllm_flags=(--dtype bfloat16 --gpu-memory-utilization 0.4)
+      bridge_flags=(--bridge-backend gloo) # NCCL refuses two ranks on one GPU
+      ;;
     2)
       vllm_flags=(--dtype bfloat16)
       vllm_gpu=(env CUDA_VISIBLE_DEVICES=0) trainer_gpu=(env CUDA_VISIBLE_DEVICES=1)
@@ -91,7 +94,7 @@ main() {
   grep -E 'thread|updater|Exported|Shared memory' "$run_dir/vllm.log" || die "vLLM set up no shared memory, see $run_dir/vllm.log"
   start_service trainer "$run_dir/trainer.log" "${trainer_gpu[@]}" "$python" -u example_trainer/grpo.py --model-name "$model" \
     --weight-bridge-mode shared_vllm --vllm-port "$vllm_port" --atropos-url "$api" --lr 1e-6 --batch-size 4 \
-    --training-steps "$steps" --use-shared-memory --save-path "$run_dir/checkpoints" --log-dir "$run_dir"
+    --training-steps "$steps" --use-shared-memory --save-path "$run_dir/checkpoints" --log-dir "$run_dir" "${bridge_flags[@]}"
   follow trainer "$run_dir/trainer.log" '(\[Bridge\] ✓|\[Bridge\] Mapped|Step [0-9]+/|Trained model: )'
   follow env "$run_dir/gsm8k.log" 'Held-out accuracy'
   monitor 600 trainer env
