@@ -6,13 +6,13 @@
 #   start_service NAME LOG CMD...    starts CMD in a session of its own and writes DIR/pids/NAME
 #   await_http NAME URL SECONDS      until URL answers 200; ends early when the service died
 #   monitor SECONDS NAME...          until all of these ended with status 0; fails as soon as any service dies
-#   stop_services                    ends exactly the recorded process groups: TERM, 6 s of grace, KILL
+#   stop_services                    ends exactly the recorded process groups: TERM, 5 s of grace, KILL
 #
 # A record is `key=value` lines: name, pid (= process group = session), start (clock ticks after boot), boot, log, url, command. A process
 # is only ever signalled when boot id and start time are those recorded: a pid that was given to another process since is left alone.
 # A launcher that dies takes its services along: the kernel sends them TERM (setpriv --pdeathsig).
 
-grace_s=6          # from TERM to KILL
+grace_s=5          # from TERM to KILL
 poll_s=0.3         # between two looks at the services
 declare -A service_pid=() service_start=() service_log=() service_status=()
 service_names=()   # in the order they were started

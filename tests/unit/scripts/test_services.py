@@ -170,7 +170,7 @@ def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> Non
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=15)
     assert time.monotonic() - started < 10
-    assert "Killed after 6 s without an end: deaf" in output
+    assert "Killed after 5 s without an end: deaf" in output
     assert not runs(deaf)
 
 
