@@ -83,7 +83,7 @@ choose_port() {
 choose_settings() {
   vllm_gpu=() trainer_gpu=()
   vllm_flags=(--model "$model" --host 127.0.0.1 --port "$vllm_port" --seed "$seed")
-  env_flags=(--env.group_size 8 --env.max_batches_offpolicy 1 --env.steps_per_eval 5)
+  env_flags=(--env.group_size 8 --env.max_batches_offpolicy 0 --env.steps_per_eval 5)
   trainer_flags=(--batch-size 8 --gradient-accumulation-steps 8 --adam-betas "0.9,0.95")
   if [[ -n $dataset_path ]]; then env_flags+=(--env.dataset_path "$dataset_path"); else env_flags+=(--env.dataset "$dataset"); fi
   if [[ -z $dataset_path && $dataset == arithmetic ]]; then

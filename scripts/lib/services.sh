@@ -288,6 +288,7 @@ await_groups_gone() {
 # stop_services: at most 9 s, then every recorded group is gone and so are the records. Says what it had to kill.
 stop_services() {
   local running left
+  [[ -d $run_dir/pids ]] || return 0 # stopped before
   note_shared_memory
   running=$(signal_groups TERM | paste -sd' ')
   if [[ -n $running ]]; then

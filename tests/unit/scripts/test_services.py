@@ -174,6 +174,11 @@ def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> Non
     assert not runs(deaf)
 
 
+def test_stopping_twice_is_as_good_as_once(tmp_path: Path) -> None:
+    status, output = shell("own_run $1; start_service sleeper $1/s.log sleep 60; stop_services; stop_services", tmp_path)
+    assert status == 0 and "No such file" not in output, output
+
+
 def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:
     launcher = start_shell("own_run $1; start_service sleeper $1/s.log sleep 60; monitor 10 sleeper", tmp_path)
     sleeper = await_record(tmp_path, "sleeper")
