@@ -57,7 +57,7 @@ def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> U
             f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
             "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
         )
-    done = Update(float(norm), scheduler.get_last_lr()[0])
+    done = Update(float(norm), float(scheduler.get_last_lr()[0]))
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
