@@ -21,7 +21,8 @@ show_run() {
   use_run "$1"
   echo "$run_dir"
   for name in "${service_names[@]}"; do
-    url=$(record_field "$name" url)
+    record_field "$name" url
+    url=$REPLY
     port=$(sed -nE 's|^http://[^/]*:([0-9]+).*|\1|p' <<<"$url")
     printf '  %-8s pid %-8s port %-6s %-10s %s\n' "$name" "${service_pid[$name]}" "${port:--}" "$(health "$name" "$url")" \
       "$(tail -n 1 "${service_log[$name]}" 2>/dev/null | cut -c1-160)"

@@ -35,18 +35,27 @@ use_run() {
   done
 }
 
-# record_field NAME KEY: a value out of a record; nothing when there is none.
-record_field() { sed -n "s/^$2=//p" "$run_dir/pids/$1" 2>/dev/null || true; }
+# record_field NAME KEY: sets REPLY to a value out of a record, or to nothing. Like all that runs while services do, it makes no
+# command substitution: bash 5.2 fails to parse a trap that a signal starts in the middle of one, and the services would outlive us.
+record_field() {
+  local key value
+  REPLY=''
+  [[ -f $run_dir/pids/$1 ]] || return 0
+  while IFS='=' read -r key value; do
+    if [[ $key == "$2" ]]; then REPLY=$value; fi
+  done <"$run_dir/pids/$1"
+}
 
 # read_record NAME: into service_pid, service_start and service_log.
 read_record() {
-  service_pid[$1]=$(record_field "$1" pid)
-  service_log[$1]=$(record_field "$1" log)
+  local boot
+  record_field "$1" pid && service_pid[$1]=$REPLY
+  record_field "$1" log && service_log[$1]=$REPLY
   service_start[$1]=none
-  if [[ $(record_field "$1" boot) == "$(boot_id)" ]]; then service_start[$1]=$(record_field "$1" start); fi
+  read -r boot </proc/sys/kernel/random/boot_id
+  record_field "$1" boot
+  if [[ $REPLY == "$boot" ]]; then record_field "$1" start && service_start[$1]=$REPLY; fi
 }
-
-boot_id() { cat /proc/sys/kernel/random/boot_id; }
 
 # process_fields PID: sets REPLY to what /proc/PID/stat says from the state on (the name before it may hold blanks), or to nothing.
 process_fields() {
@@ -65,11 +74,12 @@ process_start() {
 
 # write_record NAME PID LOG COMMAND...
 write_record() {
-  local name=$1 pid=$2 log=$3 fields
+  local name=$1 pid=$2 log=$3 fields boot
   shift 3
+  read -r boot </proc/sys/kernel/random/boot_id
   process_fields "$pid"
   read -ra fields <<<"$REPLY"
-  printf 'name=%s\npid=%s\nstart=%s\nboot=%s\nlog=%s\nurl=\ncommand=%s\n' "$name" "$pid" "${fields[19]:-none}" "$(boot_id)" "$log" "${*@Q}" \
+  printf 'name=%s\npid=%s\nstart=%s\nboot=%s\nlog=%s\nurl=\ncommand=%s\n' "$name" "$pid" "${fields[19]:-none}" "$boot" "$log" "${*@Q}" \
     >"$run_dir/pids/.$name.new"
   mv "$run_dir/pids/.$name.new" "$run_dir/pids/$name"
 }

@@ -165,7 +165,8 @@ def group_of(leader: int) -> list[int]:
 def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> None:
     launcher = start_shell(f"own_run $1; start_service deaf $1/deaf.log {sys.executable} -c \"$2\"; monitor 10 deaf", tmp_path, STUBBORN)
     deaf = await_record(tmp_path, "deaf")
-    wait_until(lambda: "deaf" in (tmp_path / "deaf.log").read_text())
+    log = tmp_path / "deaf.log"
+    wait_until(lambda: log.exists() and "deaf" in log.read_text())
     started = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=15)
