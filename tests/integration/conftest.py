@@ -69,7 +69,6 @@ def start_server(model: Path, folder: Path, *flags: str) -> Server:
         **os.environ,
         "VLLM_ENABLE_SHARED_WEIGHTS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "LOGDIR": str(folder),
     }
     command = [sys.executable, "-u", str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(model), "--port", str(port)]
