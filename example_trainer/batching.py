@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens that enter the loss: its denominator."""
+        """Tokens that enter the loss."""
         return sum(rollout.trained_tokens for rollout in self.rollouts)
 
 

@@ -144,6 +144,7 @@ def train_on(
         settings,
         reference=reference,
         chunk_mb=config.logits_chunk_mb,
+        loss_tokens=batch.completion_tokens,
     )
     return figures, update(optimizer, scheduler, config.max_grad_norm)
 

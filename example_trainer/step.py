@@ -1,4 +1,8 @@
-"""The gradient of one batch: every micro-batch adds its share of one mean over all trained tokens, so accumulation is exact."""
+"""The gradient of one batch: every micro-batch adds its share of one mean over all sampled tokens, so accumulation is exact.
+
+Groups of equal scores are in that mean with their gradient of zero, though they are never computed. So a batch in which few groups
+still teach something takes a small step, in proportion, and not one of full size on their noise alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +18,10 @@ from example_trainer.policy import accumulate_gradients, token_logprobs
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Means over the batch's trained tokens, before the update. `kl` is to the reference model, None without one."""
+    """Figures from before the update: `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones.
+
+    `kl` is to the reference model, None without one.
+    """
 
     loss: float
     pg_loss: float
@@ -40,11 +47,12 @@ class _Sums:
         self.values += torch.stack([value.detach().float() for value in sums])
         self.largest_diff = torch.maximum(self.largest_diff, diff.max())
 
-    def figures(self, tokens: int, with_kl: bool) -> StepFigures:
-        mean = dict(zip(self.NAMES, (self.values / tokens).tolist(), strict=True))
+    def figures(self, tokens: int, loss_tokens: int, with_kl: bool) -> StepFigures:
+        total = dict(zip(self.NAMES, self.values.tolist(), strict=True))
+        mean = {name: value / tokens for name, value in total.items()}
         return StepFigures(
-            loss=mean["loss"],
-            pg_loss=mean["pg_loss"],
+            loss=total["loss"] / loss_tokens,
+            pg_loss=total["pg_loss"] / loss_tokens,
             kl=mean["kl"] if with_kl else None,
             entropy=mean["entropy"],
             ratio_mean=mean["ratio"],
@@ -62,12 +70,16 @@ def batch_gradients(
     *,
     reference: PreTrainedModel | None = None,
     chunk_mb: int = 128,
+    loss_tokens: int | None = None,
 ) -> StepFigures:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
+
+    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
 
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
     tokens = sum(len(batch.rows) for batch in batches)
+    loss_tokens = loss_tokens or tokens
     sums = _Sums(batches[0].input_ids.device)
     for batch in batches:
         known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
@@ -81,10 +93,10 @@ def batch_gradients(
                 kl = torch.zeros_like(diff) if losses.kl is None else losses.kl
                 terms = (losses.total, losses.policy, kl, entropy, losses.ratio, losses.clipped, diff, k3(sampler, logprobs))
                 sums.add([term.sum() for term in terms], diff)
-            return losses.total.sum() / tokens
+            return losses.total.sum() / loss_tokens
 
         accumulate_gradients(model, batch, chunk_loss, chunk_mb)
-    return sums.figures(tokens, with_kl=settings.kl_coef > 0)
+    return sums.figures(tokens, loss_tokens, with_kl=settings.kl_coef > 0)
 
 
 def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:
