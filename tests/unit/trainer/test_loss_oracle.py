@@ -122,6 +122,22 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
         torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-6)
 
 
+def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> None:
+    batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
+
+    def gradient(extra_tokens: int) -> Tensor:
+        model = trained_model("llama")
+        batches = micro_batches(batch.rollouts, 10_000, CPU)
+        batch_gradients(model, batches, LossSettings(), loss_tokens=batch.trained_tokens + extra_tokens)
+        grad = model.get_output_embeddings().weight.grad
+        assert isinstance(grad, Tensor)
+        return grad
+
+    alone, as_many_again = gradient(0), gradient(batch.trained_tokens)
+    assert alone.abs().max() > 0
+    torch.testing.assert_close(as_many_again, alone / 2, rtol=1e-5, atol=0)
+
+
 def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> None:
     model = trained_model("llama")
     group = item([1.0, 0.0], seed=1)
