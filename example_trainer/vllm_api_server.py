@@ -8,6 +8,7 @@ modest KV cache.
 The only module outside vllm_patching/ that imports vLLM.
 """
 
+import ipaddress
 import json
 import os
 import socket
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         _refuse(str(error))
     _check_model(args.model)
     _check_port(args.host, args.port)
-    _configure_bridge(args)
+    _configure_bridge(args, guarded=bool(compat.api_keys(args)))
     compat.serve(args)
 
 
@@ -94,7 +95,7 @@ def _check_port(host: str, port: int) -> None:
             _refuse(f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another port")
 
 
-def _configure_bridge(args: Any) -> None:
+def _configure_bridge(args: Any, guarded: bool) -> None:
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1":
         print(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr
@@ -104,6 +105,10 @@ def _configure_bridge(args: Any) -> None:
         _refuse(
             "the weight bridge serves one API process and no data parallelism: "
             "drop --api-server-count and --data-parallel-size, start several servers instead"
+        )
+    if not guarded and not _is_loopback(args.host):
+        _refuse(
+            f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or keep --host 127.0.0.1"
         )
     if args.quantization:
         _refuse(
@@ -120,6 +125,10 @@ def _configure_bridge(args: Any) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)
+
+
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def _refuse(message: str) -> None:

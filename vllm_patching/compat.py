@@ -93,6 +93,13 @@ async def label_weights(engine: Any, policy_version: int) -> None:
         await engine.update_weight_version(str(policy_version))
 
 
+def api_keys(args: Any) -> list[str]:
+    """The keys that vLLM itself accepts: --api-key, else VLLM_API_KEY."""
+    from vllm import envs
+
+    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+
+
 def parse_serve_arguments(argv: list[str]) -> Any:
     """vLLM's own `serve` arguments, validated. Exits 2 on a wrong flag, raises ValueError on a wrong combination."""
     # cli.serve imports these names in every supported version, while their homes moved in 0.29 and 0.33

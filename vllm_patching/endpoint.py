@@ -39,7 +39,7 @@ class BridgeEndpoints:
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         enabled = "atropos_bridge" in (args.additional_config or {})
         state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled)
-        state.generate_keys = [key for key in (args.api_key or []) if key]
+        state.generate_keys = compat.api_keys(args)
         await state.bridge.start()
         log.info(
             "Uvicorn running on http://%s:%d (bridge %s)",

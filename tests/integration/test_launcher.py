@@ -1,0 +1,45 @@
+"""What the vLLM launcher refuses, before a model is loaded: one clear line with value and remedy, exit code 2."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import REPOSITORY, free_port
+
+
+def refusal(*flags: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), *flags],
+        env={**os.environ, "VLLM_ENABLE_SHARED_WEIGHTS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    assert f"--model {tmp_path}: no config.json there" in refusal("--model", str(tmp_path))
+
+
+def test_a_taken_port_is_refused(llama_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port} on 127.0.0.1: Address already in use" in refusal("--model", str(llama_folder), "--port", str(port))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 without --api-key"),
+        (["--quantization", "fp8"], "--quantization fp8: the weight bridge carries unquantised weights only"),
+        (["--data-parallel-size", "2"], "no data parallelism"),
+    ],
+)
+def test_what_the_bridge_cannot_serve_is_refused(llama_folder: Path, flags: list[str], fragment: str) -> None:
+    assert fragment in refusal("--model", str(llama_folder), "--port", str(free_port()), *flags)
