@@ -82,21 +82,6 @@ def test_a_batch_is_exact_and_takes_whole_groups_from_the_heads_of_lanes(
     assert sorted(left + chosen) == groups
 
 
-@given(SIZES, st.integers(1, 40), MINIMUMS)
-def test_a_minimum_is_missed_by_less_than_a_group_when_groups_do_not_fit_it(
-    sizes: list[int], batch_size: int, minimums: dict[int, float]
-) -> None:
-    queue = queue_of(sizes, [0, 1, 2])
-    queued = {env_id: sum(group.sequences for group in queue if group.env_id == env_id) for env_id in minimums}
-    chosen = choose_batch(Lanes(queue), batch_size, minimums)
-    required = {env_id: int(batch_size * share) for env_id, share in minimums.items()}
-    if chosen is None or sum(required.values()) > batch_size:
-        return
-    for env_id, sequences in required.items():
-        taken = sum(group.sequences for group in chosen if group.env_id == env_id)
-        assert sequences == 0 or taken > min(sequences, queued[env_id]) - max(sizes)
-
-
 @given(st.lists(st.sampled_from([4]), min_size=4, max_size=20), st.sampled_from([0.25, 0.5, 0.75]))
 def test_minimums_are_met_exactly_with_groups_of_one_size(sizes: list[int], share: float) -> None:
     chosen = choose_batch(Lanes(queue_of(sizes, [0, 1, 1, 1])), 16, {0: share})
