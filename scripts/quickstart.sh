@@ -5,7 +5,7 @@
 # Sets up if needed, then trains a language model by GRPO through every service of Atropos, each a process of its own on this machine:
 # batching API, vLLM server, GSM8K environment, trainer. Without flags: SmolLM2-135M-Instruct learns sums and products, on two CPU cores.
 #
-#   --steps N            training steps (default 20)
+#   --steps N            training steps (default 15)
 #   --run-name NAME      all output goes to runs/NAME/ (default: quickstart-DATE-TIME)
 #   --model M            Hugging Face id or local folder (default: SmolLM2-135M-Instruct out of a package, no hub needed)
 #   --dataset D          arithmetic: generated sums and products; gsm8k: the real one, from the hub (default arithmetic)
@@ -23,7 +23,7 @@ source "$root/scripts/lib/services.sh"
 
 python=$root/.venv/bin/python
 flags=(--steps --run-name --model --dataset --dataset-path --seed --api-port --vllm-port --help)
-steps=20 run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
+steps=15 run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
 
 parse_flags() {
   local flag value
