@@ -90,6 +90,21 @@ def test_minimums_are_met_exactly_with_groups_of_one_size(sizes: list[int], shar
         assert chosen is not None and sum(group.sequences for group in chosen if group.env_id == 0) >= 16 * share
 
 
+@given(st.integers(1, 4), st.integers(1, 14), st.integers(1, 8), MINIMUMS)
+def test_groups_of_one_size_meet_every_minimum_as_far_as_its_environment_has_groups(
+    size: int, groups: int, batch_groups: int, minimums: dict[int, float]
+) -> None:
+    queue = queue_of([size] * groups, [0, 1, 2])
+    batch_size = size * batch_groups
+    required = {env_id: int(batch_size * share) for env_id, share in minimums.items()}
+    chosen = choose_batch(Lanes(queue), batch_size, minimums)
+    if chosen is None or sum(-(-sequences // size) * size for sequences in required.values()) > batch_size:
+        return
+    for env_id, sequences in required.items():
+        queued = sum(group.sequences for group in queue if group.env_id == env_id)
+        assert sum(group.sequences for group in chosen if group.env_id == env_id) >= min(sequences, queued)
+
+
 def test_no_batch_without_a_group_of_an_environment_that_has_a_minimum() -> None:
     lanes = Lanes(queue_of([4, 4, 4, 4], [1]))
     assert choose_batch(lanes, 8, {0: 0.5}) is None
