@@ -75,7 +75,7 @@ def our_arm(work: Path, threads: int) -> None:
     from example_trainer.config import TrainerConfig
     from example_trainer.losses import LossSettings
     from example_trainer.model import load_model
-    from example_trainer.optimizer import make_optimizer, make_scheduler, update
+    from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
     from example_trainer.packing import micro_batches
     from example_trainer.step import batch_gradients
 
@@ -93,8 +93,9 @@ def our_arm(work: Path, threads: int) -> None:
         figures = batch_gradients(
             model, micro_batches(batch.rollouts, config.micro_batch_tokens, device), settings, chunk_mb=config.logits_chunk_mb
         )
-        done = update(optimizer, scheduler, config.max_grad_norm)
-        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, loss=figures.loss, grad_norm=done.grad_norm)
+        grad_norm = clip_gradients(optimizer, config.max_grad_norm)
+        update(optimizer, scheduler)
+        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, loss=figures.loss, grad_norm=grad_norm)
 
 
 def prepare_logprobs(work: Path, threads: int) -> None:

@@ -27,7 +27,7 @@ from atroposlib.logs import configure_logging, get_logger, waiting
 from example_trainer.bridges import make_bridge
 from example_trainer.bridges.broadcast import BroadcastBridge
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model
+from example_trainer.grpo import keep_weights
 from vllm_patching import transport
 
 log = get_logger("weight_sync")
@@ -61,9 +61,9 @@ def _measure(options: argparse.Namespace, port: int) -> None:
     config = TrainerConfig(model_name=options.model, weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port=port)
     bridge = make_bridge(config)
     assert isinstance(bridge, BroadcastBridge)
-    bridge.connect(load_model(options.model, torch.device("cpu")))
-    bridge.sync(0)
-    nbytes = bridge.sync(1).bytes_moved
+    bridge.connect(options.model, torch.device("cpu"))
+    bridge.sync(0, keep_weights)
+    nbytes = bridge.sync(1, keep_weights).bytes_moved
     load = _Load(port, options.clients)
     rows: dict[str, list[float]] = {
         "transfer under load": [],
@@ -75,7 +75,7 @@ def _measure(options: argparse.Namespace, port: int) -> None:
     version = 2
     with load:
         for _ in range(options.syncs):
-            report = bridge.sync(version)
+            report = bridge.sync(version, keep_weights)
             version += 1
             rows["transfer under load"].append(report.transfer_s)
             rows["stall under load"].append(report.stall_s)
@@ -84,7 +84,7 @@ def _measure(options: argparse.Namespace, port: int) -> None:
     # idle syncs and both limits take turns, so that whatever else the machine does falls on all of them alike
     rows["memcpy"], rows["bare Gloo broadcast"] = [], []
     for _ in range(options.syncs):
-        report = bridge.sync(version)
+        report = bridge.sync(version, keep_weights)
         version += 1
         rows["transfer idle"].append(report.transfer_s)
         rows["stall idle"].append(report.stall_s)

@@ -17,12 +17,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,7 +36,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.losses import LossSettings
 from example_trainer.metrics import Row, open_metrics
 from example_trainer.model import load_model, load_tokenizer
-from example_trainer.optimizer import Update, make_optimizer, make_scheduler, update
+from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.step import StepFigures, batch_gradients
 
@@ -62,12 +61,10 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         )
         api.wait_until_up()
         log.info("Loading %s in float32 on %s", source, device)
-        model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
+        resources.enter_context(contextlib.closing(bridge))
+        model = bridge.connect(source, device)
         tokenizer = load_tokenizer(source)
         reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
-
-        resources.enter_context(contextlib.closing(bridge))
-        bridge.connect(model)
         optimizer = make_optimizer(model.parameters(), config)
         progress = restore(checkpoint, optimizer) if checkpoint else Progress()
         scheduler = make_scheduler(optimizer, config.warmup_steps, progress.updates)
@@ -76,7 +73,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
         metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
         checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
-        bridge.sync(progress.policy_version)
+        bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
         api.register(starting_step=progress.step)
         api.report_step(progress.step, progress.policy_version)
@@ -90,11 +87,14 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 log_starting_accuracy(api)
 
             batch = make_batch(items, seq_len=config.seq_len, divide_by_std=config.advantage_std, policy_version=progress.policy_version)
-            outcome = train_on(batch, model, reference, optimizer, scheduler, settings, config)
-            trained = time.monotonic()
+            figures = gradients_of(batch, model, reference, settings, config)
+            optimizer_row = (
+                {} if figures is None else {"grad_norm": clip_gradients(optimizer, config.max_grad_norm), "lr": scheduler.get_last_lr()[0]}
+            )
+            differentiated = time.monotonic()
 
-            progress = Progress(step, progress.policy_version + 1, progress.updates + (outcome is not None))
-            sync = bridge.sync(progress.policy_version)
+            progress = Progress(step, progress.policy_version + 1, progress.updates + (figures is not None))
+            sync = bridge.sync(progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler))
             if step == first:
                 check_parity(bridge, config)
             api.report_step(step, progress.policy_version)
@@ -106,11 +106,12 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 "policy_version": progress.policy_version,
                 "accuracy": accuracy,
                 **batch_row(batch),
-                **({} if outcome is None else asdict(outcome[0]) | asdict(outcome[1])),
+                **({} if figures is None else asdict(figures)),
+                **optimizer_row,
                 "updates": progress.updates,
                 **sync_row(sync),
                 "generate_s": fetched - start,
-                "train_s": trained - fetched,
+                "train_s": differentiated - fetched + sync.update_s,
                 "step_s": synced - start,
                 "eval_wait_s": time.monotonic() - synced,
             }
@@ -123,22 +124,20 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         print(f"Trained model: {save_final_model(config.save_path, model, tokenizer)}", flush=True)
 
 
-def train_on(
-    batch: Batch,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    optimizer: Optimizer,
-    scheduler: LambdaLR,
-    settings: LossSettings,
-    config: TrainerConfig,
-) -> tuple[StepFigures, Update] | None:
-    """One optimizer update on the batch, and figures from before it; None for a batch without a signal."""
+def keep_weights() -> None:
+    """The update of a sync that only hands the weights over as they are."""
+
+
+def gradients_of(
+    batch: Batch, model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, config: TrainerConfig
+) -> StepFigures | None:
+    """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
     if batch.truncated_sequences:
         log.warning("%d of %d sequences exceed --seq-len %d and lost their end", batch.truncated_sequences, batch.sequences, config.seq_len)
     if not batch.rollouts:
         log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
         return None
-    figures = batch_gradients(
+    return batch_gradients(
         model,
         micro_batches(batch.rollouts, config.micro_batch_tokens, model.device),
         settings,
@@ -146,7 +145,6 @@ def train_on(
         chunk_mb=config.logits_chunk_mb,
         loss_tokens=batch.completion_tokens,
     )
-    return figures, update(optimizer, scheduler, config.max_grad_norm)
 
 
 def prepare_torch(config: TrainerConfig) -> torch.device:

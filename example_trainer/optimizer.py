@@ -1,7 +1,6 @@
 """The optimizer, its learning-rate schedule and the one update of a step."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,19 +36,8 @@ def make_scheduler(optimizer: Optimizer, warmup_steps: int, updates_done: int) -
     return LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, warmup_steps)), last_epoch=updates_done - 1)
 
 
-@dataclass(frozen=True)
-class Update:
-    """One optimizer update: the gradient's L2 norm before clipping, and the learning rate used."""
-
-    grad_norm: float
-    lr: float
-
-
-def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> Update:
-    """Clip, step and clear the accumulated gradients.
-
-    Raises TrainerError, with the weights unchanged, if it is not finite.
-    """
+def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
+    """Scale the accumulated gradients to at most `max_grad_norm`; their L2 norm before. Raises TrainerError if it is not finite."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):
@@ -57,8 +45,11 @@ def update(optimizer: Optimizer, scheduler: LambdaLR, max_grad_norm: float) -> U
             f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
             "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
         )
-    done = Update(float(norm), float(scheduler.get_last_lr()[0]))
+    return float(norm)
+
+
+def update(optimizer: Optimizer, scheduler: LambdaLR) -> None:
+    """Step once on the clipped gradients, and clear them. The one place where weights change."""
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return done

@@ -1,13 +1,15 @@
 """Weight bridges: how a policy reaches vLLM after each step. One file a bridge, one line here that registers it.
 
-The trainer calls, in this order: `connect(model)` once, before the optimizer exists; `sync(version)` with the start weights and
-after every step; `parity_probe()` when it wants proof; `close()` at the end.
+The trainer calls, in this order: `connect(source, device)` once, which gives the model to train, before the optimizer exists;
+`sync(version, update)` with the start weights and for every step, where `update` is what changes the weights; `parity_probe()`
+when it wants proof; `close()` at the end.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedModel
 
 from example_trainer.config import TrainerConfig
@@ -23,6 +25,7 @@ class SyncReport:
     """What one sync did; seconds and bytes."""
 
     policy_version: int
+    update_s: float  # the optimizer step; part of the stall only where trainer and vLLM share the weights
     stall_s: float  # generation stood still
     transfer_s: float  # bytes travelled, generation going on
     apply_s: float  # part of the stall in which the weights changed
@@ -34,11 +37,14 @@ class WeightBridge(Protocol):
 
     served_dtype: str  # in which vLLM computes, e.g. "bfloat16"; known once connected
 
-    def connect(self, model: PreTrainedModel) -> None:
-        """Agree with vLLM on every parameter and re-point the model's parameters into the bridge's buffer."""
+    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
+        """Agree with vLLM on every parameter; the model to train, with the weights of `source` (hub id or folder)."""
 
-    def sync(self, policy_version: int) -> SyncReport:
-        """Make the model's current weights what vLLM serves, as `policy_version`."""
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+        """Run `update`, which changes the model's weights, and make the result what vLLM serves, as `policy_version`.
+
+        What `update` raises comes out as it is, with vLLM serving what it served before.
+        """
 
     def parity_probe(self) -> float:
         """Largest |log-probability difference| between vLLM and the trainer on a fixed prompt, in nats."""

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -21,6 +22,7 @@ from atroposlib.logs import get_logger, waiting
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
+from example_trainer.model import load_model
 from vllm_patching import transport
 from vllm_patching.protocol import GOODBYE, Bucket, Manifest, ManifestMismatch, SessionOffer, ack_key, align, compare, go_key
 
@@ -42,7 +44,8 @@ class BroadcastBridge:
         self._lost: str | None = None
         self._groups: transport.Groups | None = None
 
-    def connect(self, model: PreTrainedModel) -> None:
+    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
+        model = load_model(source, device, gradient_checkpointing=self._config.gradient_checkpointing)
         status = self._vllm.wait_until_ready(self._config.vllm_start_timeout)
         self._workers = int(status["tp_size"])
         self._manifest = Manifest.from_json(self._vllm.manifest())
@@ -60,9 +63,13 @@ class BroadcastBridge:
         self._form_groups()
         self._heart = threading.Thread(target=self._heartbeats, name="BridgeHeartbeat", daemon=True)
         self._heart.start()
+        return model
 
-    def sync(self, policy_version: int) -> SyncReport:
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         groups = self._live_groups()
+        start = time.perf_counter()
+        update()
+        update_s = time.perf_counter() - start
         timeout_s = self._config.bridge_timeout_s
         log.info("[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s, at most %.0f s a bucket",
                  policy_version, self._manifest.nbytes / 1e6, len(self._buckets), self._workers, self._vllm.url, timeout_s)  # fmt: skip
@@ -88,7 +95,9 @@ class BroadcastBridge:
             committed["stall_s"] * 1e3,
             committed["apply_s"] * 1e3,
         )
-        return SyncReport(policy_version, committed["stall_s"], transfer_s, committed["apply_s"], self._manifest.nbytes * self._workers)
+        return SyncReport(
+            policy_version, update_s, committed["stall_s"], transfer_s, committed["apply_s"], self._manifest.nbytes * self._workers
+        )
 
     @torch.no_grad()
     def parity_probe(self) -> float:

@@ -13,7 +13,6 @@ import torch
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model
 
 
 def main(model_name: str, port: int, act: str) -> None:
@@ -28,22 +27,25 @@ def main(model_name: str, port: int, act: str) -> None:
         bridge_bucket_mb=1,
         vllm_api_key=os.environ["VLLM_API_KEY"],
     )
-    model = load_model(model_name, torch.device("cpu"))
     bridge = make_bridge(config)
-    bridge.connect(model)
-    bridge.sync(0)
+    model = bridge.connect(model_name, torch.device("cpu"))
+    bridge.sync(0, lambda: None)
     print("SYNCED 0", flush=True)
     if act == "idle":
         time.sleep(300)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
     if act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
-    bridge.sync(1)
+    bridge.sync(1, lambda: change(model))
     print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
     bridge.close()
+
+
+@torch.no_grad()
+def change(model: torch.nn.Module) -> None:
+    """An update that no one could mistake for none."""
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 def _stop_at_second_bucket(bridge: object, with_signal: signal.Signals) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from example_trainer.bridges import SyncReport
+from example_trainer.model import load_model
 
 VOCAB = 97
 _SHAPE: dict[str, Any] = dict(
@@ -71,7 +72,8 @@ class RecordingBridge:
         self._parity = parity
         self._fail_at = fail_at
 
-    def connect(self, model: PreTrainedModel) -> None:
+    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
+        model = load_model(source, device)
         parameters = list(model.parameters())
         flat = torch.empty(sum(parameter.numel() for parameter in parameters))
         start = 0
@@ -80,12 +82,14 @@ class RecordingBridge:
             view.copy_(parameter.data)
             parameter.data = view
             start += parameter.numel()
+        return model
 
-    def sync(self, policy_version: int) -> SyncReport:
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         if policy_version == self._fail_at:
             raise KeyboardInterrupt
+        update()
         self.versions.append(policy_version)
-        return SyncReport(policy_version, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
+        return SyncReport(policy_version, update_s=0.0, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
 
     def parity_probe(self) -> float:
         self.probes += 1
