@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from atroposlib.envs.errors import RecordError
+from atroposlib.envs.records import append_line, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
@@ -63,13 +65,15 @@ class JsonlSink:
             log.info("Moved the metrics of an earlier run to %s", earlier)
         elif path.exists():
             kept = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] < first_step]
-            path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a")
+            write_whole(path, "".join(line + "\n" for line in kept).encode())
+        self._file = path.open("ab", buffering=0)
 
     def write(self, row: Row) -> None:
-        """One line, in one write, so that a reader sees whole lines only."""
-        self._file.write(json.dumps({key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))}) + "\n")
-        self._file.flush()
+        """One line, whole or not at all. Raises TrainerError when the disk takes no more."""
+        try:
+            append_line(self._file, {key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))})
+        except RecordError as error:
+            raise TrainerError(f"metrics of step {row['step']}: {error} (--log-dir, --metrics-path)") from error
 
     def close(self) -> None:
         """Close the file."""
@@ -141,9 +145,12 @@ class Metrics:
 
 
 def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
-    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed."""
-    config.log_dir.mkdir(parents=True, exist_ok=True)
-    sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
+    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed, or a folder not to be written."""
+    try:
+        config.log_dir.mkdir(parents=True, exist_ok=True)
+        sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
+    except OSError as error:
+        raise TrainerError(f"cannot keep metrics in {config.metrics_file}: {error.strerror}; choose another --log-dir or free space") from error
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
     if config.use_wandb:

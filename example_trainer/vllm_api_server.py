@@ -11,6 +11,7 @@ The only module outside vllm_patching/ that imports vLLM.
 import ipaddress
 import json
 import os
+import shutil
 import socket
 import sys
 from importlib.metadata import entry_points
@@ -22,6 +23,7 @@ import psutil
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 DEFAULT_PORT = 9001
+CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
 
 
@@ -116,8 +118,9 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
             "drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS"
         )
     args.worker_cls = WORKER
-    folder = os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or str(Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json")
-    args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(Path(folder).resolve())}}
+    path = Path(os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json").resolve()
+    _check_writable(path)
+    args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(path)}}
     if args.tensor_parallel_size > 1:
         # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
         cores = sorted(os.sched_getaffinity(0))
@@ -125,6 +128,20 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse before minutes of loading what could not be written after."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(path.parent).free
+    except OSError as error:
+        _refuse(f"{path}: {error.strerror}; set VLLM_BRIDGE_CONFIG_PATH to a file that can be written")
+    if free < CONFIG_BYTES or not os.access(path.parent, os.W_OK):
+        _refuse(
+            f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a folder this user may write to; "
+            "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
+        )
 
 
 def _is_loopback(host: str) -> bool:
