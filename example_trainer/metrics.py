@@ -150,7 +150,7 @@ def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
         config.log_dir.mkdir(parents=True, exist_ok=True)
         sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
     except OSError as error:
-        raise TrainerError(f"cannot keep metrics in {config.metrics_file}: {error.strerror}; choose another --log-dir or free space") from error
+        raise TrainerError(f"cannot keep metrics in {config.metrics_file}: {error.strerror}; set --log-dir, or free space") from error
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
     if config.use_wandb:
