@@ -57,7 +57,9 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
     with contextlib.ExitStack() as resources:
         api = resources.enter_context(
-            contextlib.closing(ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout))
+            contextlib.closing(
+                ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout, sleep=partial(sleep_beside, bridge))
+            )
         )
         api.wait_until_up()
         log.info("Loading %s in float32 on %s", source, device)
@@ -78,8 +80,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         api.register(starting_step=progress.step)
         api.report_step(progress.step, progress.policy_version)
 
-        first = progress.step + 1
-        for step in range(first, config.training_steps + 1):
+        proven = False
+        for step in range(progress.step + 1, config.training_steps + 1):
             start = time.monotonic()
             items = api.fetch_batch(config.fetch_timeout)
             fetched = time.monotonic()
@@ -95,11 +97,13 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
             progress = Progress(step, progress.policy_version + 1, progress.updates + (figures is not None))
             sync = bridge.sync(progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler))
-            if step == first:
+            serves_it = sync.policy_version == progress.policy_version
+            if serves_it and not proven:
                 check_parity(bridge, config)
-            api.report_step(step, progress.policy_version)
+                proven = True
+            api.report_step(step, sync.policy_version)
             synced = time.monotonic()
-            accuracy = api.evaluation(progress.policy_version, config.eval_deadline)
+            accuracy = api.evaluation(progress.policy_version, config.eval_deadline) if serves_it else None
 
             row = {
                 "step": step,
@@ -126,6 +130,12 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
 def keep_weights() -> None:
     """The update of a sync that only hands the weights over as they are."""
+
+
+def sleep_beside(bridge: WeightBridge, seconds: float) -> None:
+    """A pause of whoever waits for the API: without vLLM no batch will ever come, so the bridge's error comes first."""
+    bridge.check()
+    time.sleep(seconds)
 
 
 def gradients_of(
@@ -218,6 +228,7 @@ def batch_row(batch: Batch) -> Row:
 def sync_row(sync: SyncReport) -> Row:
     """The bridge's part of a metrics row."""
     return {
+        "served_version": sync.policy_version,
         "sync_stall_s": sync.stall_s,
         "sync_transfer_s": sync.transfer_s,
         "sync_apply_s": sync.apply_s,

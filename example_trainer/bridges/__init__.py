@@ -2,7 +2,7 @@
 
 The trainer calls, in this order: `connect(source, device)` once, which gives the model to train, before the optimizer exists;
 `sync(version, update)` with the start weights and for every step, where `update` is what changes the weights; `parity_probe()`
-when it wants proof; `close()` at the end.
+when it wants proof; `check()` while it waits for a batch; `close()` at the end.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class BridgeError(TrainerError):
 class SyncReport:
     """What one sync did; seconds and bytes."""
 
-    policy_version: int
+    policy_version: int  # what vLLM serves now; behind the trainer's own between two restarts of mode none
     update_s: float  # the optimizer step; part of the stall only where trainer and vLLM share the weights
     stall_s: float  # generation stood still
     transfer_s: float  # bytes travelled, generation going on
@@ -47,7 +47,10 @@ class WeightBridge(Protocol):
         """
 
     def parity_probe(self) -> float:
-        """Largest |log-probability difference| between vLLM and the trainer on a fixed prompt, in nats."""
+        """Largest |log-probability difference| between vLLM and the trainer on a fixed prompt, in nats; after a sync that served."""
+
+    def check(self) -> None:
+        """Return if vLLM is there as far as is known; never waits, and may be called before `connect`."""
 
     def close(self) -> None:
         """Leave in an orderly way; never raises for a peer that is gone."""

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger, waiting
 from example_trainer.bridges import BridgeError, SyncReport
+from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model
@@ -27,8 +28,6 @@ from vllm_patching import transport
 from vllm_patching.protocol import GOODBYE, Bucket, Manifest, ManifestMismatch, SessionOffer, ack_key, align, compare, go_key
 
 log = get_logger(__name__)
-
-PROBE_TOKENS = 48
 
 
 class BroadcastBridge:
@@ -99,15 +98,12 @@ class BroadcastBridge:
             policy_version, update_s, committed["stall_s"], transfer_s, committed["apply_s"], self._manifest.nbytes * self._workers
         )
 
-    @torch.no_grad()
     def parity_probe(self) -> float:
-        vocabulary = self._model.config.get_text_config().vocab_size
-        tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-        served = torch.tensor(self._vllm.prompt_logprobs(tokens), dtype=torch.float64)
-        ids = torch.tensor([tokens], device=self._model.device)
-        logits: torch.Tensor = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].double().cpu()
-        return float((ours - served).abs().max())
+        return parity(self._model, self._vllm)
+
+    def check(self) -> None:
+        if self._lost is not None:
+            raise BridgeError(f"the session with vLLM is lost: {self._lost}")
 
     def close(self) -> None:
         if self._groups is None:
@@ -182,8 +178,7 @@ class BroadcastBridge:
     def _live_groups(self) -> transport.Groups:
         if self._groups is None:
             raise BridgeError("the bridge is not connected: call connect first")
-        if self._lost is not None:
-            raise BridgeError(f"the session with vLLM is lost: {self._lost}")
+        self.check()
         return self._groups
 
     def _worker_states(self) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from example_trainer.bridges import SyncReport
+from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.model import load_model
 
 VOCAB = 97
@@ -65,12 +65,14 @@ class RecordingBridge:
 
     served_dtype = "float32"
 
-    def __init__(self, parity: float = 0.0, fail_at: int | None = None) -> None:
+    def __init__(self, parity: float = 0.0, fail_at: int | None = None, serves_every: int = 1) -> None:
         self.versions: list[int] = []
         self.probes = 0
         self.closed = False
         self._parity = parity
         self._fail_at = fail_at
+        self._serves_every = serves_every
+        self.lost = False
 
     def connect(self, source: str, device: torch.device) -> PreTrainedModel:
         model = load_model(source, device)
@@ -89,11 +91,17 @@ class RecordingBridge:
             raise KeyboardInterrupt
         update()
         self.versions.append(policy_version)
-        return SyncReport(policy_version, update_s=0.0, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
+        if self.versions[-1] % self._serves_every == 0 or len(self.versions) == 1:
+            self._served = policy_version
+        return SyncReport(self._served, update_s=0.0, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
 
     def parity_probe(self) -> float:
         self.probes += 1
         return self._parity
+
+    def check(self) -> None:
+        if self.lost:
+            raise BridgeError("vLLM is lost")
 
     def close(self) -> None:
         self.closed = True

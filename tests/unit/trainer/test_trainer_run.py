@@ -113,6 +113,34 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
 
 
+def test_a_bridge_that_serves_some_versions_only_reports_what_vllm_serves(model: str, tmp_path: Path) -> None:
+    """As with restarts: evaluations and the parity probe wait for weights that vLLM has."""
+    api = FakeApi(feed)
+    api.evaluations = {0: 0.125, 2: 0.5, 4: 0.75}
+    api.pending = {1: 10**9, 3: 10**9}  # to wait for a policy that is not served would be in vain
+    bridge = RecordingBridge(serves_every=2)
+    train(model, tmp_path, api=api, bridge=bridge)
+    assert [(report["step"], report["policy_version"]) for report in api.steps] == [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4)]
+    assert [(row["policy_version"], row["served_version"], row["accuracy"]) for row in rows(tmp_path)] == [
+        (1, 0, None),
+        (2, 2, 0.5),
+        (3, 2, None),
+        (4, 4, 0.75),
+    ]
+    assert bridge.probes == 2
+
+
+def test_a_lost_vllm_ends_the_wait_for_a_batch(model: str, tmp_path: Path) -> None:
+    bridge = RecordingBridge()
+
+    def no_batch(delivered: int) -> None:
+        bridge.lost = True
+
+    with pytest.raises(TrainerError, match="vLLM is lost"):
+        train(model, tmp_path, api=FakeApi(no_batch), bridge=bridge, fetch_timeout=60)
+    assert bridge.closed
+
+
 def test_training_raises_the_probability_of_rewarded_answers(model: str, tmp_path: Path) -> None:
     """The same batch each step: its surrogate must improve, or the sign or the update is wrong."""
     train(model, tmp_path, api=FakeApi(lambda delivered: feed(0)), training_steps=6, lr=3e-3, warmup_steps=0)

@@ -1,0 +1,20 @@
+"""The proof that vLLM serves the trainer's weights: both score one fixed prompt. Shared by all bridges."""
+
+import torch
+from transformers import PreTrainedModel
+
+from example_trainer.bridges.vllm_client import VllmClient
+
+PROBE_TOKENS = 48
+
+
+@torch.no_grad()
+def parity(model: PreTrainedModel, vllm: VllmClient) -> float:
+    """Largest |log-probability difference| over the prompt's tokens, in nats."""
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    served = torch.tensor(vllm.prompt_logprobs(tokens), dtype=torch.float64)
+    ids = torch.tensor([tokens], device=model.device)
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].double().cpu()
+    return float((ours - served).abs().max())
