@@ -8,7 +8,8 @@
       final_model/  the Hugging Face folder alone, at the end of the run
 
 A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced after that.
-Whatever fails before leaves the previous checkpoint and `latest` as they were.
+Whatever fails before leaves the previous checkpoint and `latest` as they were. What a folder holds of the model, and its name, is a
+`Form`: the whole model here, the adapter alone (`adapter_step_N/`, `final_adapter/`) in example_trainer/adapters.py.
 """
 
 import hashlib
@@ -31,7 +32,6 @@ from example_trainer.errors import TrainerError
 MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"
 LATEST = "latest"
-FINAL = "final_model"
 
 log = get_logger(__name__)
 
@@ -49,12 +49,23 @@ class Progress:
     updates: int = 0
 
 
-class Checkpoints:
-    """The step_N folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
+@dataclass(frozen=True)
+class Form:
+    """What is kept of a model: the folders' names, the writer of its files into an existing folder, and their size."""
 
-    def __init__(self, save_path: Path, keep: int) -> None:
+    step_prefix: str
+    final: str
+    write: Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase | None], None]
+    nbytes: Callable[[PreTrainedModel], int]
+
+
+class Checkpoints:
+    """The step folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
+
+    def __init__(self, save_path: Path, keep: int, form: Form) -> None:
         self._save_path = save_path
         self._keep = keep
+        self._form = form
         self._written: list[Path] = []
 
     def save(
@@ -64,7 +75,7 @@ class Checkpoints:
         tokenizer: PreTrainedTokenizerBase | None,
         optimizer: Optimizer,
     ) -> Path:
-        """Write `save_path/step_N/` and point `latest` at it. Raises CheckpointError, with nothing changed."""
+        """Write the folder of this step and point `latest` at it. Raises CheckpointError, with nothing changed."""
         state = {
             "progress": vars(progress),
             "optimizer": type(optimizer).__name__,
@@ -73,12 +84,12 @@ class Checkpoints:
         }
 
         def write(folder: Path) -> None:
-            _write_model(folder, model, tokenizer)
+            self._form.write(folder, model, tokenizer)
             torch.save(state, folder / STATE)
 
         moments = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-        target = self._save_path / f"step_{progress.step}"
-        _write_folder(target, write, sum(tensor.nbytes for tensor in (*model.parameters(), *moments)))
+        target = self._save_path / f"{self._form.step_prefix}{progress.step}"
+        write_folder(target, write, self._form.nbytes(model) + sum(moment.nbytes for moment in moments))
         _replace_text(self._save_path / LATEST, target.name)
         self._written.append(target)
         if self._keep:
@@ -88,10 +99,10 @@ class Checkpoints:
         return target
 
 
-def save_final_model(save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Path:
-    """Write `save_path/final_model/`, a Hugging Face folder. Raises CheckpointError."""
-    target = save_path / FINAL
-    _write_folder(target, lambda folder: _write_model(folder, model, tokenizer), sum(parameter.nbytes for parameter in model.parameters()))
+def save_final_model(save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, form: Form) -> Path:
+    """Write `save_path/final_model/` (or what `form` calls it): the model without the trainer's state. Raises CheckpointError."""
+    target = save_path / form.final
+    write_folder(target, lambda folder: form.write(folder, model, tokenizer), form.nbytes(model))
     return target
 
 
@@ -173,8 +184,11 @@ def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedToke
         tokenizer.save_pretrained(folder)
 
 
-def _write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
-    """Make `target` from what `write` puts into an empty folder, all or nothing."""
+WHOLE_MODEL = Form("step_", "final_model", _write_model, lambda model: sum(parameter.nbytes for parameter in model.parameters()))
+
+
+def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
+    """Make `target` from what `write` puts into an empty folder, all or nothing. Raises CheckpointError."""
     partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -102,6 +102,18 @@ class TrainerConfig(Config):
         "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16",
     )
 
+    # --- LoRA: lora_only and lora_restart ------------------------------------------------------------------------------
+    lora_r: int = Field(16, ge=1, le=512, description="rank of the adapter; vLLM's --max-lora-rank must be at least this")
+    lora_alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by lora_alpha / lora_r")
+    lora_dropout: float = Field(
+        0.0, ge=0, lt=1, description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios"
+    )
+    lora_target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        description="names of the linear layers that get an adapter, comma-separated",
+    )
+
     # --- checkpoints, metrics ----------------------------------------------------------------------------------------
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`")
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
@@ -120,6 +132,11 @@ class TrainerConfig(Config):
     def sequences_per_step(self) -> int:
         """Sequences in one batch, as registered with the API."""
         return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Only a LoRA adapter is trained; the model's own weights stay."""
+        return self.weight_bridge_mode in ("lora_only", "lora_restart")
 
     @property
     def metrics_file(self) -> Path:

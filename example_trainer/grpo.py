@@ -27,10 +27,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging, get_logger
+from example_trainer.adapters import ADAPTER
 from example_trainer.api_client import ApiClient
 from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
-from example_trainer.checkpoint import Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
+from example_trainer.checkpoint import WHOLE_MODEL, Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.losses import LossSettings
@@ -74,7 +75,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             raise TrainerError(f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to go on")
 
         metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
-        checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        form = ADAPTER if config.trains_adapter else WHOLE_MODEL
+        checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
         api.register(starting_step=progress.step)
@@ -122,10 +124,10 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             metrics.write(row)
             print(step_line(row, config.training_steps), flush=True)
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
-                log.info("Writing checkpoint step_%d to %s", step, config.save_path)
+                log.info("Writing checkpoint %s%d to %s", form.step_prefix, step, config.save_path)
                 checkpoints.save(progress, model, tokenizer, optimizer)
         log.info("Writing the trained model to %s", config.save_path)
-        print(f"Trained model: {save_final_model(config.save_path, model, tokenizer)}", flush=True)
+        print(f"Trained model: {save_final_model(config.save_path, model, tokenizer, form)}", flush=True)
 
 
 def keep_weights() -> None:

@@ -1,0 +1,136 @@
+"""LoRA adapters: putting one into a model to train, and the PEFT folder that it is kept in and handed to vLLM as.
+
+    Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B starts at zero, so the model starts unchanged
+
+The model stays the transformers model it was (no PeftModel around it), so packed attention and the chunked head work as before. A
+folder is `adapter_config.json` and `adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
+"""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from example_trainer.checkpoint import Form, write_folder
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.model import load_model
+
+NAME = "default"  # PEFT's name of the one adapter in the model; not part of what is saved
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+class AdapterError(TrainerError):
+    """An adapter that does not fit the model, or cannot be read."""
+
+
+def load_adapted_model(source: str, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
+    """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the model itself.
+
+    Raises AdapterError or ModelError.
+    """
+    resumed = Path(source) if source != config.model_name else None
+    if resumed:
+        _check_settings(resumed, config)
+    model = load_model(config.model_name, device, gradient_checkpointing=config.gradient_checkpointing)
+    add_adapter(model, config)
+    if resumed:
+        load_weights(model, resumed)
+    return model
+
+
+def add_adapter(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Freeze the model and put a fresh adapter into its `--lora-target-modules`. Raises AdapterError naming those that exist."""
+    present = adaptable_modules(model)
+    unknown = [name for name in config.lora_target_modules if name not in present]
+    if unknown:
+        raise AdapterError(
+            f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has {', '.join(present)}"
+        )
+    inject_adapter_in_model(peft_config(config), model, NAME)
+
+
+def peft_config(config: TrainerConfig) -> LoraConfig:
+    """PEFT's form of the --lora-* flags."""
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=list(config.lora_target_modules),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=config.model_name,
+    )
+
+
+def adaptable_modules(model: nn.Module) -> list[str]:
+    """Names of the linear layers that may get an adapter: all but the head, which may be tied to the embeddings."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    return list(dict.fromkeys(names))
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The trained parameters by the names PEFT saves them under."""
+    return {
+        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def adapter_nbytes(model: PreTrainedModel) -> int:
+    """Bytes of the adapter's tensors."""
+    return sum(tensor.nbytes for tensor in adapter_tensors(model).values())
+
+
+def write_adapter(folder: Path, model: PreTrainedModel) -> None:
+    """Write the model's adapter to `folder`, whole or not at all: hidden beside it, flushed, renamed. Raises CheckpointError."""
+    write_folder(folder, lambda partial: write_adapter_files(partial, model), adapter_nbytes(model))
+
+
+def write_adapter_files(folder: Path, model: PreTrainedModel) -> None:
+    """The two files of an adapter, into an existing folder."""
+    model.peft_config[NAME].save_pretrained(folder)
+    tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+ADAPTER = Form("adapter_step_", "final_adapter", lambda folder, model, _: write_adapter_files(folder, model), adapter_nbytes)
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the tensors of an adapter folder into the model's adapter. Raises AdapterError if they are not its own."""
+    try:
+        saved = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}; give another folder to --resume") from error
+    own = adapter_tensors(model)
+    wrong = [name for name in own.keys() | saved.keys() if name not in own or name not in saved or own[name].shape != saved[name].shape]
+    if wrong:
+        raise AdapterError(f"{folder} holds an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}")
+    for name, parameter in own.items():
+        parameter.copy_(saved[name])
+
+
+def _check_settings(folder: Path, config: TrainerConfig) -> None:
+    """Raise AdapterError unless the folder was made with these --model-name and --lora-* flags; dropout may change."""
+    if not (folder / CONFIG).is_file():
+        raise AdapterError(
+            f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {config.weight_bridge_mode} trains one: "
+            "resume from an adapter_step_N folder, or start afresh"
+        )
+    saved, now = LoraConfig.from_pretrained(folder), peft_config(config)
+    for flag, then, given in [
+        ("--model-name", saved.base_model_name_or_path, now.base_model_name_or_path),
+        ("--lora-r", saved.r, now.r),
+        ("--lora-alpha", saved.lora_alpha, now.lora_alpha),
+        ("--lora-target-modules", ",".join(sorted(saved.target_modules)), ",".join(sorted(now.target_modules))),
+    ]:
+        if then != given:
+            raise AdapterError(f"{folder} was trained with {flag} {then}, this run has {given}: give the same, or start afresh")
