@@ -6,7 +6,9 @@ The model stays the transformers model it was (no PeftModel around it), so packe
 folder is `adapter_config.json` and `adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
 """
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -125,12 +127,12 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
             f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {config.weight_bridge_mode} trains one: "
             "resume from an adapter_step_N folder, or start afresh"
         )
-    saved, now = LoraConfig.from_pretrained(folder), peft_config(config)
+    saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     for flag, then, given in [
-        ("--model-name", saved.base_model_name_or_path, now.base_model_name_or_path),
-        ("--lora-r", saved.r, now.r),
-        ("--lora-alpha", saved.lora_alpha, now.lora_alpha),
-        ("--lora-target-modules", ",".join(sorted(saved.target_modules)), ",".join(sorted(now.target_modules))),
+        ("--model-name", saved["base_model_name_or_path"], config.model_name),
+        ("--lora-r", saved["r"], config.lora_r),
+        ("--lora-alpha", saved["lora_alpha"], config.lora_alpha),
+        ("--lora-target-modules", ",".join(sorted(saved["target_modules"])), ",".join(sorted(config.lora_target_modules))),
     ]:
         if then != given:
             raise AdapterError(f"{folder} was trained with {flag} {then}, this run has {given}: give the same, or start afresh")

@@ -104,7 +104,7 @@ class TrainerConfig(Config):
 
     # --- LoRA: lora_only and lora_restart ------------------------------------------------------------------------------
     lora_r: int = Field(16, ge=1, le=512, description="rank of the adapter; vLLM's --max-lora-rank must be at least this")
-    lora_alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by lora_alpha / lora_r")
+    lora_alpha: int = Field(32, ge=1, description="the adapter's output is scaled by lora_alpha / lora_r")
     lora_dropout: float = Field(
         0.0, ge=0, lt=1, description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios"
     )
