@@ -106,7 +106,7 @@ def test_flags_are_read_and_bounded() -> None:
     base = ["--model-name", "m", "--weight-bridge-mode", "lora_only"]
     found, _ = resolve_config(TrainerConfig, [*base, "--lora-target-modules", "q_proj,v_proj", "--lora-alpha", "32"], prog="grpo", env={})
     assert found.lora_target_modules == ("q_proj", "v_proj") and found.lora_alpha == 32 and found.lora_r == 16 and found.trains_adapter
-    for flag, value, says in [("r", "0", "greater than or equal to 1"), ("dropout", "1", "less than 1"), ("alpha", "0", "greater than or equal to 1")]:
+    for flag, value, says in [("r", "0", "greater than or equal to 1"), ("dropout", "1", "less than 1"), ("alpha", "0", "or equal to 1")]:
         with pytest.raises(ConfigError, match=f"lora_{flag}: .*{says}"):
             resolve_config(TrainerConfig, [*base, f"--lora-{flag}", value], prog="grpo", env={})
 
