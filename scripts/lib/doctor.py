@@ -1,0 +1,317 @@
+"""Looks at this machine and the servers before a run, and prints a line a check; scripts/bridge_doctor.sh is its front.
+
+    python -m scripts.lib.doctor --mode broadcast --model MODEL        exit status 1 if a check fails
+
+It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it 2 s.
+"""
+
+import csv
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import requests
+from pydantic import Field, SecretStr
+
+from atroposlib.config import Config, load_config
+from scripts.lib import doctor_checks as checks
+from scripts.lib.doctor_checks import MIB, MODES, Answer, Finding, Gpu, Listener, Model
+from vllm_patching.protocol import Manifest
+
+CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
+CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
+
+
+class DoctorConfig(Config):
+    """Checks ports, ranks, allocator, shared memory, versions, models, limits and environment variables before a run."""
+
+    mode: Literal["broadcast", "single_copy", "lora", "lora_restart", "restart"] = Field(
+        description="the bridge, as in scripts/run_gsm8k_MODE.sh"
+    )
+    model: str | None = Field(None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked")
+    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM servers")
+    vllm_port: str = Field("9001", pattern=r"^\d{1,5}(,\d{1,5})*$", description="their ports, separated by commas")
+    hosts_file: Path | None = Field(None, description="file with a HOST or HOST:PORT a line, for servers on other machines")
+    api_port: int = Field(8000, ge=1, le=65535, description="port of the batching API")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's, one rank a GPU")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="what vLLM serves; auto is float32 without a GPU, bfloat16 with one"
+    )
+    save_path: Path = Field(Path("."), description="folder of the trainer's checkpoints")
+    vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
+    master_addr: str = Field("localhost", description="where the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"})
+    master_port: int = Field(0, ge=0, le=65535, description="its port, 0 for a free one", json_schema_extra={"env": "MASTER_PORT"})
+    num_inference_nodes: int = Field(
+        0, ge=0, description="machines of vLLM beside this one", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
+    )
+    shared_weights: str = Field("", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"})
+    cuda_visible_devices: str | None = Field(None, description="GPUs to use", json_schema_extra={"env": "CUDA_VISIBLE_DEVICES"})
+    cuda_alloc_conf: str = Field("", description="PyTorch's allocator settings", json_schema_extra={"env": "PYTORCH_CUDA_ALLOC_CONF"})
+    cpu_kv_cache_gib: int = Field(1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"})
+
+
+@dataclass(frozen=True)
+class Server:
+    """A vLLM server that a trainer would use, as found."""
+
+    where: str
+    local: bool
+    listener: Listener | None
+    status: Answer
+    manifest: Manifest | None
+
+    @property
+    def running(self) -> bool:
+        return self.status.status == 200
+
+
+def main() -> int:
+    """The command line: 0 without a failing check, 1 with one, 2 on wrong flags."""
+    config = load_config(DoctorConfig, prog="bridge_doctor")
+    findings = []
+    for finding in examine(config):
+        print(finding, flush=True)
+        findings.append(finding)
+    failed = sum(finding.level == "fail" for finding in findings)
+    warned = sum(finding.level == "warn" for finding in findings)
+    print(f"{len(findings)} checks, {failed} failed, {warned} warnings" + (": mend what failed before you start" if failed else ""))
+    return 1 if failed else 0
+
+
+def examine(config: DoctorConfig) -> Iterator[Finding]:
+    """Every check that applies, in the order in which they are worth reading."""
+    gpus, driver_cuda = find_gpus(config.cuda_visible_devices)
+    listeners = find_listeners()
+    servers = [look_at(host, port, config, listeners) for host, port in addresses(config)]
+    yield from versions(config, gpus, driver_cuda)
+    yield from settings(config, gpus, servers)
+    yield from ports(config, listeners, servers)
+    yield from devices(config, gpus, servers)
+
+
+# --- the groups of checks ----------------------------------------------------------------------------------------------
+
+
+def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None) -> Iterator[Finding]:
+    yield checks.check_python(sys.version_info[:2])
+    yield checks.check_package("torch", installed("torch"), "2.6")
+    yield checks.check_package("transformers", installed("transformers"), "5.0")
+    if util.find_spec("vllm") is None:
+        yield checks.check_package("vllm", None, "0.26")
+    else:
+        from vllm_patching.version import BEYOND, OLDEST, VERSION
+
+        yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
+    if config.mode.startswith("lora"):
+        yield checks.check_package("peft", installed("peft"), "0.14")
+    if gpus:
+        yield checks.check_driver(driver_cuda, torch_cuda())
+    yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
+
+
+def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
+    mode = MODES[config.mode]
+    yield checks.check_switch(mode, config.shared_weights, any(server.running for server in servers))
+    command = " ".join(server.listener.command for server in servers if server.listener)
+    yield checks.check_allocator(mode.same_devices, len(gpus), config.cuda_alloc_conf, command)
+    remote = [server.where.split(":")[0] for server in servers if not server.local]
+    yield checks.check_nodes(config.num_inference_nodes, remote)
+    if config.mode == "broadcast":
+        yield checks.check_master(config.master_addr, resolve(config.master_addr), remote)
+
+
+def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequence[Server]) -> Iterator[Finding]:
+    mode = MODES[config.mode]
+    api = listeners.get(config.api_port)
+    yield checks.check_api(config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0))
+    if config.mode == "broadcast":
+        yield checks.check_master_port(config.master_port, listeners.get(config.master_port))
+    for server in servers:
+        yield checks.check_server(mode, server.where, server.local, server.listener, server.status)
+        if server.running:
+            yield checks.check_ranks(config.tensor_parallel_size, server.status.body["tp_size"])
+
+
+def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
+    mode, ranks = MODES[config.mode], config.tensor_parallel_size
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
+    running = any(server.running for server in servers if server.local)
+    if gpus:
+        yield checks.check_gpus(mode, ranks, len(gpus))
+    else:
+        yield checks.check_cores(ranks, len(os.sched_getaffinity(0)))
+    model = read_model(config.model) if config.model else None
+    arena = 0
+    if model is None:
+        yield Finding(
+            "warn", "model", f"{config.model or '--model not given'}: not on this machine", "memory, ranks and shapes are not checked; download it"
+        )  # fmt: skip
+    else:
+        yield Finding("ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters")
+        yield checks.check_heads(ranks, model)
+        if gpus and len(gpus) >= ranks:
+            yield checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
+        elif not gpus:
+            yield checks.check_memory(available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running)
+            arena = model.parameters * checks.DTYPE_BYTES[dtype] if mode.same_devices and not running else 0
+        if mode.owns_vllm:
+            folder = nearest_folder(config.save_path)
+            yield checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
+        for server in servers:
+            if server.manifest:
+                yield checks.check_same_model(model, server.manifest)
+    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, ranks, arena)
+
+
+# --- looking -----------------------------------------------------------------------------------------------------------
+
+
+def addresses(config: DoctorConfig) -> list[tuple[str, int]]:
+    """Host and port of each server: --vllm-port on --vllm-host, then those of the hosts file."""
+    default = int(config.vllm_port.split(",")[0])
+    found = [(config.vllm_host, int(port)) for port in config.vllm_port.split(",")]
+    if config.hosts_file is not None:
+        for line in config.hosts_file.read_text().splitlines():
+            host, _, port = line.split("#")[0].strip().partition(":")
+            if host:
+                found.append((host, int(port or default)))
+    return found
+
+
+def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Listener]) -> Server:
+    address = resolve(host)
+    local = address is not None and address.startswith("127.")
+    listener = listeners.get(port) if local else None
+    status, manifest = Answer(0), None
+    if listener or not local:
+        key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
+        status = ask(f"http://{host}:{port}/v1/bridge/status", key)
+        if status.status == 200 and status.body.get("enabled"):
+            answer = ask(f"http://{host}:{port}/v1/bridge/manifest", key)
+            manifest = Manifest.from_json(answer.body) if answer.status == 200 else None
+    return Server(f"{host}:{port}", local, listener, status, manifest)
+
+
+def ask(url: str, key: str | None) -> Answer:
+    """One GET; status 0 if there is no answer in time."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        reply = requests.get(url, headers=headers, timeout=(CONNECT_S, ANSWER_S))
+        return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
+    except (requests.RequestException, ValueError):
+        return Answer(0)
+
+
+def find_listeners() -> dict[int, Listener]:
+    """Who listens on each port of this machine."""
+    found = {}
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            found[connection.laddr.port] = Listener(connection.pid, command_of(connection.pid))
+    return found
+
+
+def command_of(pid: int | None) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline()) if pid else "another user's process"
+    except psutil.Error:
+        return "another user's process"
+
+
+def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, by index or UUID, and the CUDA release that the driver knows."""
+    if shutil.which("nvidia-smi") is None:
+        return [], None
+    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        return [], None
+    rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    chosen = [row for row in rows if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)]
+    header = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
+    release = re.search(r"CUDA[A-Za-z ]*Version:\s*([\d.]+)", header)
+    return [Gpu(int(row[0]), row[2], int(row[3]) * MIB) for row in chosen], release[1] if release else None
+
+
+def installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA release PyTorch was built for, out of its version file: importing it takes seconds."""
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    built = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
+    return built[1] if built else None
+
+
+def resolve(host: str) -> str | None:
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        return None
+
+
+def available_memory() -> int:
+    """What the machine has free, or a container's limit leaves."""
+    available = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def nearest_folder(path: Path) -> Path:
+    """`path`, or the first of its parents that exists."""
+    return next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
+
+
+def read_model(name: str) -> Model | None:
+    """A local folder, or what the hub's cache holds of a repository; None if its weights are not on this machine."""
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json") if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        return None
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    config |= config.get("text_config") or {}
+    shapes = {name: shape for file in files for name, shape in safetensors_shapes(file) if not name.endswith(CHECKPOINT_BUFFERS)}
+    if config.get("tie_word_embeddings"):
+        shapes.pop("lm_head.weight", None)
+    heads = config["num_attention_heads"]
+    return Model(name, shapes, heads, config.get("num_key_value_heads") or heads)
+
+
+def safetensors_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes out of the file's header: 8 bytes of length, then JSON."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, tuple(entry["shape"])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,336 @@
+"""What bridge_doctor.sh knows: pure functions from what was found to findings. doctor.py looks, this module judges.
+
+A finding is a line: ok, warn (it runs, but worse than it could) or fail (the run would not start, or break), with the value, the
+limit, and what to change. Sizes are bytes.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from packaging.version import Version
+
+from vllm_patching.protocol import DTYPE_BYTES, Manifest, ManifestMismatch, compare
+
+GIB = 1 << 30
+MIB = 1 << 20
+PYTHON = (3, 11)
+OPEN_FILES = 65_535  # vLLM raises its own limit to this
+PROCESSES_BYTES = 3 * GIB  # libraries of vLLM, trainer, environment and API, measured on a CPU: 2.6 GiB
+QUEUE_BYTES = 256 * MIB  # vLLM's message queue between its processes with more than one rank
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    level: Literal["ok", "warn", "fail"]
+    check: str
+    found: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<4}  {self.check:<15} {self.found}" + (f": {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a bridge mode needs; memory in bytes a parameter."""
+
+    trainer: int  # fp32 weights 4, gradients 4, AdamW's moments 8
+    vllm_copies: int  # of the weights in vLLM, in the dtype it serves
+    same_devices: bool  # trainer and vLLM on the same GPUs
+    bridge: bool  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
+    owns_vllm: bool  # the trainer starts it
+
+
+MODES = {
+    "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False),
+    "single_copy": Mode(trainer=12, vllm_copies=1, same_devices=True, bridge=True, owns_vllm=False),
+    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=True, owns_vllm=False),
+    "lora_restart": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
+    "restart": Mode(trainer=16, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What config.json and the headers of the safetensors files tell."""
+
+    source: str
+    shapes: Mapping[str, tuple[int, ...]]
+    heads: int
+    kv_heads: int
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One line of nvidia-smi."""
+
+    index: int
+    name: str
+    free: int
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who listens on a port, as far as this user may see."""
+
+    pid: int | None
+    command: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an HTTP service answered; status 0 when it did not."""
+
+    status: int
+    body: Any = None
+
+
+# --- versions and limits of the system ---------------------------------------------------------------------------------
+
+
+def check_python(version: tuple[int, int]) -> Finding:
+    shown = f"{version[0]}.{version[1]}"
+    if version < PYTHON:
+        return Finding("fail", "Python", f"{shown}, needs {PYTHON[0]}.{PYTHON[1]}", "set PYTHON to a newer one and run scripts/setup.sh")
+    return Finding("ok", "Python", shown)
+
+
+def check_package(name: str, version: str | None, oldest: str, beyond: str | None = None) -> Finding:
+    """`oldest` <= version < `beyond`."""
+    limit = f"needs {oldest} or newer" + (f", below {beyond}" if beyond else "")
+    if version is None:
+        return Finding("fail", name, f"not installed, {limit}", "run scripts/setup.sh")
+    if Version(version) < Version(oldest) or (beyond and Version(version) >= Version(beyond)):
+        return Finding("fail", name, f"{version}, {limit}", "run scripts/setup.sh, which installs one that fits")
+    return Finding("ok", name, version)
+
+
+def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
+    """The driver must know the CUDA release that PyTorch was built for; within a major release any will do."""
+    if torch_cuda is None:
+        return Finding("fail", "CUDA", "this machine has GPUs and PyTorch is a CPU build", "run scripts/setup.sh --gpu")
+    if driver_cuda is None:
+        return Finding("warn", "CUDA", f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows", "compare by hand")
+    if int(driver_cuda.split(".")[0]) < int(torch_cuda.split(".")[0]):
+        return Finding(
+            "fail", "CUDA", f"the driver knows {driver_cuda}, PyTorch is built for {torch_cuda}", "update the driver or take an older PyTorch"
+        )
+    return Finding("ok", "CUDA", f"driver {driver_cuda}, PyTorch built for {torch_cuda}")
+
+
+def check_open_files(soft: int, hard: int) -> Finding:
+    if soft < 1024:
+        return Finding("fail", "open files", f"at most {soft}, needs 1024", "ulimit -n 65535 in the shell that starts the services")
+    if hard < OPEN_FILES:
+        return Finding(
+            "warn", "open files", f"at most {hard}, vLLM asks for {OPEN_FILES}", "raise the hard limit (limits.conf, docker run --ulimit nofile)"
+        )
+    return Finding("ok", "open files", f"{soft}, up to {hard}")
+
+
+# --- environment variables ----------------------------------------------------------------------------------------------
+
+
+def check_switch(mode: Mode, enabled: str, running: bool) -> Finding:
+    """VLLM_ENABLE_SHARED_WEIGHTS, as a server started from this shell would see it."""
+    name = "VLLM_ENABLE_SHARED_WEIGHTS"
+    if not mode.bridge or running or enabled == "1":
+        return Finding("ok", "bridge switch", f"{name}={enabled or 'unset'}" + (", but a server runs already" if running else ""))
+    return Finding(
+        "warn", "bridge switch", f"{name}={enabled or 'unset'}", f"export {name}=1 before the server (scripts/run_gsm8k_*.sh do so)"
+    )
+
+
+def check_allocator(same_devices: bool, gpus: int, settings: str, command: str) -> Finding:
+    """CUDA IPC, by which a single copy is shared, knows plain cudaMalloc allocations only. `command`: of a vLLM that runs."""
+    name = "allocator"
+    if not same_devices or not gpus:
+        return Finding("ok", name, "no memory is shared between processes by CUDA IPC here")
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        return Finding("fail", name, f"PYTORCH_CUDA_ALLOC_CONF={settings}: CUDA IPC cannot share such memory", "unset expandable_segments")
+    if "--enable-sleep-mode" in command:
+        return Finding("fail", name, "vLLM runs with --enable-sleep-mode: CUDA IPC cannot share its memory", "restart vLLM without it")
+    return Finding("ok", name, f"PYTORCH_CUDA_ALLOC_CONF={settings or 'unset'}, no sleep mode")
+
+
+def check_master(address: str, resolved: str | None, remote_hosts: Sequence[str]) -> Finding:
+    """The trainer's rendezvous must be reachable from every machine that vLLM runs on."""
+    if resolved is None:
+        return Finding("fail", "MASTER_ADDR", f"{address} has no address here", "set it to a name or address of this machine")
+    if remote_hosts and resolved.startswith("127."):
+        return Finding(
+            "fail", "MASTER_ADDR", f"{address} is {resolved}, which {remote_hosts[0]} cannot reach", "set it to this machine's address there"
+        )
+    return Finding("ok", "MASTER_ADDR", f"{address} ({resolved})")
+
+
+def check_nodes(nodes: int, hosts: Sequence[str]) -> Finding:
+    """NUM_INFERENCE_NODES counts machines beside this one; the hosts file names them."""
+    if nodes and nodes != len(hosts):
+        return Finding(
+            "fail", "hosts", f"NUM_INFERENCE_NODES={nodes}, and {len(hosts)} hosts are named", "name as many in the hosts file, or unset it"
+        )
+    return Finding("ok", "hosts", ", ".join(hosts) or "this machine alone")
+
+
+# --- ports and servers --------------------------------------------------------------------------------------------------
+
+
+def check_api(port: int, listener: Listener | None, answer: Answer) -> Finding:
+    """Free, or our batching API."""
+    name = f"port {port}"
+    if listener is None:
+        return Finding("ok", name, "free for the batching API")
+    if answer.status == 200 and isinstance(answer.body, dict) and "Atropos" in str(answer.body.get("message", "")):
+        return Finding("ok", name, f"the batching API runs there (pid {listener.pid})")
+    return Finding("fail", name, f"wanted by the batching API, held by {_holder(listener)}", "end that, or choose another --api-port")
+
+
+def check_master_port(port: int, listener: Listener | None) -> Finding:
+    if port and listener:
+        return Finding("fail", "MASTER_PORT", f"{port} is held by {_holder(listener)}", "end that, or set MASTER_PORT=0 for a free one")
+    return Finding("ok", "MASTER_PORT", f"{port} is free" if port else "0: the trainer takes a free one")
+
+
+def check_server(mode: Mode, where: str, local: bool, listener: Listener | None, status: Answer) -> Finding:
+    """The vLLM server at `where` (host:port), by what it answers to /v1/bridge/status."""
+    if local and listener is None:
+        starter = "the trainer will start vLLM there" if mode.owns_vllm else "start vLLM there before or after the trainer"
+        return Finding("ok", where, f"free: {starter}")
+    if status.status == 0:
+        if local and listener:
+            return Finding("fail", where, f"held by {_holder(listener)}, which does not answer", "wait for it to load, end it, or choose --vllm-port")
+        return Finding("fail", where, "nobody answers", "start vLLM there, open its port, or change --vllm-host and --vllm-port")
+    if mode.owns_vllm:
+        return Finding("fail", where, f"held by {_holder(listener)}", "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port")
+    if status.status in (401, 403):
+        return Finding("fail", where, "vLLM refuses the key", "set VLLM_API_KEY to the server's --api-key")
+    if status.status != 200 or not isinstance(status.body, dict):
+        return Finding("fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py")
+    if mode.bridge and not status.body["enabled"]:
+        return Finding("fail", where, "vLLM runs without the weight bridge", "restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
+    if status.body["poisoned"]:
+        return Finding("warn", where, f"generation is paused ({status.body['poisoned']})", "the next trainer's first sync ends that")
+    shown = f"vLLM serves policy version {status.body['policy_version']} with TP={status.body['tp_size']}"
+    if lease := status.body["lease_left_s"]:
+        if lease > 0:
+            return Finding(
+                "fail", where, f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s", "stop that trainer, or wait"
+            )
+    return Finding("ok", where, shown)
+
+
+def check_ranks(asked: int, served: int) -> Finding:
+    if asked != served:
+        return Finding("fail", "ranks", f"--tensor-parallel-size {asked}, and vLLM runs with {served}", "restart vLLM, or give what it has")
+    return Finding("ok", "ranks", f"vLLM runs with {served}")
+
+
+def check_same_model(model: Model, manifest: Manifest) -> Finding:
+    """The trainer's tensors against those that vLLM holds, by name and shape."""
+    try:
+        compare(manifest, dict(model.shapes))
+    except ManifestMismatch as mismatch:
+        return Finding("fail", "same model", str(mismatch), f"give --model {manifest.model}, or restart vLLM with {model.source}")
+    return Finding("ok", "same model", f"{len(manifest.tensors)}/{len(manifest.tensors)} tensors agree with vLLM's")
+
+
+# --- devices ------------------------------------------------------------------------------------------------------------
+
+
+def check_heads(tensor_parallel: int, model: Model) -> Finding:
+    """vLLM splits attention heads evenly, and key-value heads evenly or copies them evenly."""
+    heads, kv_heads = model.heads, model.kv_heads
+    if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
+        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        return Finding(
+            "fail", "heads", f"{heads} heads and {kv_heads} key-value heads do not split into {tensor_parallel}",
+            f"--tensor-parallel-size one of {', '.join(map(str, fitting))}",
+        )  # fmt: skip
+    return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
+
+
+def check_gpus(mode: Mode, tensor_parallel: int, gpus: int) -> Finding:
+    """Ranks against the GPUs that are visible."""
+    wanted = tensor_parallel if mode.same_devices else tensor_parallel + 1
+    shown = f"{gpus} visible, {tensor_parallel} rank(s) of vLLM and the trainer"
+    if gpus < tensor_parallel:
+        return Finding("fail", "GPUs", shown, f"--tensor-parallel-size {gpus}, or widen CUDA_VISIBLE_DEVICES")
+    if gpus < wanted:
+        return Finding(
+            "warn", "GPUs", f"{shown} must share one", "give vLLM --gpu-memory-utilization 0.4 and, to broadcast, the trainer --bridge-backend gloo"
+        )
+    where = "the same" if mode.same_devices else "one of its own"
+    return Finding("ok", "GPUs", f"{shown} on {where}")
+
+
+def check_cores(tensor_parallel: int, cores: int) -> Finding:
+    if cores < tensor_parallel:
+        return Finding("fail", "CPU cores", f"{cores} for {tensor_parallel} rank(s) of vLLM", f"--tensor-parallel-size {cores} at most")
+    return Finding("ok", "CPU cores", f"{cores} for {tensor_parallel} rank(s) of vLLM, without a GPU")
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+def check_shared_memory(free: int, tensor_parallel: int, arena: int) -> Finding:
+    """/dev/shm holds vLLM's queues between ranks and, on a CPU, the arena of a single copy."""
+    need = 64 * MIB + (QUEUE_BYTES if tensor_parallel > 1 else 0) + arena
+    shown = f"{_size(free)} free, {_size(need)} needed"
+    if free < need:
+        return Finding("fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)")
+    return Finding("ok", "/dev/shm", shown)
+
+
+def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv_cache: int, running: bool) -> Finding:
+    """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An estimate."""
+    trainer = model.parameters * mode.trainer
+    vllm = 0 if running else model.parameters * DTYPE_BYTES[served_dtype] * mode.vllm_copies + kv_cache
+    need = trainer + vllm + PROCESSES_BYTES
+    shown = f"{_size(available)} available, about {_size(need)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
+    if available < need:
+        return Finding("fail", "memory", shown, "a smaller model, a lower VLLM_CPU_KVCACHE_SPACE, or mode lora")
+    return Finding("ok", "memory", shown)
+
+
+def check_gpu_memory(gpus: Sequence[Gpu], mode: Mode, model: Model, served_dtype: str, tensor_parallel: int, running: bool) -> Finding:
+    """The fullest GPU of the layout: vLLM on the first ranks, the trainer on the next one or, single copy, on the same. An estimate."""
+    need = [0] * len(gpus)
+    if not running:
+        for rank in range(tensor_parallel):
+            need[rank] += model.parameters * DTYPE_BYTES[served_dtype] * mode.vllm_copies // tensor_parallel
+    trainer_ranks = range(tensor_parallel) if mode.same_devices else [min(tensor_parallel, len(gpus) - 1)]
+    for rank in trainer_ranks:
+        need[rank] += model.parameters * mode.trainer // len(trainer_ranks)
+    gpu, most = min(zip(gpus, need, strict=True), key=lambda pair: pair[0].free - pair[1])
+    shown = f"GPU {gpu.index} ({gpu.name}): {_size(gpu.free)} free, about {_size(most)} needed beside the KV cache"
+    if gpu.free < most:
+        return Finding("fail", "GPU memory", shown, "end what runs there, a smaller model, more GPUs, or mode lora")
+    return Finding("ok", "GPU memory", shown)
+
+
+def check_disk(free: int, model: Model, mode: Mode, folder: str) -> Finding:
+    """Two checkpoints of weights and, where all of them are trained, moments."""
+    need = 2 * model.parameters * (12 if mode.trainer > 8 else 1)
+    shown = f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}"
+    if free < need:
+        return Finding("fail", "disk", shown, "free some, or give the trainer another --save-path")
+    return Finding("ok", "disk", shown)
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
+
+
+def _holder(listener: Listener | None) -> str:
+    if listener is None or listener.pid is None:
+        return "a process of another user or machine"
+    return f"{listener.command[:80]} (pid {listener.pid})"
