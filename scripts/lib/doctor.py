@@ -55,7 +55,9 @@ class DoctorConfig(Config):
     num_inference_nodes: int = Field(
         0, ge=0, description="machines of vLLM beside this one", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
     )
-    shared_weights: str = Field("", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"})
+    shared_weights: str = Field(
+        "", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"}
+    )
     cuda_visible_devices: str | None = Field(None, description="GPUs to use", json_schema_extra={"env": "CUDA_VISIBLE_DEVICES"})
     cuda_alloc_conf: str = Field("", description="PyTorch's allocator settings", json_schema_extra={"env": "PYTORCH_CUDA_ALLOC_CONF"})
     cpu_kv_cache_gib: int = Field(1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"})
@@ -155,8 +157,11 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
     arena = 0
     if model is None:
         yield Finding(
-            "warn", "model", f"{config.model or '--model not given'}: not on this machine", "memory, ranks and shapes are not checked; download it"
-        )  # fmt: skip
+            "warn",
+            "model",
+            f"{config.model or '--model not given'}: not on this machine",
+            "memory, ranks and shapes are not checked; download it",
+        )
     else:
         yield Finding("ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters")
         yield checks.check_heads(ranks, model)

@@ -17,7 +17,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 PYTHON = (3, 11)
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
-PROCESSES_BYTES = 3 * GIB  # libraries of vLLM, trainer, environment and API, measured on a CPU: 2.6 GiB
+PROCESSES_BYTES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache
 QUEUE_BYTES = 256 * MIB  # vLLM's message queue between its processes with more than one rank
 
 
@@ -118,10 +118,15 @@ def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
     if torch_cuda is None:
         return Finding("fail", "CUDA", "this machine has GPUs and PyTorch is a CPU build", "run scripts/setup.sh --gpu")
     if driver_cuda is None:
-        return Finding("warn", "CUDA", f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows", "compare by hand")
+        return Finding(
+            "warn", "CUDA", f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows", "compare by hand"
+        )
     if int(driver_cuda.split(".")[0]) < int(torch_cuda.split(".")[0]):
         return Finding(
-            "fail", "CUDA", f"the driver knows {driver_cuda}, PyTorch is built for {torch_cuda}", "update the driver or take an older PyTorch"
+            "fail",
+            "CUDA",
+            f"the driver knows {driver_cuda}, PyTorch is built for {torch_cuda}",
+            "update the driver or take an older PyTorch",
         )
     return Finding("ok", "CUDA", f"driver {driver_cuda}, PyTorch built for {torch_cuda}")
 
@@ -131,7 +136,10 @@ def check_open_files(soft: int, hard: int) -> Finding:
         return Finding("fail", "open files", f"at most {soft}, needs 1024", "ulimit -n 65535 in the shell that starts the services")
     if hard < OPEN_FILES:
         return Finding(
-            "warn", "open files", f"at most {hard}, vLLM asks for {OPEN_FILES}", "raise the hard limit (limits.conf, docker run --ulimit nofile)"
+            "warn",
+            "open files",
+            f"at most {hard}, vLLM asks for {OPEN_FILES}",
+            "raise the hard limit (limits.conf, docker run --ulimit nofile)",
         )
     return Finding("ok", "open files", f"{soft}, up to {hard}")
 
@@ -167,7 +175,10 @@ def check_master(address: str, resolved: str | None, remote_hosts: Sequence[str]
         return Finding("fail", "MASTER_ADDR", f"{address} has no address here", "set it to a name or address of this machine")
     if remote_hosts and resolved.startswith("127."):
         return Finding(
-            "fail", "MASTER_ADDR", f"{address} is {resolved}, which {remote_hosts[0]} cannot reach", "set it to this machine's address there"
+            "fail",
+            "MASTER_ADDR",
+            f"{address} is {resolved}, which {remote_hosts[0]} cannot reach",
+            "set it to this machine's address there",
         )
     return Finding("ok", "MASTER_ADDR", f"{address} ({resolved})")
 
@@ -207,10 +218,14 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
         return Finding("ok", where, f"free: {starter}")
     if status.status == 0:
         if local and listener:
-            return Finding("fail", where, f"held by {_holder(listener)}, which does not answer", "wait for it to load, end it, or choose --vllm-port")
+            return Finding(
+                "fail", where, f"held by {_holder(listener)}, which does not answer", "wait for it to load, end it, or choose --vllm-port"
+            )
         return Finding("fail", where, "nobody answers", "start vLLM there, open its port, or change --vllm-host and --vllm-port")
     if mode.owns_vllm:
-        return Finding("fail", where, f"held by {_holder(listener)}", "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port")
+        return Finding(
+            "fail", where, f"held by {_holder(listener)}", "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port"
+        )
     if status.status in (401, 403):
         return Finding("fail", where, "vLLM refuses the key", "set VLLM_API_KEY to the server's --api-key")
     if status.status != 200 or not isinstance(status.body, dict):
@@ -252,9 +267,11 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
     if heads % tensor_parallel or (kv_heads % tensor_parallel and tensor_parallel % kv_heads):
         fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
         return Finding(
-            "fail", "heads", f"{heads} heads and {kv_heads} key-value heads do not split into {tensor_parallel}",
+            "fail",
+            "heads",
+            f"{heads} heads and {kv_heads} key-value heads do not split into {tensor_parallel}",
             f"--tensor-parallel-size one of {', '.join(map(str, fitting))}",
-        )  # fmt: skip
+        )
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
 
 
@@ -266,7 +283,10 @@ def check_gpus(mode: Mode, tensor_parallel: int, gpus: int) -> Finding:
         return Finding("fail", "GPUs", shown, f"--tensor-parallel-size {gpus}, or widen CUDA_VISIBLE_DEVICES")
     if gpus < wanted:
         return Finding(
-            "warn", "GPUs", f"{shown} must share one", "give vLLM --gpu-memory-utilization 0.4 and, to broadcast, the trainer --bridge-backend gloo"
+            "warn",
+            "GPUs",
+            f"{shown} must share one",
+            "give vLLM --gpu-memory-utilization 0.4 and, to broadcast, the trainer --bridge-backend gloo",
         )
     where = "the same" if mode.same_devices else "one of its own"
     return Finding("ok", "GPUs", f"{shown} on {where}")

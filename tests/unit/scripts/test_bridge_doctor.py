@@ -1,0 +1,227 @@
+"""The doctor's judgements one by one, and its command on this machine, before a run and beside a server."""
+
+import json
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.lib import doctor, doctor_checks
+from scripts.lib.doctor_checks import GIB, MIB, MODES, Answer, Finding, Gpu, Listener, Model
+from vllm_patching.protocol import Manifest, lay_out
+
+ROOT = Path(__file__).resolve().parents[3]
+OTHER = Listener(7, "python -m http.server")
+MODEL = Model("mine", {"embed.weight": (1000, 1000), "norm.weight": (1000,)}, heads=9, kv_heads=3)  # 1.001 M parameters
+STATUS = {
+    "enabled": True,
+    "tp_size": 1,
+    "policy_version": 3,
+    "poisoned": None,
+    "trainer": None,
+    "lease_left_s": None,
+    "model": "mine",
+}
+GPUS = [Gpu(0, "H200", 100 * GIB), Gpu(1, "H200", 10 * MIB)]
+
+
+def manifest(rows: int = 1000) -> Manifest:
+    parts = [(name, [(name, shape, "float32")]) for name, shape in {"embed.weight": (rows, 1000), "norm.weight": (1000,)}.items()]
+    tensors = tuple(lay_out(parts))
+    return Manifest("served", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
+
+
+def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: bool = True) -> Finding:
+    return doctor_checks.check_server(MODES[mode], "localhost:9001", local, listener, status)
+
+
+@pytest.mark.parametrize(
+    ("finding", "fragment"),
+    [
+        (doctor_checks.check_python((3, 10)), "3.10, needs 3.11"),
+        (doctor_checks.check_package("torch", None, "2.6"), "not installed, needs 2.6 or newer: run scripts/setup.sh"),
+        (doctor_checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
+        (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
+        (doctor_checks.check_driver("12.4", "13.0"), "the driver knows 12.4, PyTorch is built for 13.0"),
+        (doctor_checks.check_driver("13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
+        (doctor_checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
+        (doctor_checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
+        (doctor_checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
+        (doctor_checks.check_master("nowhere", None, []), "nowhere has no address here"),
+        (doctor_checks.check_master("localhost", "127.0.0.1", ["node2"]), "localhost is 127.0.0.1, which node2 cannot reach"),
+        (doctor_checks.check_nodes(2, ["node2"]), "NUM_INFERENCE_NODES=2, and 1 hosts are named"),
+        (
+            doctor_checks.check_api(8000, OTHER, Answer(404)),
+            "held by python -m http.server (pid 7): end that, or choose another --api-port",
+        ),
+        (doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "else"})), "held by python -m http.server"),
+        (doctor_checks.check_master_port(29500, OTHER), "29500 is held by python -m http.server (pid 7)"),
+        (server("broadcast", Answer(0)), "does not answer: wait for it to load, end it, or choose --vllm-port"),
+        (server("broadcast", Answer(0), None, local=False), "nobody answers: start vLLM there"),
+        (server("broadcast", Answer(401)), "vLLM refuses the key: set VLLM_API_KEY"),
+        (server("broadcast", Answer(404)), "no /v1/bridge there (404): start it by example_trainer/vllm_api_server.py"),
+        (
+            server("single_copy", Answer(200, STATUS | {"enabled": False})),
+            "without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1",
+        ),
+        (
+            server("broadcast", Answer(200, STATUS | {"trainer": "host:9", "lease_left_s": 12.0})),
+            "trainer host:9 holds the bridge for another 12 s",
+        ),
+        (server("restart", Answer(200, STATUS)), "in this mode the trainer starts vLLM itself"),
+        (doctor_checks.check_ranks(2, 1), "--tensor-parallel-size 2, and vLLM runs with 1"),
+        (doctor_checks.check_same_model(MODEL, manifest(rows=999)), "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]"),
+        (doctor_checks.check_heads(2, MODEL), "9 heads and 3 key-value heads do not split into 2: --tensor-parallel-size one of 1, 3, 9"),
+        (doctor_checks.check_gpus(MODES["broadcast"], 3, 2), "2 visible, 3 rank(s) of vLLM and the trainer: --tensor-parallel-size 2"),
+        (doctor_checks.check_cores(3, 2), "2 for 3 rank(s) of vLLM: --tensor-parallel-size 2 at most"),
+        (doctor_checks.check_shared_memory(64 * MIB, 2, 0), "64 MiB free, 320 MiB needed"),
+        (doctor_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False), "3.0 GiB available, about 4.0 GiB needed"),
+        (
+            doctor_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, False),
+            "GPU 1 (H200): 10 MiB free, about 15 MiB needed",
+        ),
+        (doctor_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"), "1 MiB free in /data, two checkpoints take 23 MiB"),
+    ],
+)
+def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Finding, fragment: str) -> None:
+    assert finding.level == "fail" and finding.remedy
+    assert fragment in str(finding)
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        doctor_checks.check_driver(None, "13.0"),
+        doctor_checks.check_open_files(1024, 20_000),
+        doctor_checks.check_switch(MODES["broadcast"], "", running=False),
+        doctor_checks.check_gpus(MODES["broadcast"], 1, 1),
+        server("broadcast", Answer(200, STATUS | {"poisoned": "commit failed"})),
+    ],
+)
+def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> None:
+    assert finding.level == "warn" and finding.remedy
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        doctor_checks.check_python((3, 11)),
+        doctor_checks.check_package("vllm", "0.33.1", "0.26", "0.34"),
+        doctor_checks.check_driver("13.1", "13.0"),
+        doctor_checks.check_open_files(1024, 65_535),
+        doctor_checks.check_switch(MODES["broadcast"], "1", running=False),
+        doctor_checks.check_switch(MODES["restart"], "", running=False),
+        doctor_checks.check_allocator(False, 1, "expandable_segments:True", ""),
+        doctor_checks.check_allocator(True, 0, "expandable_segments:True", ""),
+        doctor_checks.check_master("localhost", "127.0.0.1", []),
+        doctor_checks.check_nodes(0, []),
+        doctor_checks.check_api(8000, None, Answer(0)),
+        doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "AtroposLib API"})),
+        doctor_checks.check_master_port(0, None),
+        server("broadcast", Answer(200, STATUS)),
+        server("broadcast", Answer(0), None),
+        server("restart", Answer(0), None),
+        doctor_checks.check_ranks(2, 2),
+        doctor_checks.check_same_model(MODEL, manifest()),
+        doctor_checks.check_heads(3, MODEL),
+        doctor_checks.check_gpus(MODES["single_copy"], 2, 2),
+        doctor_checks.check_shared_memory(64 * MIB, 1, 0),
+        doctor_checks.check_memory(4 * GIB, MODES["broadcast"], MODEL, "float32", GIB, running=True),
+        doctor_checks.check_gpu_memory(GPUS[:1], MODES["single_copy"], MODEL, "bfloat16", 1, False),
+    ],
+)
+def test_what_is_right_is_ok(finding: Finding) -> None:
+    assert finding.level == "ok" and not finding.remedy
+
+
+def write_model(folder: Path, tied: bool) -> Path:
+    """A checkpoint of headers: the doctor reads no weights."""
+    tensors = {"model.embed_tokens.weight": [10, 4], "lm_head.weight": [10, 4], "model.layers.0.self_attn.rotary_emb.inv_freq": [2]}
+    header = json.dumps({"__metadata__": {}} | {name: {"dtype": "F32", "shape": shape} for name, shape in tensors.items()}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "tie_word_embeddings": tied}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tied", "names"), [(True, {"model.embed_tokens.weight"}), (False, {"model.embed_tokens.weight", "lm_head.weight"})]
+)
+def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path, tied: bool, names: set[str]) -> None:
+    model = doctor.read_model(str(write_model(tmp_path, tied)))
+    assert model is not None and set(model.shapes) == names
+    assert model.parameters == 40 * len(names) and model.kv_heads == 4
+
+
+def test_a_model_that_is_not_here_is_no_model() -> None:
+    assert doctor.read_model("nobody/has-this-model") is None and doctor.read_model("/nowhere") is None
+
+
+def run_doctor(*flags: str, **environment: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [ROOT / "scripts/bridge_doctor.sh", *flags],
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+class Vllm(BaseHTTPRequestHandler):
+    """The two bridge routes of a server that asks for a key."""
+
+    def do_GET(self) -> None:
+        content: dict[str, Any] = STATUS if self.path.endswith("/status") else manifest().to_json()
+        allowed = self.headers["Authorization"] == "Bearer right"
+        self.send_response(200 if allowed else 401)
+        self.send_header("content-type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(content).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def vllm_port() -> Iterator[int]:
+    with HTTPServer(("127.0.0.1", 0), Vllm) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        yield http.server_port
+        http.shutdown()
+
+
+def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, tied=True))
+    code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(vllm_port), "--model", model, VLLM_API_KEY="right")
+    assert code == 1
+    assert f"ok    localhost:{vllm_port}" in shown and "vLLM serves policy version 3 with TP=1" in shown
+    assert "fail  same model" in shown and "vLLM holds embed.weight [1000, 1000], the trainer does not" in shown
+    code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(vllm_port), VLLM_API_KEY="wrong")
+    assert code == 1 and "vLLM refuses the key" in shown
+
+
+def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        code, shown = run_doctor("--mode", "restart", "--api-port", str(held.getsockname()[1]))
+    assert code == 1 and "wanted by the batching API, held by" in shown and "mend what failed" in shown
+
+
+def test_every_line_says_its_level_and_the_last_counts_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    code, shown = run_doctor("--mode", "single_copy", "--vllm-port", port, VLLM_ENABLE_SHARED_WEIGHTS="1")
+    *lines, last = shown.splitlines()
+    assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}
+    failed = sum(line.startswith("fail") for line in lines)
+    assert last.startswith(f"{len(lines)} checks, {failed} failed") and code == (1 if failed else 0)
+
+
+def test_a_wrong_mode_is_one_line_and_status_2() -> None:
+    code, shown = run_doctor("--mode", "broadcasts")
+    assert code == 2 and len(shown.splitlines()) == 1 and "got 'broadcasts'" in shown

@@ -1,0 +1,95 @@
+"""The launchers of whole training runs: their flags, and which settings they give the services; no service is started."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("run_gsm8k_*.sh"))
+MODES = {
+    "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
+}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+def settings(script: str, *flags: str, gpus: int = 0) -> dict[str, str]:
+    """What the script would give each service, by service, on a machine with that many GPUs."""
+    path = ROOT / "scripts" / script
+    launcher = path.read_text().replace('train "$@"', "", 1).replace("${BASH_SOURCE[0]}", str(path))
+    plan = """
+    parse_flags "$@"; check_flags
+    gpus=$GPUS api_port=8000 vllm_port=9001 run_dir=/run
+    [[ -n $model ]] || { if ((gpus)) && [[ $dataset != arithmetic ]]; then model=$default_gpu_model; else model=/quickstart; fi; }
+    choose_model; vllm_flags=(); task_settings; device_settings; service_settings
+    echo "vllm ${vllm_gpu[*]} ${vllm_flags[*]}"; echo "trainer ${trainer_gpu[*]} ${trainer_flags[*]}"; echo "env ${env_flags[*]}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", launcher + plan, script, *flags],
+        env={**os.environ, "GPUS": str(gpus)}, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {line.split(" ", 1)[0]: line for line in done.stdout.splitlines()}
+
+
+def test_every_mode_has_its_script() -> None:
+    assert sorted(MODES) == LAUNCHERS
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
+    shown = run([str(ROOT / "scripts" / script), "--help"]).stdout
+    assert shown.startswith(f"Usage: scripts/{script} [MODEL]")
+    assert "--weight-bridge-mode" in shown and "GPU" in shown
+    for flag in ("--steps", "--dataset", "--dataset-path", "--run-name", "--seed", "--api-port", "--vllm-port"):
+        assert f"\n  {flag}" in shown or f", {flag}" in shown, flag
+
+
+@pytest.mark.parametrize("script", ["quickstart.sh", *LAUNCHERS])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--stepz", "3"], "unknown flag --stepz; did you mean --steps?"),
+        (["--steps", "0"], "--steps expects a whole number of at least 1, got '0'"),
+        (["--steps"], "--steps expects a value"),
+        (["--seed=x"], "--seed expects a whole number of at least 1, got 'x'"),
+        (["--dataset", "mmlu"], "--dataset expects arithmetic or gsm8k, got 'mmlu'"),
+        (["--dataset", "gsm8k", "--dataset-path", "x"], "exclude each other"),
+        (["--dataset-path", "/nowhere.jsonl"], "--dataset-path /nowhere.jsonl does not exist"),
+        (["--model", "/nowhere"], "--model /nowhere has no config.json"),
+        (["one", "two"], "one MODEL only, got 'one' and 'two'"),
+        (["--run-name", "../x"], "--run-name takes letters"),
+        (["--vllm-port=99999"], "--vllm-port expects a port from 1 to 65535, got '99999'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_status_2(script: str, flags: list[str], message: str) -> None:
+    done = run([str(ROOT / "scripts" / script), *flags])
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_each_script_gives_the_trainer_its_mode(script: str) -> None:
+    assert MODES[script] in settings(script)["trainer"]
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
+    plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")
+    assert mode["env"] == plain["env"]
+    assert "--training-steps 15" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
+
+
+def test_gpus_are_spread_over_vllm_and_trainer() -> None:
+    one, two, three = (settings("run_gsm8k_broadcast.sh", gpus=gpus) for gpus in (1, 2, 3))
+    assert "CUDA_VISIBLE_DEVICES=0 --max" in one["vllm"] and "--gpu-memory-utilization 0.4" in one["vllm"]
+    assert "CUDA_VISIBLE_DEVICES=0 " in one["trainer"] and "--bridge-backend gloo" in one["trainer"]
+    assert "CUDA_VISIBLE_DEVICES=0 " in two["vllm"] and "CUDA_VISIBLE_DEVICES=1 " in two["trainer"]
+    assert "CUDA_VISIBLE_DEVICES=0,1 " in three["vllm"] and "--tensor-parallel-size 2" in three["vllm"]
+    assert "CUDA_VISIBLE_DEVICES=2 " in three["trainer"] and "gloo" not in three["trainer"]
+    small = settings("run_gsm8k_broadcast.sh", "--dataset", "arithmetic", gpus=3)
+    assert "--tensor-parallel-size" not in small["vllm"] and "CUDA_VISIBLE_DEVICES=1 " in small["trainer"]
