@@ -1,4 +1,6 @@
-"""Write a hub dataset's train and test records to a folder as JSONL. Started by path by `problems.py`, which kills it when it is late.
+"""Write a hub dataset's train and test records (those that it has) to a folder as JSONL.
+
+Started by path by `problems.py`, which kills it when it is late.
 
     python hub_download.py openai/gsm8k main FOLDER
 """
@@ -15,7 +17,7 @@ def main(dataset: str, name: str, folder: str) -> None:
         splits = load_dataset(dataset, name)
     except Exception as error:
         raise SystemExit(f"{type(error).__name__}: {' '.join(str(error).split())}") from None
-    for split in ("train", "test"):
+    for split in {"train", "test"} & set(splits):
         splits[split].to_json(str(Path(folder) / f"{split}.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""Question and answer records: from files, from the hub, or generated. A record is {"question": str, "answer": "... #### 12"}.
+"""Question and answer records: from files, from the hub, or generated. A record of GSM8K is {"question": str, "answer": "... #### 12"}.
 
 The hub is read by a child process (`hub_download.py`) that is killed at its deadline: the hub's client retries for minutes,
 and no thread can be stopped.
@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from atroposlib.envs.errors import DataError
+from atroposlib.grading.extraction import extract_boxed
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -29,15 +30,33 @@ HUB_CHILD = Path(__file__).with_name("hub_download.py")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A question, its worked answer, and the result alone, without thousands separators."""
+    """A question and its worked answer."""
 
     question: str
     answer: str
 
     @property
     def result(self) -> str:
-        """What follows the last `####`."""
-        return self.answer.rpartition(ANSWER_MARK)[2].strip().replace(",", "")
+        r"""The result alone: what follows the last `####` (without thousands separators), else the last \boxed{}, else the answer."""
+        _, mark, marked = self.answer.rpartition(ANSWER_MARK)
+        return marked.strip().replace(",", "") if mark else extract_boxed(self.answer) or self.answer.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The names that question and answer have in a record, and whether the answer must have its result after `####`."""
+
+    question: str = "question"
+    answer: str = "answer"
+    marked: bool = True
+
+    @property
+    def shape(self) -> str:
+        """What a record looks like, for those who wrote another."""
+        return f'{{"{self.question}": ..., "{self.answer}": "...{" #### 12" if self.marked else ""}"}}'
+
+
+GSM8K_FIELDS = Fields()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,45 +82,51 @@ def split(problems: Sequence[Problem], held_out: int, seed: int, source: str) ->
     return ProblemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
 
 
-def read_problems(path: Path) -> list[Problem]:
+def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
     """The records of a JSONL file. Raises DataError naming file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"cannot read problems from {path}: {error.strerror}") from error
-    problems = [_problem(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    problems = [_problem(line, f"{path}:{number}", fields) for number, line in enumerate(lines, start=1) if line.strip()]
     if not problems:
-        raise DataError(f'{path} holds no problems; write one {{"question": ..., "answer": "... #### 12"}} a line')
+        raise DataError(f"{path} holds no problems; write one {fields.shape} a line")
     return problems
 
 
-def read_problem_set(path: Path, test_path: Path | None, held_out: int, seed: int) -> ProblemSet:
+def read_problem_set(path: Path, test_path: Path | None, held_out: int, seed: int, fields: Fields = GSM8K_FIELDS) -> ProblemSet:
     """A folder with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is held out.
 
     At most `held_out` problems of a test file are taken, by `seed`.
     """
     if path.is_dir():
         path, test_path = path / "train.jsonl", test_path or path / "test.jsonl"
-    train = read_problems(path)
+    train = read_problems(path, fields)
     if test_path is None:
         return split(train, held_out, seed, str(path))
-    test = read_problems(test_path)
+    test = read_problems(test_path, fields)
     return ProblemSet(train, random.Random(seed).sample(test, min(held_out, len(test))))
 
 
-async def hub_problem_set(dataset: str, name: str, held_out: int, seed: int, deadline_s: float) -> ProblemSet:
-    """The train and test records of a hub dataset. Raises DataError when the hub does not give them within `deadline_s` seconds."""
+async def hub_problem_set(
+    dataset: str, name: str, held_out: int, seed: int, deadline_s: float, fields: Fields = GSM8K_FIELDS
+) -> ProblemSet:
+    """The train and test records of a hub dataset; of one with one split part is held out.
+
+    Raises DataError when the hub does not give them within `deadline_s` seconds.
+    """
     with tempfile.TemporaryDirectory(prefix="atropos-hub-") as folder:
         log.info("Loading %s (%s) from the Hugging Face hub, at most %.0f s", dataset, name, deadline_s)
         start = time.monotonic()
         await _run_hub_child([dataset, name, folder], deadline_s)
-        problems = read_problem_set(Path(folder), None, held_out, seed)
+        splits = sorted(Path(folder).glob("*.jsonl"))
+        problems = read_problem_set(splits[0] if len(splits) == 1 else Path(folder), None, held_out, seed, fields)
         log.info("Loaded %d problems from %s in %.1f s", len(problems.train), dataset, time.monotonic() - start)
         return problems
 
 
 async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
-    remedy = "check the network, or pass --env.dataset arithmetic, or --env.dataset_path with local jsonl files"
+    remedy = "check the network, or pass --env.dataset with generated problems, or --env.dataset_path with local jsonl files"
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
@@ -139,14 +164,13 @@ def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:
     return Problem(f"What is {a} {operator} {b}?", f"{a} {operator} {b} = {result}\n{ANSWER_MARK} {result}")
 
 
-def _problem(line: bytes, where: str) -> Problem:
-    expected = 'expected {"question": ..., "answer": "... #### 12"}'
+def _problem(line: bytes, where: str, fields: Fields) -> Problem:
     try:
         record: Any = orjson.loads(line)
     except orjson.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON ({error}); {expected}") from error
-    fields = record if isinstance(record, dict) else {}
-    question, answer = fields.get("question"), fields.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str) or ANSWER_MARK not in answer:
-        raise DataError(f"{where} is no problem: {expected}, found {line[:120].decode(errors='replace')}")
+        raise DataError(f"{where} is not JSON ({error}); expected {fields.shape}") from error
+    record = record if isinstance(record, dict) else {}
+    question, answer = record.get(fields.question), record.get(fields.answer)
+    if not isinstance(question, str) or not isinstance(answer, str) or (fields.marked and ANSWER_MARK not in answer):
+        raise DataError(f"{where} is no problem: expected {fields.shape}, found {line[:120].decode(errors='replace')}")
     return Problem(question, answer)

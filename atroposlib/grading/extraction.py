@@ -1,4 +1,4 @@
-"""The answer that a text gives, by two conventions; None where it gives none."""
+"""The answer that a text gives, by three conventions; None where it gives none."""
 
 import re
 
@@ -22,6 +22,13 @@ def extract_boxed(text: str) -> str | None:
             return content.strip() or None
         start = text.rfind(BOXED, 0, start)
     return None
+
+
+def extract_tagged(text: str, tag: str = "answer") -> str | None:
+    """What stands in the last closed <tag>...</tag> of `text`, blanks stripped; None when that is nothing."""
+    before, closed, _ = text.rpartition(f"</{tag}>")
+    _, opened, content = before.rpartition(f"<{tag}>")
+    return content.strip() or None if closed and opened else None
 
 
 def _up_to_closing_brace(text: str, start: int) -> str | None:

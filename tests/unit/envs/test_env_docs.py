@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.cli import load_tree
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from tests.unit.environments.support import env_class
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/environments.md").read_text()
@@ -24,9 +26,10 @@ async def run(*command: str, cwd: Path) -> str:
     return printed.decode()
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "gsm8k_server.py" in command])
-async def test_command_of_the_page_has_flags_that_exist(command: str) -> None:
-    assert "group_size:" in await run(*shlex.split(command)[1:], "--dry-run", cwd=ROOT)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if "environments/" in command])
+def test_command_of_the_page_has_flags_that_exist(command: str) -> None:
+    _, script, *arguments = shlex.split(command)
+    assert load_tree(env_class(Path(script).stem), "serve", arguments[1:], script).env.group_size >= 4
 
 
 async def test_environment_of_the_page_runs_as_the_page_says(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from atroposlib.child_processes.math_child import judge
 from atroposlib.grading import Grader, GraderSettings, Outcome
-from atroposlib.grading.child import judge
 
 NEVER_ENDING = "9^{9^{9^{9^9}}} - 1"
 
@@ -48,7 +48,7 @@ async def test_endless_answer_is_a_grader_failure_in_time_and_the_next_is_judged
 
 async def test_killed_child_is_a_grader_failure_and_is_replaced(grader: Grader) -> None:
     assert await grader.grade("1.5", "1.5") is Outcome.RIGHT
-    process = grader._children[0]._process
+    process = grader._pool._children[0]._process
     assert process is not None
     grading = asyncio.create_task(grader.grade(NEVER_ENDING, "18"))
     await asyncio.sleep(0.1)
@@ -101,7 +101,7 @@ def test_plain_integers_are_judged_as_math_verify_does() -> None:
 
 async def test_closing_leaves_no_process(grader: Grader) -> None:
     await grader.grade("1.5", "1.5")
-    process = grader._children[0]._process
+    process = grader._pool._children[0]._process
     assert process is not None
     await grader.close()
     with pytest.raises(ProcessLookupError):

@@ -1,0 +1,50 @@
+"""The process that makes and scores the tasks of reasoning-gym; see `loop.py` for its protocol and limits.
+
+    {"tasks": true}                                                  ──▶  {"tasks": ["ab", "acre", ...]}
+    {"task": "ab", "options": {}, "seed": 0, "index": 7}             ──▶  {"question": "..."}
+    {"task": "ab", "options": {}, "seed": 0, "index": 7, "answer": "A# B"}  ──▶  {"score": 0.01}
+
+An entry is made anew for every request from task, options, seed and index, so that any process can score what another one asked.
+Some scorers evaluate the answer by sympy, which is why this is a process that can be killed.
+"""
+
+import functools
+import json
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from atroposlib.child_processes.loop import answer_requests
+
+# Some tasks make all their entries at once, so each source holds few; the next source has the next entries.
+CHUNK = 100
+SEEDS_APART = 10_000_000
+# Put together from other tasks, which is what the environment does itself.
+NOT_TASKS = {"composite"}
+
+
+@functools.lru_cache(maxsize=512)
+def source(task: str, options: str, seed: int, chunk: int) -> Any:
+    """A chunk of the entries of one task; `options` is JSON. reasoning-gym makes entry i from seed + i."""
+    first = seed * SEEDS_APART + chunk * CHUNK
+    return reasoning_gym.create_dataset(task, **{"size": CHUNK, "seed": first, **json.loads(options)})
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """The reply, or what went wrong: {"error": ...}."""
+    try:
+        if "tasks" in request:
+            return {"tasks": sorted(DATASETS.keys() - NOT_TASKS)}
+        chunk, place = divmod(request["index"], CHUNK)
+        entries = source(request["task"], json.dumps(request["options"]), request["seed"], chunk)
+        entry = entries[place]
+        if "answer" not in request:
+            return {"question": entry["question"]}
+        return {"score": float(entries.score_answer(answer=request["answer"], entry=entry))}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
+
+
+if __name__ == "__main__":
+    answer_requests(answer)

@@ -1,0 +1,182 @@
+"""`QuestionEnv`: an environment that asks a question and scores the answer. The author writes the task, the rest is here.
+
+    training_item(number) ──▶ prompt(item) ──▶ rollouts: `group_size` answers ──▶ score(item, answer) ──▶ group
+
+Items are numbered, and an item is a function of its number and the seed alone. So a resumed run goes on where its checkpoint was
+written, and two runs with one seed ask the same. A multi-turn environment overrides `rollouts`.
+"""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base_env import BaseEnv
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.payloads import Item, ScoredDataGroup
+from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.sequence_book import SequenceNode
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+THINKING_PROMPT = "Think about the question first, inside <think> </think> tags. Then give your answer."
+END_OF_THOUGHTS = "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer: its text, the conversation up to and with it, and the tokens as they were sampled."""
+
+    text: str
+    messages: list[dict[str, Any]]
+    node: SequenceNode
+
+
+class QuestionEnvConfig(BaseEnvConfig):
+    """What a `QuestionEnv` can be told beside the fields of every environment."""
+
+    seed: int = Field(default=0, description="Which questions are asked, and in what order.")
+    heldout_size: int = Field(default=64, ge=1, description="Questions to measure with, at most.")
+    max_new_tokens: int = Field(default=512, ge=1, description="Tokens of one answer.")
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer assumes 1.")
+
+
+class QuestionEnv(BaseEnv):
+    """Write `setup` (it sets `held_out`), `training_item`, `prompt` and `score`."""
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
+
+    def __init__(self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
+        self.held_out: Sequence[Item] = []
+        self.taken = 0
+        self.scores: list[float] = []
+        self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
+        """One vLLM on port 9001, whose model names itself and its tokenizer."""
+        server = APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")
+        return cls.env_config_cls(tokenizer_name="default"), server
+
+    # --- what an author writes ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def training_item(self, number: int) -> Item:
+        """Question `number` (0, 1, ...); always the same for the same number and `config.seed`."""
+
+    @abstractmethod
+    def prompt(self, item: Item) -> list[dict[str, Any]]:
+        """The messages that ask `item`; if the last one is the assistant's, the model goes on with it."""
+
+    @abstractmethod
+    async def score(self, item: Item, answer: str) -> float | None:
+        """The reward of `answer`, 1 for a right one; None when it cannot be told, which drops the group."""
+
+    # --- sampling -------------------------------------------------------------------------------------------------
+
+    async def get_next_item(self) -> Item:
+        """The next question, without end."""
+        self.taken += 1
+        return await self.training_item(self.taken - 1)
+
+    def conversation(self, item: Item) -> list[dict[str, Any]]:
+        """`prompt(item)`, under `thinking_mode` with the request to think first."""
+        messages = self.prompt(item)
+        if not self.config.thinking_mode:
+            return messages
+        request = self.config.custom_thinking_prompt or THINKING_PROMPT
+        if messages[0]["role"] == "system":
+            return [{"role": "system", "content": f"{request}\n\n{messages[0]['content']}"}, *messages[1:]]
+        return [{"role": "system", "content": request}, *messages]
+
+    async def rollouts(self, item: Item, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
+        """`n` answers to `item`."""
+        messages = self.conversation(item)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            reply = await managed.chat_completion(
+                messages=messages, n=n, max_tokens=self.config.max_new_tokens, temperature=temperature, top_p=top_p, split=split
+            )
+            nodes = managed.get_state()["nodes"]
+        texts = [choice.message.content or "" for choice in reply.choices]
+        return [Rollout(text, with_reply(messages, text), node) for text, node in zip(texts, nodes, strict=True)]
+
+    async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """A group of scored answers; None when one of them could not be scored."""
+        rollouts = await self.rollouts(item, self.config.group_size, "train", self.config.temperature, self.config.top_p)
+        scores = await gather_or_cancel([self._score(item, rollout) for rollout in rollouts])
+        known = [score for score in scores if score is not None]
+        self.scores.extend(known)
+        if len(known) < len(scores):
+            self.counts["groups_unscored"] += 1
+            log.warning("Dropped a group: %d of its %d answers could not be scored", len(scores) - len(known), len(scores))
+            return None, []
+        return scored_group(rollouts, known, self.config.temperature), []
+
+    async def _score(self, item: Item, rollout: Rollout) -> float | None:
+        answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
+        return await self.score(item, answer)
+
+    # --- evaluation and figures -----------------------------------------------------------------------------------
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
+        results = await gather_or_cancel([self._evaluate_one(item) for item in self.held_out])
+        scores = [score for _, _, score in results if score is not None]
+        correct = sum(score >= self.right_from for score in scores)
+        shares = {"accuracy": correct / len(scores), "mean_score": sum(scores) / len(scores)} if scores else {}
+        metrics = {**shares, "correct": correct, "total": len(scores), "unscored": len(results) - len(scores), "temperature": 0.0}
+        if self.config.data_dir_to_save_evals is not None:
+            samples = [{"messages": rollout.messages, "score": score} for _, rollout, score in results]
+            await self.evaluate_log(metrics, samples=samples, verbose=False)
+        return metrics
+
+    async def _evaluate_one(self, item: Item) -> tuple[Item, Rollout, float | None]:
+        async with self._eval_slots:
+            rollout = (await self.rollouts(item, 1, "eval", 0.0, 1.0))[0]
+            return item, rollout, await self._score(item, rollout)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        """Add the scores since the last call."""
+        scores, self.scores = self.scores, []
+        metrics = dict(wandb_metrics or {})
+        if scores:
+            right = sum(score >= self.right_from for score in scores)
+            mean = sum(scores) / len(scores)
+            log.info("Step %d: %d answers, %d right, mean score %.3f", self.curr_step, len(scores), right, mean)
+            metrics |= {"train/percent_correct": right / len(scores), "train/mean_score": mean}
+        await super().wandb_log(metrics)
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Keep how many questions were taken, so that a resumed run goes on with the next one."""
+        super().save_checkpoint(step, {"taken": self.taken} | (data or {}))
+
+
+def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+    """`messages` and the assistant's `text`, which continues the last message if that is the assistant's already."""
+    said = [dict(message) for message in messages]
+    if said[-1]["role"] == "assistant":
+        return [*said[:-1], {"role": "assistant", "content": said[-1]["content"] + text}]
+    return [*said, {"role": "assistant", "content": text}]
+
+
+def scored_group(rollouts: Sequence[Rollout], scores: Sequence[float], temperature: float) -> ScoredDataGroup:
+    """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
+    nodes = [rollout.node for rollout in rollouts]
+    versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
+    return ScoredDataGroup(
+        tokens=[node.tokens for node in nodes],
+        masks=[node.masked_tokens for node in nodes],
+        inference_logprobs=[node.logprobs for node in nodes],
+        scores=list(scores),
+        messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
+        generation_params={"temperature": temperature},
+        policy_versions=versions if all(versions) else None,
+    )

@@ -1,0 +1,139 @@
+"""Arithmetic over several turns: the model may call a calculator, reads its reply, and answers.
+
+    python environments/calculator_tool_server.py                           API on 8000, vLLM on 9001
+    python environments/calculator_tool_server.py serve --env.max_turns 3 --env.terms 6
+
+    user: What is ...? ─▶ <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
+    tool: 391          ─▶ <answer>391</answer>
+
+What the model wrote is trained on, over all turns; the question, the calculator's replies and what the template puts around them
+are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`). With `tool_cost` each call lowers the score.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.grading import extract_tagged
+from atroposlib.grading.arithmetic import ExpressionError, compute
+from atroposlib.utils.tool_call_parser import parse_tool_call
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Computes an expression of numbers, + - * / and brackets.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+SYSTEM_PROMPT = (
+    "You may use a calculator. To use it, end your message with\n"
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>\n'
+    "and its reply comes as the next message. When you know the result, write it as a number inside <answer> </answer> tags."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """An expression and its value."""
+
+    expression: str
+    value: Fraction
+
+
+class CalculatorConfig(QuestionEnvConfig):
+    """What this environment can be told beside the fields of every question environment."""
+
+    max_new_tokens: int = Field(default=128, ge=1, description="Tokens of one turn.")
+    max_turns: int = Field(default=4, ge=1, description="Turns of the model in one conversation, at most.")
+    terms: int = Field(default=4, ge=2, le=12, description="Numbers in an expression.")
+    largest_number: int = Field(default=99, ge=2, description="Largest number in an expression.")
+    tool_cost: float = Field(
+        default=0.0, ge=0, lt=1, description="What each call of the calculator takes from the score of a right answer."
+    )
+    tool_role: str = Field(default="tool", description="Role of the calculator's messages; 'user' for templates that know no tool.")
+
+
+class CalculatorEnv(QuestionEnv):
+    """See the module's head."""
+
+    name = "calculator_tool"
+    env_config_cls = CalculatorConfig
+
+    async def setup(self) -> None:
+        """Hold questions out."""
+        self.held_out = [make_question(Random(f"{self.config.seed} held out {n}"), self.config) for n in range(self.config.heldout_size)]
+        # With tool_cost a right answer may score less than 1.
+        self.right_from = 1.0 - self.config.tool_cost * (self.config.max_turns - 1)
+
+    async def training_item(self, number: int) -> Question:
+        """Question `number`, none of those held out."""
+        generator = Random(f"{self.config.seed} {number}")
+        while (question := make_question(generator, self.config)) in self.held_out:
+            pass
+        return question
+
+    def prompt(self, item: Question) -> list[dict[str, Any]]:
+        """The question, and how to call the calculator."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {item.expression}?"}]
+
+    async def rollouts(self, item: Question, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
+        """`n` conversations, each going its own way."""
+        return await gather_or_cancel([self._converse(item, split, temperature, top_p) for _ in range(n)])
+
+    async def _converse(self, item: Question, split: Split, temperature: float, top_p: float) -> Rollout:
+        messages = self.conversation(item)
+        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+            for turn in range(self.config.max_turns):
+                reply = await managed.chat_completion(
+                    messages=messages, max_tokens=self.config.max_new_tokens, temperature=temperature, top_p=top_p, split=split
+                )
+                text = reply.choices[0].message.content or ""
+                messages = with_reply(messages, text)
+                result = tool_result(text)
+                if result is None or turn + 1 == self.config.max_turns:
+                    break
+                messages.append({"role": self.config.tool_role, "content": result})
+            # One node, in which each turn extended the one before; the last of several if the template rewrites earlier turns.
+            node = managed.get_state()["nodes"][-1]
+        said = "".join(message["content"] for message in messages if message["role"] == "assistant")
+        return Rollout(said, messages, node)
+
+    async def score(self, item: Question, answer: str) -> float:
+        """1 for the right value, less `tool_cost` for each call; else 0."""
+        try:
+            right = compute(extract_tagged(answer) or "").value == item.value
+        except ExpressionError:
+            right = False
+        return 1.0 - self.config.tool_cost * answer.count("<tool_call>") if right else 0.0
+
+
+def tool_result(text: str) -> str | None:
+    """What the calculator replies to the call in `text`; None when that is no call."""
+    if "<tool_call>" not in text:
+        return None
+    _, arguments, failed = parse_tool_call(text, [TOOL])
+    expression = arguments.get("expression")
+    if failed or not isinstance(expression, str):
+        return 'Error: expected {"name": "calculator", "arguments": {"expression": "..."}}'
+    try:
+        value = compute(expression).value
+    except ExpressionError as error:
+        return f"Error: {error}"
+    return str(value) if value.denominator == 1 else f"{value} = {float(value):.6g}"
+
+
+def make_question(generator: Random, config: CalculatorConfig) -> Question:
+    """Random numbers, joined by random operations that keep the value whole."""
+    numbers = [generator.randint(2, config.largest_number) for _ in range(config.terms)]
+    expression = str(numbers[0]) + "".join(f" {generator.choice('+-*')} {number}" for number in numbers[1:])
+    return Question(expression, compute(expression).value)
+
+
+if __name__ == "__main__":
+    CalculatorEnv.cli(default_command="serve")

@@ -1,0 +1,163 @@
+"""Countdown: combine the given numbers by + - * / into one equation that equals the target.
+
+    python environments/countdown_server.py                                    API on 8000, vLLM on 9001
+    python environments/countdown_server.py serve --env.max_numbers 3 --env.largest_number 20
+    python environments/countdown_server.py process --env.dataset_path puzzles.jsonl      {"nums": [1, 2, 3], "target": 9} a line
+
+The equation is read from the last <answer> tags, computed exactly by a parser (`atroposlib.grading.arithmetic`), and may use
+each number once. Puzzles are generated, each from the seed and its own number, or come from a file.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.grading import extract_tagged
+from atroposlib.grading.arithmetic import ExpressionError, compute
+
+SYSTEM_PROMPT = (
+    "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user with the answer."
+)
+PREFILL = "Let me solve this step by step.\n<think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Puzzle:
+    """Numbers to combine, and what they must come to."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+
+class CountdownConfig(QuestionEnvConfig):
+    """What this environment can be told beside the fields of every question environment."""
+
+    min_numbers: int = Field(default=3, ge=2, le=8, description="Numbers in a puzzle, at least.")
+    max_numbers: int = Field(default=4, ge=2, le=8, description="Numbers in a puzzle, at most.")
+    largest_number: int = Field(default=99, ge=2, description="Largest number in a puzzle.")
+    largest_target: int = Field(default=99, ge=2, description="Largest target.")
+    use_all_numbers: bool = Field(default=False, description="Every number must be used, not only at most once.")
+    format_score: float = Field(default=0.0, ge=0, lt=1, description="Score of a valid equation with another result.")
+    prefill: bool = Field(default=True, description="Begin the answer for the model, with the opening of its thoughts.")
+    dataset_path: str | None = Field(default=None, description="JSONL file of puzzles; replaces the generated ones.")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "CountdownConfig":
+        if self.min_numbers > self.max_numbers:
+            raise ValueError(f"min_numbers {self.min_numbers} is above max_numbers {self.max_numbers}")
+        return self
+
+
+class CountdownEnv(QuestionEnv):
+    """See the module's head."""
+
+    name = "countdown"
+    env_config_cls = CountdownConfig
+
+    async def setup(self) -> None:
+        """Hold puzzles out, and read the file if there is one."""
+        config: CountdownConfig = self.config
+        self.puzzles = read_puzzles(Path(config.dataset_path)) if config.dataset_path is not None else []
+        if self.puzzles:
+            if config.heldout_size >= len(self.puzzles):
+                raise DataError(f"{config.dataset_path} has {len(self.puzzles)} puzzles: --env.heldout_size must be below that")
+            Random(config.seed).shuffle(self.puzzles)
+            self.held_out, self.puzzles = self.puzzles[: config.heldout_size], self.puzzles[config.heldout_size :]
+        else:
+            self.held_out = [make_puzzle(Random(f"{config.seed} held out {number}"), config) for number in range(config.heldout_size)]
+
+    async def training_item(self, number: int) -> Puzzle:
+        """Puzzle `number`, none of those held out."""
+        if self.puzzles:
+            return self.puzzles[number % len(self.puzzles)]
+        generator = Random(f"{self.config.seed} {number}")
+        while (puzzle := make_puzzle(generator, self.config)) in self.held_out:
+            pass
+        return puzzle
+
+    def prompt(self, item: Puzzle) -> list[dict[str, Any]]:
+        """The seed's wording: thoughts in <think>, the equation in <answer>."""
+        rule = "must be used exactly" if self.config.use_all_numbers else "can only be used"
+        question = (
+            f"Using the numbers {list(item.numbers)}, create an equation that equals {item.target}. You can use basic arithmetic "
+            f"operations (+, -, *, /) and each number {rule} once. "
+            "Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, for example "
+            "<answer> (1 + 2) / 3 </answer>."
+        )
+        messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+        return [*messages, {"role": "assistant", "content": PREFILL}] if self.config.prefill else messages
+
+    async def score(self, item: Puzzle, answer: str) -> float:
+        """1 for an equation that reaches the target, `format_score` for a valid one that does not, else 0."""
+        value = equation_value(extract_tagged(answer) or "", item, self.config.use_all_numbers)
+        if value is None:
+            return 0.0
+        return 1.0 if value == item.target else self.config.format_score
+
+
+def equation_value(equation: str, puzzle: Puzzle, use_all: bool) -> Fraction | None:
+    """What `equation` comes to; None when it is none, or does not use the puzzle's numbers as allowed.
+
+    "= 12" may follow the expression if that is its value.
+    """
+    left, equals, right = equation.partition("=")
+    try:
+        computed = compute(left)
+        if equals and compute(right).value != computed.value:
+            return None
+    except ExpressionError:
+        return None
+    used, given = Counter(computed.numbers), Counter(Fraction(number) for number in puzzle.numbers)
+    allowed = used == given if use_all else used <= given
+    return computed.value if allowed else None
+
+
+def make_puzzle(generator: Random, config: CountdownConfig) -> Puzzle:
+    """A puzzle that has a solution with all its numbers: random operations on random numbers that come to a possible target."""
+    while True:
+        count = generator.randint(config.min_numbers, config.max_numbers)
+        numbers = [generator.randint(1, config.largest_number) for _ in range(count)]
+        value = _combine(generator, [Fraction(number) for number in numbers])
+        if value is not None and value.denominator == 1 and 1 <= value <= config.largest_target and value not in numbers:
+            return Puzzle(tuple(numbers), int(value))
+
+
+def _combine(generator: Random, values: list[Fraction]) -> Fraction | None:
+    """`values` put together pair by pair; None after a division by zero."""
+    while len(values) > 1:
+        generator.shuffle(values)
+        right, left = values.pop(), values.pop()
+        operator = generator.choice("+-*/")
+        if operator == "/" and right == 0:
+            return None
+        values.append({"+": left + right, "-": left - right, "*": left * right}[operator] if operator != "/" else left / right)
+    return values[0]
+
+
+def read_puzzles(path: Path) -> list[Puzzle]:
+    """The puzzles of a JSONL file. Raises DataError naming file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read puzzles from {path}: {error.strerror}") from error
+    return [_puzzle(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _puzzle(line: str, where: str) -> Puzzle:
+    try:
+        record = json.loads(line)
+        return Puzzle(tuple(int(number) for number in record["nums"]), int(record["target"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f'{where} is no puzzle ({error}); expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}') from error
+
+
+if __name__ == "__main__":
+    CountdownEnv.cli(default_command="serve")

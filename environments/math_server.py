@@ -1,0 +1,117 @@
+r"""Mathematics with results of any form: fractions, roots, sets, expressions; compared by math-verify.
+
+    python environments/math_server.py                                                       generated problems
+    python environments/math_server.py serve --env.dataset HuggingFaceH4/MATH-500 --env.question_field problem
+    python environments/math_server.py serve --env.dataset_path problems.jsonl --env.answer_field solution
+
+A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is the last
+\boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; a group on which it failed is
+dropped, because its reward would be the grader's fault.
+"""
+
+from fractions import Fraction
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.envs.problems import Fields, Problem, ProblemSet, hub_problem_set, read_problem_set, split
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+GENERATED = "generated"
+GENERATED_PROBLEMS = 4000
+SYSTEM_PROMPT = r"Solve the problem step by step, then write the final result inside \boxed{}."
+
+
+class MathConfig(QuestionEnvConfig):
+    """What this environment can be told beside the fields of every question environment."""
+
+    dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
+    dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
+    dataset_path: str | None = Field(default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset.")
+    dataset_test_path: str | None = Field(default=None, description="JSONL file to measure with; else part of dataset_path is held out.")
+    question_field: str = Field(default="question", description="Field of a record that holds the question.")
+    answer_field: str = Field(default="answer", description="Field of a record that holds the answer.")
+    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")
+    grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
+    grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
+
+
+class MathEnv(QuestionEnv):
+    """See the module's head."""
+
+    name = "math"
+    env_config_cls = MathConfig
+
+    def __init__(self, config: MathConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
+        self.train: list[Problem] = []
+        self._epoch, self._order = -1, self.train
+
+    async def setup(self) -> None:
+        """Load the problems."""
+        problems = await self._load()
+        self.train, self.held_out = problems.train, problems.held_out
+        log.info("Problems: %d to train on, %d held out", len(self.train), len(self.held_out))
+
+    async def _load(self) -> ProblemSet:
+        config: MathConfig = self.config
+        fields = Fields(config.question_field, config.answer_field, marked=False)
+        if config.dataset_path is not None:
+            test_path = Path(config.dataset_test_path) if config.dataset_test_path else None
+            return read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed, fields)
+        if config.dataset != GENERATED:
+            limits = (config.heldout_size, config.seed, config.hub_timeout)
+            return await hub_problem_set(config.dataset, config.dataset_config, *limits, fields)
+        made = dict.fromkeys(make_problem(Random(f"{config.seed} {number}")) for number in range(GENERATED_PROBLEMS))
+        return split(list(made), config.heldout_size, config.seed, "the generated set")
+
+    async def training_item(self, number: int) -> Problem:
+        """The training set again and again, each time in another order."""
+        epoch, place = divmod(number, len(self.train))
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, Random(f"{self.config.seed} {epoch}").sample(self.train, len(self.train))
+        return self._order[place]
+
+    def prompt(self, item: Problem) -> list[dict[str, Any]]:
+        """The problem, and where to put the result."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item.question}]
+
+    async def score(self, item: Problem, answer: str) -> float | None:
+        """1 for the right result, None when the grader failed."""
+        outcome = await self.grader.grade(extract_boxed(answer), item.result)
+        return None if outcome is Outcome.GRADER_FAILED else float(outcome is Outcome.RIGHT)
+
+    async def close(self) -> None:
+        """End the grader, then everything else."""
+        await self.grader.close()
+        await super().close()
+
+
+def make_problem(generator: Random) -> Problem:
+    """A linear equation, a sum of fractions, a product of binomials, or a root to simplify."""
+    a, b, c, d = (generator.randint(2, 12) for _ in range(4))
+    kind = generator.randrange(4)
+    if kind == 0:
+        return Problem(f"Solve ${a}x + {b} = {c}$ for $x$.", latex(Fraction(c - b, a)))
+    if kind == 1:
+        return Problem(rf"Compute $\frac{{{a}}}{{{b}}} + \frac{{{c}}}{{{d}}}$.", latex(Fraction(a, b) + Fraction(c, d)))
+    if kind == 2:
+        return Problem(f"Expand $({a}x + {b})({c}x + {d})$.", f"{a * c}x^2 + {a * d + b * c}x + {b * d}")
+    return Problem(rf"Simplify $\sqrt{{{a * a * b}}} + {c}\sqrt{{{b}}}$.", rf"{a + c}\sqrt{{{b}}}")
+
+
+def latex(value: Fraction) -> str:
+    """`value` as LaTeX."""
+    sign = "-" if value < 0 else ""
+    return str(value) if value.denominator == 1 else rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
+
+
+if __name__ == "__main__":
+    MathEnv.cli(default_command="serve")

@@ -1,0 +1,140 @@
+"""The procedural tasks of reasoning-gym, all of them by name, mixed by weight.
+
+    python environments/reasoning_gym_server.py                                                       all tasks alike
+    python environments/reasoning_gym_server.py serve --env.tasks "chain_sum=3,leg_counting"          three sums to one leg count
+    python environments/reasoning_gym_server.py process --env.tasks basic_arithmetic --env.total_steps 4
+
+`task_options` (in a --config file) are passed to a task's own configuration, e.g. {chain_sum: {min_terms: 2, max_terms: 3}}.
+Tasks are made and scored by reasoning-gym itself in child processes that are killed when they are late; a group with an answer
+that could not be scored is dropped. The answer is read from the last <answer> tags.
+"""
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from atroposlib.child_processes.pool import ChildFailed, ChildPool
+from atroposlib.config import nearest
+from atroposlib.envs.errors import DataError
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.grading import extract_tagged
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+CHILD = "atroposlib.child_processes.reasoning_gym_child"
+START_LIMIT_S = 120.0
+INSTALL = "install it with `pip install 'atropos[environments]'`"
+SYSTEM_PROMPT = (
+    "Think step by step about the problem you are given, then write your answer inside <answer> </answer> tags: the answer alone, "
+    "exactly in the form that the problem asks for."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One entry of one task."""
+
+    name: str
+    index: int
+    question: str
+
+
+class ReasoningGymConfig(QuestionEnvConfig):
+    """What this environment can be told beside the fields of every question environment."""
+
+    tasks: str = Field(default="all", description="'all', or names with optional weights: chain_sum=3,leg_counting.")
+    task_options: dict[str, dict[str, Any]] = Field(default={}, description="Settings of single tasks, by name (--config file).")
+    scorer_processes: int = Field(default=1, ge=1, le=64, description="Processes that make and score tasks.")
+    scorer_timeout: float = Field(default=10.0, gt=0, description="Seconds to make or score one entry.")
+
+    @field_validator("tasks")
+    @classmethod
+    def _readable(cls, tasks: str) -> str:
+        weights_by_name(tasks)
+        return tasks
+
+
+class ReasoningGymEnv(QuestionEnv):
+    """See the module's head."""
+
+    name = "reasoning_gym"
+    env_config_cls = ReasoningGymConfig
+
+    def __init__(self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+        super().__init__(config, server_configs, slurm, testing)
+        limits = {"time_limit_s": config.scorer_timeout, "start_limit_s": START_LIMIT_S}
+        self.pool = ChildPool(CHILD, count=config.scorer_processes, **limits)
+        self.weights: dict[str, float] = {}
+
+    async def setup(self) -> None:
+        """Learn the names of the tasks, check those that are configured, and hold entries out."""
+        config: ReasoningGymConfig = self.config
+        try:
+            known = (await self.pool.ask({"tasks": True}))["tasks"]
+        except ChildFailed as error:
+            raise DataError(f"reasoning-gym does not start ({error}); {INSTALL}") from error
+        self.weights = weights_by_name(config.tasks) or dict.fromkeys(known, 1.0)
+        for name in [*self.weights, *config.task_options]:
+            if name not in known:
+                raise DataError(f"reasoning-gym has no task '{name}'{nearest(name, known)}")
+        self.held_out = [await self._task(f"held out {number}", number) for number in range(config.heldout_size)]
+        log.info("Tasks: %d, %d entries held out", len(self.weights), len(self.held_out))
+
+    async def training_item(self, number: int) -> Task:
+        """Entry `number`; its index is not among those held out."""
+        return await self._task(str(number), self.config.heldout_size + number)
+
+    async def _task(self, key: str, index: int) -> Task:
+        name = Random(f"{self.config.seed} {key}").choices(list(self.weights), list(self.weights.values()))[0]
+        reply = await self.pool.ask(self._entry(name, index))
+        if "error" in reply:
+            problem = f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}"
+            raise DataError(f"{problem}; correct its task_options, or leave it out")
+        return Task(name, index, reply["question"])
+
+    def prompt(self, item: Task) -> list[dict[str, Any]]:
+        """The entry's question, and where to put the answer."""
+        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item.question}]
+
+    async def score(self, item: Task, answer: str) -> float | None:
+        """The task's own score (0 to 1), or None when scoring failed or took too long; no answer is 0."""
+        given = extract_tagged(answer)
+        if given is None:
+            return 0.0
+        try:
+            reply = await self.pool.ask(self._entry(item.name, item.index) | {"answer": given})
+        except ChildFailed as error:
+            reply = {"error": str(error)}
+        if "error" in reply:
+            log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, reply["error"])
+            return None
+        score: float = reply["score"]
+        return score
+
+    def _entry(self, name: str, index: int) -> dict[str, Any]:
+        return {"task": name, "options": self.config.task_options.get(name, {}), "seed": self.config.seed, "index": index}
+
+    async def close(self) -> None:
+        """End the child processes, then everything else."""
+        await self.pool.close()
+        await super().close()
+
+
+def weights_by_name(tasks: str) -> dict[str, float]:
+    """The weight of each task in `tasks`; empty for 'all'. Raises ValueError."""
+    if tasks == "all":
+        return {}
+    weights = {}
+    for part in tasks.split(","):
+        name, _, weight = part.strip().partition("=")
+        weights[name] = float(weight or 1)
+        if not name or not 0 < weights[name] < float("inf"):
+            raise ValueError(f"'{part.strip()}' is no task with a weight above 0; write e.g. chain_sum=3,leg_counting")
+    return weights
+
+
+if __name__ == "__main__":
+    ReasoningGymEnv.cli(default_command="serve")

@@ -1,0 +1,72 @@
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from environments.calculator_tool_server import CalculatorEnv, Question, tool_result
+from tests.unit.environments.support import running_env, sampled_texts
+
+QUESTION = Question("17 * 23", Fraction(391))
+CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>'
+
+
+def conversation(*turns: str) -> Callable[[str], str]:
+    """A model that says `turns` one after the other, counted by the assistant turns that its prompt opens."""
+    return lambda prompt: turns[min(prompt.count("<|im_start|>assistant"), len(turns)) - 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [
+        (CALL, "391"),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "1 / 3"}}</tool_call>', "1/3 = 0.333333"),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "1 / 0"}}</tool_call>', "Error: division by zero"),
+        ('<tool_call>{"name": "shell", "arguments": {}}</tool_call>', 'Error: expected {"name": "calculator"'),
+        ("<tool_call>", "Error: expected"),
+        ("391", None),
+    ],
+)
+def test_calculator_replies_to_a_call_or_says_what_is_wrong_with_it(text: str, result: str | None) -> None:
+    said = tool_result(text)
+    assert said is None if result is None else said is not None and said.startswith(result)
+
+
+async def test_what_the_model_said_is_trained_over_all_turns_and_the_tool_is_not(tmp_path: Path) -> None:
+    model = conversation(f"Let me see. {CALL}", "<answer>391</answer>")
+    async with (
+        FakeInferenceServer(model, policy_version=2) as server,
+        running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200) as env,
+    ):
+        group, _ = await env.collect_trajectories(QUESTION)
+        assert group is not None and group["inference_logprobs"] is not None
+        text = env.tokenizer.decode(group["tokens"][0])
+    assert "<|im_start|>tool\n391<|im_end|>" in text and text.count("17 * 23") == 2
+    assert sampled_texts(group) == [f"Let me see. {CALL}<|im_end|><answer>391</answer><|im_end|>"] * 4
+    for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        assert len(tokens) == len(mask) == len(logprobs)
+        assert [logprob == 1.0 for logprob in logprobs] == [token == -100 for token in mask]
+    assert group["scores"] == [1.0] * 4 and group["policy_versions"] == [[2, 2]] * 4
+    assert [message["role"] for message in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]  # type: ignore[index]
+
+
+async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(conversation(CALL, CALL, "<answer>391</answer>", CALL)) as server,
+        running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200, tool_cost=0.1) as env,
+    ):
+        rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
+        assert await env.score(QUESTION, rollout.text) == pytest.approx(0.8)
+        server.answer = lambda prompt: CALL
+        rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
+        assert rollout.text.count("<tool_call>") == 4 and await env.score(QUESTION, rollout.text) == 0.0
+
+
+async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp_path: Path) -> None:
+    async with FakeInferenceServer() as server, running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200, tool_cost=0.1) as env:
+        env.held_out = [QUESTION]
+        server.answer = conversation(CALL, "<answer>391</answer>")
+        assert await env.evaluate() == {
+            "accuracy": 1.0, "mean_score": 0.9, "correct": 1, "total": 1, "unscored": 0, "temperature": 0.0
+        }  # fmt: skip
