@@ -126,7 +126,7 @@ async def hub_problem_set(
 
 
 async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
-    remedy = "check the network, or pass --env.dataset with generated problems, or --env.dataset_path with local jsonl files"
+    remedy = "check the network, or pass --env.dataset arithmetic or generated, or --env.dataset_path with local jsonl files"
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
