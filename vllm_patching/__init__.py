@@ -6,6 +6,9 @@ compat.py     the one file that knows where things are in each supported vLLM ve
 mapping.py    vLLM's fused, sharded parameters <-> Hugging Face tensors
 arena.py      every parameter of a rank in one flat buffer: one live, one staging
 updater.py    the WeightUpdater_TP{r} thread: receives into staging, never writes live parameters
+shared_buffer.py, cuda_ipc.py   memory that trainer and worker share: memfd, CUDA IPC
 worker.py     BridgeWorker (--worker-cls): owns arena and updater, applies a staged version
+bridge_state.py  the one session, commit; single_copy.py  attach, pause, resume and the watch over a paused trainer
+gate.py       503 with the reason while the weights must not be served
 endpoint.py   /v1/bridge/* and /generate inside vLLM's own OpenAI server
 """

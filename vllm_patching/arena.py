@@ -1,11 +1,11 @@
 """Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that receives.
 
-    wire image (whole tensors)   ──direct, TP=1──▶  staging arena  ──commit──▶  live
+    wire image (whole tensors)   ──direct, TP=1──▶  staging arena  ──commit──▶  live  ◀──in place── trainer (single copy)
                  └── scratch ── this rank's shards ──▲
 
-On a CPU a commit exchanges the two: parameters are re-pointed, no byte moves, and the former live buffer becomes the next
-staging. On a GPU captured graphs hold addresses, so a commit copies staging into the live tensors. Memory: the rank's weights
-twice once a trainer has joined.
+On a CPU both are shared buffers. A commit exchanges the two: parameters are re-pointed, no byte moves, and the former live buffer
+becomes the next staging. On a GPU the live arena is one allocation, so that one CUDA IPC handle shares it; captured graphs hold
+addresses, so a commit copies staging into it. Memory: the rank's weights once, twice while a broadcasting trainer is joined.
 """
 
 import math
@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from vllm_patching.protocol import Bucket, Manifest, align
+from vllm_patching.shared_buffer import SharedBuffer
+
+DEVICE_RESERVE = 256 << 20  # bytes that stay free on a GPU when the arena is made
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,13 @@ class Shard:
     @property
     def whole(self) -> bool:
         return self.length == self.full_shape[self.dim]
+
+
+@dataclass
+class DeviceBuffer:
+    """`tensor`: flat uint8 [nbytes] in one allocation of a GPU."""
+
+    tensor: torch.Tensor
 
 
 class Arena:
@@ -54,10 +64,16 @@ class Arena:
         # e.g. vocabulary rows that vLLM adds: never sent, so nothing may be received over them
         self.padded = {name for name, parameter in self._parameters.items() if covered[name] < parameter.numel()}
         self.device = next(iter(self._parameters.values())).device
-        self._live: torch.Tensor | None = None
-        if self.device.type == "cpu":
-            self._live = self._copy_of_live()
-            self._point_at(self._live)
+        self.live: SharedBuffer | DeviceBuffer | None = None  # None: a GPU without room for the move keeps separate tensors
+        if self.device.type == "cpu" or torch.cuda.mem_get_info(self.device)[0] >= self.nbytes + DEVICE_RESERVE:
+            self.renew()
+
+    def renew(self) -> None:
+        """Move the live weights to a new buffer, out of reach of whoever has the old one mapped. On a GPU only before graph capture."""
+        self.live = self._copy_of_live()
+        self._point_at(self.live.tensor)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the separate tensors that vLLM loaded into
 
     def make_staging(self) -> "Staging":
         """A buffer as large as the rank's weights, filled with the live ones so that padding rows stay what they are."""
@@ -66,14 +82,24 @@ class Arena:
     def commit(self, staging: "Staging") -> float:
         """Make the staged weights the live ones; seconds taken. Called between forward steps only."""
         start = time.perf_counter()
-        if self._live is None:
-            for name, view in self.views(staging.buffer).items():
-                self._parameters[name].data.copy_(view)
-            torch.cuda.synchronize(self.device)
-        else:
+        if isinstance(staging.memory, SharedBuffer):
             self._point_at(staging.buffer)
-            self._live, staging.buffer = staging.buffer, self._live
+            self.live, staging.memory = staging.memory, self.live
+        else:
+            if self.live is not None:
+                self.live.tensor.copy_(staging.buffer)
+            else:
+                for name, view in self.views(staging.buffer).items():
+                    self._parameters[name].data.copy_(view)
+            torch.cuda.synchronize(self.device)
         return time.perf_counter() - start
+
+    def layout(self) -> dict[str, tuple[int, tuple[int, ...], str]]:
+        """Each parameter by vLLM's name: its offset in bytes, shape and dtype."""
+        return {
+            name: (self.offsets[name], tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in self._parameters.items()
+        }
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter of this rank, by vLLM's name, as a view into `buffer` (flat uint8 [nbytes])."""
@@ -84,11 +110,15 @@ class Arena:
             views[name] = flat.view(parameter.dtype).view(parameter.shape)
         return views
 
-    def _copy_of_live(self) -> torch.Tensor:
-        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
-        for name, view in self.views(buffer).items():
+    def _copy_of_live(self) -> SharedBuffer | DeviceBuffer:
+        memory: SharedBuffer | DeviceBuffer
+        if self.device.type == "cpu":
+            memory = SharedBuffer(self.nbytes)
+        else:
+            memory = DeviceBuffer(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
+        for name, view in self.views(memory.tensor).items():
             view.copy_(self._parameters[name].data)
-        return buffer
+        return memory
 
     def _point_at(self, buffer: torch.Tensor) -> None:
         for name, view in self.views(buffer).items():
@@ -98,9 +128,13 @@ class Arena:
 class Staging:
     """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no other."""
 
-    def __init__(self, arena: Arena, buffer: torch.Tensor) -> None:
+    def __init__(self, arena: Arena, memory: SharedBuffer | DeviceBuffer) -> None:
         self._arena = arena
-        self.buffer = buffer
+        self.memory = memory
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        return self.memory.tensor
 
     def receive(self, bucket: Bucket, broadcast: Callable[[torch.Tensor], None]) -> None:
         """Receive one bucket; `broadcast` fills a flat uint8 buffer [end - start]."""

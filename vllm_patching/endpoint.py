@@ -6,9 +6,13 @@
     POST   /v1/bridge/session/{id}/heartbeat  sign of life, renews the lease       404 if it is not the current one
     DELETE /v1/bridge/session/{id}            orderly leave
     POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
+    POST   /v1/bridge/attach                  a trainer of this machine shares the live weights itself (single copy)
+    POST   /v1/bridge/pause                   it is about to step them: pause(keep)
+    POST   /v1/bridge/resume                  it has: version → resume
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
 
-`/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself.
+`/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be served, gate.py answers
+503 for all routes that generate.
 """
 
 import asyncio
@@ -21,6 +25,7 @@ from fastapi.responses import JSONResponse
 
 from vllm_patching import compat
 from vllm_patching.bridge_state import BridgeConflict, BridgeState
+from vllm_patching.gate import Gate, GateMiddleware
 from vllm_patching.generate import GenerateError, run_generate
 
 log = compat.init_logger("vllm.atropos_bridge")
@@ -33,12 +38,14 @@ class BridgeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        app.state.gate = Gate()
+        app.add_middleware(GateMiddleware, gate=app.state.gate)
         app.include_router(bridge_routes())
         app.include_router(generate_routes())
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         enabled = "atropos_bridge" in (args.additional_config or {})
-        state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled)
+        state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled, state.gate)
         state.generate_keys = compat.api_keys(args)
         await state.bridge.start()
         log.info(
@@ -86,10 +93,33 @@ def bridge_routes() -> APIRouter:
 
     @router.post("/commit")
     async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> dict[str, Any]:
-        # shielded: a trainer that hangs up in the middle must not leave the engine paused
-        return await _or_conflict(asyncio.shield(asyncio.create_task(bridge.commit(session, policy_version))))
+        return await _whole(bridge.commit(session, policy_version))
+
+    @router.post("/attach")
+    async def attach(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+        return await _whole(bridge.attach(offer))
+
+    @router.post("/pause")
+    async def pause(
+        bridge: Bridge,
+        session: Annotated[str, Body()],
+        policy_version: Annotated[int, Body(ge=0)],
+        deadline_s: Annotated[float, Body(gt=0, le=86400)],
+    ) -> dict[str, Any]:
+        return await _whole(bridge.pause(session, policy_version, deadline_s))
+
+    @router.post("/resume")
+    async def resume(
+        bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int | None, Body(ge=0)] = None
+    ) -> dict[str, Any]:
+        return await _whole(bridge.resume(session, policy_version))
 
     return router
+
+
+async def _whole(act: Any) -> dict[str, Any]:
+    """`act` to its end, also for a trainer that hangs up: the engine must not be left paused in the middle of it."""
+    return await _or_conflict(asyncio.shield(asyncio.create_task(act)))
 
 
 async def _or_conflict(act: Any) -> dict[str, Any]:

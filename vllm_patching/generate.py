@@ -44,6 +44,9 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
         output = generating.result()
     except ValueError as error:  # vLLM's verdict on the prompt, e.g. longer than --max-model-len
         raise GenerateError(str(error), 400) from error
+    refusal = bridge.gate.reason()
+    if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
+        raise GenerateError(refusal, 503)
     return _reply(output, params, started, bridge.policy_version)
 
 

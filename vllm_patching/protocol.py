@@ -1,4 +1,6 @@
-"""The protocol of the broadcast bridge, in one place. Imports neither vLLM nor torch nor the trainer.
+"""The protocol of both shared bridges, in one place. Imports neither vLLM nor torch nor the trainer.
+
+Broadcast
 
     trainer                                vLLM server (API process)            worker r (updater thread)
        │ GET  /v1/bridge/manifest  ───────────▶│  what each parameter is               │
@@ -11,10 +13,22 @@
        │ POST /v1/bridge/commit    ───────────▶│ pause(keep) → apply on all ranks      │
        │        ◀───── stall, apply ───────────│ → set version → resume                │
 
+Single copy: the trainer's parameters are the workers' own memory, on the same machine and the same device
+
+    trainer                                vLLM server (API process)            worker r
+       │ GET  /v1/bridge/manifest  ───────────▶│                                       │
+       │ POST /v1/bridge/attach    ───────────▶│── bridge_attach ─────────────────────▶│ descriptor or IPC handle, offsets, shards
+       │        ◀──────────────────────────────┤                                       │
+       │ POST /v1/bridge/pause     ───────────▶│ pause(keep); watches the trainer      │
+       │ optimizer step ─────────────────────────────────────────────────────────────▶ │ live weights, no byte moves
+       │ POST /v1/bridge/resume    ───────────▶│ set version → resume                  │
+
 Invariants
 - A session is one trainer start: a random id that no other process can guess. A worker joins it once; after any failure the
   session is dead and only a new one can go on. Serving goes on with the last committed weights.
 - Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
+- Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps its deadline in
+  between leaves weights that are half stepped: they are poisoned, and generation is refused until a trainer completes a sync.
 - The first commit of a session may set any policy version (a resumed trainer); after that it rises by exactly one.
 """
 
@@ -23,6 +37,8 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+
+from vllm_patching.processes import Process
 
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -123,6 +139,28 @@ class SessionOffer:
             or not 0 < offer.lease_s <= 3600
         ):
             raise ValueError(f"session offer: port, world_size, bucket_bytes, timeout_s or lease_s out of range: {data}")
+        return offer
+
+
+@dataclass(frozen=True)
+class AttachOffer:
+    """What a trainer posts to share the weights themselves."""
+
+    session: str
+    manifest_digest: str
+    lease_s: float  # as in SessionOffer
+    trainer: str  # host:pid, for messages
+    process: Process  # the trainer, so that the server sees at once when it is gone
+
+    @staticmethod
+    def from_json(data: dict) -> "AttachOffer":
+        """Raises ValueError or TypeError naming what is missing, unknown or out of range."""
+        fields = AttachOffer.__dataclass_fields__
+        if wrong := sorted(set(fields) ^ set(data)):
+            raise ValueError(f"attach offer: missing or unknown fields {wrong}; expected {sorted(fields)}")
+        offer = AttachOffer(**{**data, "process": Process(**data["process"])})
+        if not 0 < offer.lease_s <= 3600:
+            raise ValueError(f"attach offer: lease_s {offer.lease_s} is not in (0, 3600]")
         return offer
 
 

@@ -65,12 +65,15 @@ class WeightUpdater:
     def open(self, offer: SessionOffer) -> None:
         """Join `offer` in the background; whatever an earlier session had staged is dropped."""
         with self._lock:
-            self._staged = None
-            if self._status.state in ("joining", "joined", "receiving", "staged"):
-                log.info("Session %s replaces %s", offer.session, self._status.session)
-                self._start_thread()
+            self._leave_current()
             self._status = UpdaterStatus(self._status.rank, "joining", offer.session)
             self._offers.put(offer)
+
+    def leave(self) -> None:
+        """Forget the session, if any; its thread drops the staging buffer within IDLE_POLL_S."""
+        with self._lock:
+            self._leave_current()
+            self._status = UpdaterStatus(self._status.rank)
 
     def take(self, session: str, version: int) -> Staging | None:
         """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
@@ -82,6 +85,12 @@ class WeightUpdater:
         with self._lock:
             self._staged = None
             self._status.state = "joined"
+
+    def _leave_current(self) -> None:
+        self._staged = None
+        if self._status.state in ("joining", "joined", "receiving", "staged"):
+            log.info("Session %s is replaced", self._status.session)
+            self._start_thread()
 
     def _start_thread(self) -> None:
         self._offers = queue.Queue()

@@ -6,12 +6,15 @@ in the same order on all ranks, which is what makes a commit atomic.
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_patching import compat, mapping
-from vllm_patching.arena import Arena, Shard
-from vllm_patching.protocol import Manifest, SessionOffer
+from vllm_patching import compat, cuda_ipc, mapping
+from vllm_patching.arena import Arena
+from vllm_patching.processes import this_process
+from vllm_patching.protocol import SessionOffer
+from vllm_patching.shared_buffer import SharedBuffer
 from vllm_patching.updater import WeightUpdater
 
 log = compat.init_logger("vllm.atropos_bridge")
@@ -32,8 +35,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
         self._arena = Arena(model, self._manifest, shards)
-        path = _config_path(Path(self.vllm_config.additional_config["atropos_bridge"]["config_path"]), self._tp_rank)
-        _write_bridge_config(path, self._manifest, shards, self._tp_rank, str(self._arena.device))
+        path = self._write_config()
         log.info("[vLLM Patch] ✓ Exported %d params (%.1f MB on rank %d) to %s", len(shards), self._arena.nbytes / 1e6, self._tp_rank, path)
         self._updater = WeightUpdater(self._arena, self._tp_rank)
         log.info("[vLLM Patch] ✓ Weight updater thread started (name: %s)", self._updater.thread_name)
@@ -49,6 +51,28 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         self._updater.open(SessionOffer.from_json(offer))
         return self._updater.status()
 
+    def bridge_attach(self) -> dict[str, Any]:
+        """Where this rank's live weights are and what is where in them, or {"refused": why they cannot be shared}."""
+        if refused := self._why_not_shared():
+            return {"refused": f"rank {self._tp_rank}: {refused}"}
+        self._updater.leave()
+        self._write_config()
+        return {
+            "rank": self._tp_rank,
+            "nbytes": self._arena.nbytes,
+            "process": asdict(this_process()),
+            **self._memory(),
+            "layout": self._arena.layout(),
+            "shards": [asdict(shard) for shard in self._arena.shards.values()],
+        }
+
+    def bridge_renew(self) -> str | None:
+        """Move the live weights out of reach of a trainer that may still write to them; why not, where that is impossible."""
+        if isinstance(self._arena.live, SharedBuffer):
+            self._arena.renew()
+            return None
+        return "captured CUDA graphs hold the addresses of the weights"
+
     def bridge_staged(self, session: str, version: int) -> bool:
         return self._updater.take(session, version) is not None
 
@@ -61,17 +85,45 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         self._updater.committed()
         return seconds
 
+    def _why_not_shared(self) -> str | None:
+        if self._arena.live is None:
+            return (
+                f"its {self._arena.nbytes / 1e6:.0f} MB of weights are not in one allocation, as too little GPU memory was free "
+                "when they were loaded: use a smaller model or a larger GPU"
+            )
+        if isinstance(self._arena.live, SharedBuffer):
+            return None
+        if self.model_config.enable_sleep_mode:
+            return "--enable-sleep-mode moves weights away under the trainer's hands: start vLLM without it"
+        return cuda_ipc.refusal(self._arena.live.tensor)
+
+    def _memory(self) -> dict[str, Any]:
+        live = self._arena.live
+        assert live is not None
+        return {"fd": live.fd} if isinstance(live, SharedBuffer) else {"ipc": cuda_ipc.export(live.tensor)}
+
+    def _write_config(self) -> Path:
+        path = _config_path(Path(self.vllm_config.additional_config["atropos_bridge"]["config_path"]), self._tp_rank)
+        shared = self._why_not_shared() is None
+        handles = {"arena": {"pid": os.getpid(), "nbytes": self._arena.nbytes, **self._memory()}} if shared else {}
+        _write_bridge_config(path, self._arena, self._tp_rank, handles)
+        return path
+
 
 def _config_path(path: Path, tp_rank: int) -> Path:
     return path if tp_rank == 0 else path.with_name(f"{path.name}.tp{tp_rank}")
 
 
-def _write_bridge_config(path: Path, manifest: Manifest, shards: list[Shard], tp_rank: int, device: str) -> None:
-    """`vllm_bridge_config.json` in the ancestor's keys, one file a rank, written whole or not at all."""
-    dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
+def _write_bridge_config(path: Path, arena: Arena, tp_rank: int, handles: dict[str, Any]) -> None:
+    """`vllm_bridge_config.json` in the ancestor's keys, one file a rank, written whole or not at all.
+
+    `handles` says where the live arena is: a descriptor of this process (it changes with each broadcast), or a CUDA IPC handle.
+    """
+    dtypes = {tensor.name: tensor.dtype for tensor in arena.manifest.tensors}
+    shards = arena.shards.values()
     config = {
-        "model": manifest.model,
-        "tp_degree": manifest.tp_size,
+        "model": arena.manifest.model,
+        "tp_degree": arena.manifest.tp_size,
         "tp_rank": tp_rank,
         "dp_shard_degree": 1,
         "param_mappings": {
@@ -79,19 +131,20 @@ def _write_bridge_config(path: Path, manifest: Manifest, shards: list[Shard], tp
                 "vllm_name": shard.vllm_name,
                 "shape": list(shard.full_shape),
                 "dtype": dtypes[shard.name],
-                "device": device,
+                "device": str(arena.device),
                 "dim": shard.dim,
                 "start": shard.start,
                 "length": shard.length,
                 "full_start": shard.full_start,
+                "offset": arena.offsets[shard.vllm_name],
             }
             for shard in shards
         },
         "param_names": sorted(shard.name for shard in shards),
-        "ipc_handles": {},
+        "ipc_handles": handles,
         "shared_weights_enabled": True,
         "num_params": len(shards),
-        "single_copy_enabled": False,
+        "single_copy_enabled": bool(handles),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")

@@ -1,0 +1,66 @@
+"""Whether this server may generate: the ASGI gate that answers 503 instead, with the reason, while its weights must not be served.
+
+Inside vLLM's own authentication. /health, /metrics and everything that only reads stay open: the process is well and must not be
+restarted by whoever watches it; a trainer's next complete sync puts it right.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+# POST routes that do not generate; whatever vLLM adds to the others is refused too
+OPEN_PREFIXES = ("/v1/bridge/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/ping")
+RETRY_AFTER_S = 5
+TRY_AGAIN_LATER = 1013  # WebSocket close code
+
+
+class Gate:
+    """The reasons not to generate, each under the name of its cause; open while there is none."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, str] = {}
+
+    def close(self, cause: str, reason: str) -> None:
+        self._reasons[cause] = reason
+
+    def open(self, cause: str) -> None:
+        self._reasons.pop(cause, None)
+
+    def reason(self, cause: str | None = None) -> str | None:
+        """Why generation is refused, for `cause` or for any; None if it is not."""
+        if cause is not None:
+            return self._reasons.get(cause)
+        return "; ".join(self._reasons.values()) or None
+
+
+class GateMiddleware:
+    """ASGI middleware in front of every route."""
+
+    def __init__(self, app: App, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+        reason = self._gate.reason()
+        if reason is None or not _generates(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]})
+        else:
+            await _unavailable(reason, send)
+
+
+def _generates(scope: Message) -> bool:
+    if scope["type"] == "websocket":
+        return True
+    return scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(OPEN_PREFIXES)
+
+
+async def _unavailable(reason: str, send: Callable[[Message], Awaitable[None]]) -> None:
+    body = json.dumps({"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode())]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

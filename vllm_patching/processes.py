@@ -1,0 +1,43 @@
+"""Which process is which, for good: on this machine, in this container, not a later one that was given the same pid.
+
+A trainer that shares vLLM's weights must be on the same machine; so each side can see for itself whether the other still lives.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of one boot of one machine. Two are the same only if all four agree."""
+
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    started: int  # clock ticks after the boot
+
+    def same_place(self, other: "Process") -> bool:
+        """Whether a pid means the same to both: same machine since its last boot, same container."""
+        return (self.boot_id, self.pid_namespace) == (other.boot_id, other.pid_namespace)
+
+
+def this_process() -> Process:
+    return Process(
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino, os.getpid(), _stat(os.getpid())[1]
+    )
+
+
+def is_alive(process: Process) -> bool:
+    """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone already."""
+    try:
+        state, started = _stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return started == process.started and state not in "ZX"
+
+
+def _stat(pid: int) -> tuple[str, int]:
+    """State letter and start time of `pid`, out of /proc/PID/stat."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before ) may hold anything
+    return fields[0], int(fields[19])
