@@ -27,7 +27,9 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.logs import get_logger
+from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
+from example_trainer.sharded import whole_parameters
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"
@@ -79,6 +81,7 @@ class Checkpoints:
         state = {
             "progress": vars(progress),
             "optimizer": type(optimizer).__name__,
+            "shapes": _shapes(optimizer),
             "moments": optimizer.state_dict()["state"],
             "generators": _generator_states(),
         }
@@ -156,10 +159,13 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
             f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "
             "give the same --optimizer"
         )
-    try:
-        optimizer.load_state_dict({"state": state["moments"], "param_groups": optimizer.state_dict()["param_groups"]})
-    except ValueError as error:
-        raise CheckpointError(f"{folder / STATE} was written for another model: {error}") from error
+    if state["shapes"] != _shapes(optimizer):
+        raise CheckpointError(
+            f"{folder / STATE} holds the moments of {len(state['shapes'])} parameters, not of this run's {len(_shapes(optimizer))}: "
+            "give the same model and, where weights are shared with vLLM, the same --tensor-parallel-size; "
+            "or start anew with the checkpoint as --model-name"
+        )
+    optimizer.load_state_dict({"state": state["moments"], "param_groups": optimizer.state_dict()["param_groups"]})
     torch.set_rng_state(state["generators"]["torch"])
     if torch.cuda.is_available() and state["generators"]["cuda"]:
         torch.cuda.set_rng_state_all(state["generators"]["cuda"])
@@ -174,17 +180,25 @@ def remove_leftovers(save_path: Path) -> None:
             shutil.rmtree(folder)
 
 
+def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
+    return [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _weight_bytes(model: PreTrainedModel) -> int:
+    return sum(exact_value(parameter).nbytes for parameter in model.parameters())
+
+
 def _generator_states() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
 
 
 def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=dict(whole_parameters(model)))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 
 
-WHOLE_MODEL = Form("step_", "final_model", _write_model, lambda model: sum(parameter.nbytes for parameter in model.parameters()))
+WHOLE_MODEL = Form("step_", "final_model", _write_model, _weight_bytes)
 
 
 def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:

@@ -114,6 +114,13 @@ class TrainerConfig(Config):
         description="names of the linear layers that get an adapter, comma-separated",
     )
 
+    # --- single copy ------------------------------------------------------------------------------------------------
+    bf16_update: Literal["master", "stochastic"] = Field(
+        "master",
+        description="how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a float32 copy "
+        "in the trainer, or by stochastic rounding without one",
+    )
+
     # --- checkpoints, metrics ----------------------------------------------------------------------------------------
     save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`")
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
@@ -148,6 +155,16 @@ class TrainerConfig(Config):
     def _optimizer_is_here(cls, value: str) -> str:
         if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
             raise ValueError("adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor")
+        return value
+
+    @field_validator("bf16_update", mode="before")
+    @classmethod
+    def _bf16_is_never_stepped_as_it_is(cls, value: object) -> object:
+        if value in ("plain", "none"):
+            raise ValueError(
+                "plain bfloat16 steps do not train: at RL learning rates over 99 % of the updates are rounded away; "
+                "choose master (a float32 copy) or stochastic (rounding by chance)"
+            )
         return value
 
     @model_validator(mode="after")

@@ -27,15 +27,21 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
             f"cannot load --model-name {name!r}, a {kind}: {_first_line(error)}; give a Hugging Face model id that this machine can "
             "download or has cached, or a folder with config.json and safetensors weights"
         ) from error
+    nn.Module.to(model, device)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
+    check_packed_forward(model)
+    return model
+
+
+def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
+    """Training mode, without dropout and cache."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the sampler has none: dropout would turn the probability ratio into noise
-    nn.Module.to(model, device).train()
+    model.train()
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    check_packed_forward(model)
-    return model
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

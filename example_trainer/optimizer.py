@@ -3,17 +3,32 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 
 
-def make_optimizer(parameters: Iterable[Tensor], config: TrainerConfig) -> Optimizer:
-    """The configured optimizer on float32 parameters. Call it after the bridge has bound them to their final storage."""
+def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) -> Optimizer:
+    """The configured optimizer on float32 parameters, or on the masters of bfloat16 ones, which it then writes back after each step.
+
+    Call it after the bridge has bound the parameters to their final storage. Raises TrainerError.
+    """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = _make_optimizer([exact_value(parameter) for parameter in trained], config)
+    if mastered := [parameter for parameter in trained if isinstance(parameter, MasteredParameter)]:
+        optimizer.register_step_post_hook(lambda *_: write_back(mastered))
+    return optimizer
+
+
+def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optimizer:
+    if any(parameter.dtype == torch.bfloat16 for parameter in trained):
+        if config.optimizer != "adamw":
+            raise TrainerError(f"--bf16-update stochastic has its own AdamW, not {config.optimizer}: use adamw, or --bf16-update master")
+        return StochasticAdamW(trained, config.lr, config.adam_betas, config.adam_eps, config.weight_decay)
     if config.optimizer == "adafactor":
         return torch.optim.Adafactor(trained, lr=config.lr, weight_decay=config.weight_decay)
     if config.optimizer == "adamw_8bit":

@@ -62,7 +62,7 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 def _chunk_rows(model: PreTrainedModel, chunk_mb: int) -> int:
     """Rows of float32 logits in `chunk_mb` MiB, at least one."""
-    return max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().weight.shape[0]))
+    return max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().out_features))
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

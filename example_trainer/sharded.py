@@ -1,0 +1,85 @@
+"""Linear layers and embeddings whose weight lies in several pieces, one in each vLLM rank's memory; they compute what whole ones would.
+
+    outputs split (dim 0)   y = [x W0ᵀ | x W1ᵀ]          inputs split (dim 1)   y = x0 W0ᵀ + x1 W1ᵀ
+    vocabulary split        each piece looks up the ids that it holds
+
+A piece on another device computes there. A tied head shares the embedding's parameters.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from example_trainer.bf16 import exact_value
+
+
+class ShardedLinear(nn.Module):
+    """`weights` in order along `dim`; `biases` are split like the outputs, or one whole, or none."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], dim: int, biases: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.biases = nn.ParameterList(biases)
+        self.dim = dim
+
+    @property
+    def out_features(self) -> int:
+        return sum(weight.shape[0] for weight in self.weights) if self.dim == 0 else self.weights[0].shape[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.dim == 0:
+            biases = list(self.biases) or [None] * len(self.weights)
+            pieces = [F.linear(x.to(w.device), w, b).to(x.device) for w, b in zip(self.weights, biases, strict=True)]
+            return torch.cat(pieces, -1)
+        inputs = x.split([weight.shape[1] for weight in self.weights], -1)
+        partial = [F.linear(part.to(w.device), w).to(x.device) for part, w in zip(inputs, self.weights, strict=True)]
+        return sum((*partial[1:], *self.biases), partial[0])
+
+
+class ShardedEmbedding(nn.Module):
+    """`weights` are consecutive vocabulary rows; the row of `padding_idx` gets no gradient, as in nn.Embedding."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], padding_idx: int | None) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.padding_idx = padding_idx
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output: Tensor | None = None
+        first = 0
+        for weight in self.weights:
+            rows = weight.shape[0]
+            inside = (ids >= first) & (ids < first + rows)
+            padding = None if self.padding_idx is None or not 0 <= self.padding_idx - first < rows else self.padding_idx - first
+            found = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight, padding).to(ids.device)
+            found = torch.where(inside[..., None], found, 0)
+            output = found if output is None else output + found
+            first += rows
+        assert output is not None
+        return output
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under its Hugging Face name, whole and exact (float32 where a bfloat16 one has a master); tied ones once."""
+    seen: set[int] = set()
+    for module_name, module in model.named_modules():
+        for leaf, parts, dim in _own(module):
+            if parts and id(parts[0]) not in seen:
+                seen.add(id(parts[0]))
+                values = [exact_value(part).detach() for part in parts]
+                whole = values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
+                yield f"{module_name}.{leaf}" if module_name else leaf, whole
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:
+    """(leaf, pieces, dim) of each weight that `module` itself holds."""
+    if isinstance(module, ShardedLinear):
+        yield "weight", list(module.weights), module.dim
+        yield "bias", list(module.biases), 0
+    elif isinstance(module, ShardedEmbedding):
+        yield "weight", list(module.weights), 0
+    elif not isinstance(module, nn.ParameterList):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            yield leaf, [parameter], 0

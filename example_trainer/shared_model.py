@@ -1,0 +1,182 @@
+"""A Hugging Face model whose parameters are views into the memory that vLLM computes with; no weight of its own is ever allocated.
+
+    rank 0's arena  ┌ q │ k │ v ┐┌ gate │ up ┐ ...        q_proj.weight, k_proj.weight, ... are slices of fused parameters
+    rank 1's arena  └ q │ k │ v ┘└ gate │ up ┘ ...        with TP > 1 a weight is pieces (sharded.py); what every rank holds alike is
+                                                          one parameter here and copied to the others after each update
+
+Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from example_trainer.bf16 import set_value
+from example_trainer.errors import TrainerError
+from example_trainer.model import ModelError, prepare_for_training
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.sharded import ShardedEmbedding, ShardedLinear
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows or columns from `start` of a Hugging Face tensor: the parameter that is trained, and the same on other ranks."""
+
+    start: int
+    parameter: nn.Parameter
+    replicas: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class SharedTensor:
+    """A whole Hugging Face tensor as its pieces in order along `dim`."""
+
+    name: str
+    dim: int
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def shared_tensors(
+    workers: list[dict[str, Any]], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
+) -> dict[str, SharedTensor]:
+    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one a rank). Raises TrainerError."""
+    parts: dict[str, dict[int, list[Tensor]]] = {}
+    described: dict[str, dict[str, Any]] = {}
+    for worker, buffer in zip(workers, buffers, strict=True):
+        for shard in worker["shards"]:
+            described.setdefault(shard["name"], shard)
+            fused = _parameter_view(buffer, *worker["layout"][shard["vllm_name"]])
+            view = fused.narrow(shard["dim"], shard["start"], shard["length"]) if fused.dim() else fused
+            parts.setdefault(shard["name"], {}).setdefault(shard["full_start"], []).append(view)
+    return {name: _whole(described[name], views, as_parameter) for name, views in parts.items()}
+
+
+def _parameter_view(buffer: Tensor, offset: int, shape: list[int], dtype: str) -> Tensor:
+    of = getattr(torch, dtype)
+    return buffer[offset : offset + math.prod(shape) * of.itemsize].view(of).view(shape)
+
+
+def _whole(shard: dict[str, Any], views: dict[int, list[Tensor]], as_parameter: Callable[[Tensor], nn.Parameter]) -> SharedTensor:
+    dim, shape = shard["dim"], tuple(shard["full_shape"])
+    end = 0
+    for start in sorted(views):
+        if start != end:
+            raise TrainerError(f"{shard['name']}: vLLM's ranks hold nothing of rows or columns {end} to {start}")
+        end += views[start][0].shape[dim] if shape else 1
+    if shape and end != shape[dim]:
+        raise TrainerError(f"{shard['name']}: vLLM's ranks hold {end} of {shape[dim]} rows or columns")
+    pieces = (Piece(start, as_parameter(same[0]), tuple(same[1:])) for start, same in sorted(views.items()))
+    return SharedTensor(shard["name"], dim, shape, tuple(pieces))
+
+
+def meta_model(source: str) -> PreTrainedModel:
+    """The architecture of `source` (hub id or folder) without any weights. Raises ModelError."""
+    try:
+        config = AutoConfig.from_pretrained(source)
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the configuration of --model-name {source!r}: {str(error).strip().splitlines()[0]}") from error
+    return model
+
+
+def bind(model: PreTrainedModel, tensors: dict[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
+    """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared before."""
+    originals = dict(model.named_parameters())  # tied ones once; kept until the end, so that an id stays one parameter's
+    shared = {id(original): tensors[name] for name, original in originals.items()}
+    for name, module in list(model.named_modules()):
+        own = {leaf: shared[id(parameter)] for leaf, parameter in module.named_parameters(recurse=False)}
+        if all(len(tensor.pieces) == 1 for tensor in own.values()):
+            for leaf, tensor in own.items():
+                setattr(module, leaf, tensor.pieces[0].parameter)
+        else:
+            model.set_submodule(name, _sharded(name, module, own))
+    _rebuild_buffers(model)
+    prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
+
+
+def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.Module:
+    weights = [piece.parameter for piece in own["weight"].pieces]
+    if isinstance(module, nn.Embedding):
+        return ShardedEmbedding(weights, module.padding_idx)
+    if isinstance(module, nn.Linear):
+        biases = [piece.parameter for piece in own["bias"].pieces] if "bias" in own else []
+        return ShardedLinear(weights, own["weight"].dim, biases)
+    raise ModelError(f"{name} is a {type(module).__name__}, which single copy cannot train in pieces: start vLLM with TP=1")
+
+
+def _rebuild_buffers(model: PreTrainedModel) -> None:
+    """Compute again what a meta model could not: the rotary embeddings' tables, which are in no weight file."""
+    device = next(model.parameters()).device
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            if "RotaryEmbedding" not in type(module).__name__:
+                raise ModelError(f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use --use-shared-memory")
+            with torch.device(device):
+                model.set_submodule(name, type(module)(module.config))
+
+
+class StartWeights:
+    """The safetensors files of `source` (hub id or folder), read tensor by tensor. Raises ModelError where one is missing."""
+
+    def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
+        folder = _folder(source)
+        self._tensors = list(tensors)
+        self._file_of: dict[str, Path] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    self._file_of[name] = path
+                    shapes[name] = tuple(file.get_slice(name).get_shape())
+        for tensor in self._tensors:
+            if shapes.get(tensor.name) != tensor.shape:
+                found = list(shapes[tensor.name]) if tensor.name in shapes else "nothing of that name"
+                raise ModelError(f"{folder} holds {found} for {tensor.name} {list(tensor.shape)}: single copy starts from safetensors")
+
+    def write(self) -> None:
+        """Write them into the shared parameters."""
+        for tensor in self._tensors:
+            with safe_open(self._file_of[tensor.name], "pt") as file:
+                content = file.get_slice(tensor.name)
+                for piece in tensor.pieces:
+                    set_value(piece.parameter, _part(content, tensor, piece))
+
+
+def _part(content: Any, tensor: SharedTensor, piece: Piece) -> Tensor:
+    if not tensor.shape:
+        return torch.as_tensor(content[...])
+    end = piece.start + piece.parameter.shape[tensor.dim]
+    part: Tensor = content[piece.start : end] if tensor.dim == 0 else content[:, piece.start : end]
+    return part
+
+
+def _folder(source: str) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(f"cannot get the weights of --model-name {source!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+@torch.no_grad()
+def copy_replicas(tensors: Iterable[SharedTensor]) -> int:
+    """Give the other ranks what they hold alike; bytes copied."""
+    copied = 0
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            for replica in piece.replicas:
+                replica.copy_(piece.parameter)
+                copied += replica.nbytes
+    return copied
