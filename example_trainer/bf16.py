@@ -74,15 +74,15 @@ class StochasticAdamW(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(parameter, group)
+                    self._step_one(parameter, parameter.grad, group)
 
-    def _step_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         exact, state = parameter.float(), self.state[parameter]
         if not state:
             state.update(step=torch.zeros((), device=exact.device), exp_avg=torch.zeros_like(exact), exp_avg_sq=torch.zeros_like(exact))
         beta1, beta2 = group["betas"]
         adamw(
-            [exact], [parameter.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+            [exact], [gradient.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
             maximize=False, fused=True,
         )  # fmt: skip
