@@ -163,8 +163,13 @@ install_cpu() {
   local part parts=3 started=$SECONDS name="Installing $torch_requirement and the locked packages"
   local -a steps=() logs=() pids=()
   say "$name (requirements/cpu.lock; at most $install_deadline_s s, logs ${work#"$root/"}/logs)"
+  local skipped='^#'
+  if ! command -v "${CC:-cc}" >/dev/null; then
+    skipped='^(#|pycosat=)'
+    say "    without pycosat, as there is no C compiler (cc) to build it: environments/reasoning_gym_server.py will not run"
+  fi
   for ((part = 0; part < parts; part++)); do
-    grep -v '^#' "$root/requirements/cpu.lock" | awk -v parts=$parts -v part=$part 'NR % parts == part' >"$work/part$part.txt"
+    grep -vE "$skipped" "$root/requirements/cpu.lock" | awk -v parts=$parts -v part=$part 'NR % parts == part' >"$work/part$part.txt"
     logs+=("$work/logs/packages$part.log") steps+=("installing part $part of requirements/cpu.lock")
     # shellcheck disable=SC2046
     begin "${logs[-1]}" $(pip_install) --no-deps -r "$work/part$part.txt"
