@@ -18,5 +18,6 @@ case ${1:-} in
   -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
   --flags) set -- --help ;;
 esac
-[[ -x $root/.venv/bin/python ]] || die "$root/.venv is not there; run scripts/setup.sh"
-PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$root/.venv/bin/python" -m scripts.lib.doctor "$@"
+python=${ATROPOS_PYTHON:-$root/.venv/bin/python}
+command -v "$python" >/dev/null || die "$python is not there; run scripts/setup.sh"
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m scripts.lib.doctor "$@"

@@ -39,12 +39,30 @@ unknown_flag() {
 # positive_integer FLAG VALUE: ends unless VALUE is a whole number of at least 1.
 positive_integer() { [[ $2 =~ ^[1-9][0-9]{0,8}$ ]] || usage_error "$1 expects a whole number of at least 1, got '$2'"; }
 
-# gpu_count: how many NVIDIA GPUs the driver lists; 0 without a driver.
+# gpu_count: how many NVIDIA GPUs the driver lists, or CUDA_VISIBLE_DEVICES leaves of them; 0 without a driver.
 gpu_count() {
-  if command -v nvidia-smi >/dev/null; then timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true; else echo 0; fi
+  local -a visible
+  if ! command -v nvidia-smi >/dev/null; then
+    echo 0
+  elif [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+    echo "${#visible[@]}"
+  else
+    timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+  fi
 }
 
 # port_number FLAG VALUE: ends unless VALUE is a TCP port.
 port_number() {
   if ! [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then usage_error "$1 expects a port from 1 to 65535, got '$2'"; fi
+}
+
+# use_python: sets python to ATROPOS_PYTHON as it is (a container's, a cluster's), else to that of .venv, which is set up if needed.
+use_python() {
+  python=${ATROPOS_PYTHON:-$root/.venv/bin/python}
+  if [[ -z ${ATROPOS_PYTHON:-} ]]; then
+    "$root/scripts/setup.sh"
+  elif ! "$python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("vllm")))'; then
+    die "ATROPOS_PYTHON=$python does not have torch and vllm; name one that does, or unset it to use .venv"
+  fi
 }

@@ -242,7 +242,7 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
         return [], None
-    rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4]  # no notes of the driver
     names = None if visible is None else [name.strip() for name in visible.split(",")]
     chosen = [row for row in rows if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)]
     header = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout

@@ -4,19 +4,22 @@
 #
 #    1 flags   2 set-up   3 ports   4 settings   5 the run's folder, with every service's configuration
 #    6 API, vLLM, trainer, environment: started at once, each waits for whom it needs   7 wait for API and vLLM   8 watch   9 plot, end, sum up
+#
+# Where the trainer owns vLLM (vllm_owner=trainer), it starts and ends it, and 6 and 7 leave it out.
 
 run_prefix=''                                # output goes to runs/PREFIX-DATE-TIME
 default_dataset=auto                         # the hub's GSM8K, or the built-in problems where the hub cannot be reached
 default_steps=100                            # 15 on arithmetic
 default_gpu_model=Qwen/Qwen2.5-14B-Instruct  # without a GPU, and for arithmetic, the quickstart's model
-arithmetic_lr=2e-5 problems_lr=1e-6
 checkpoint_interval=20
 layout=separate                              # vLLM and trainer on GPUs of their own; same: both on the same ones
+vllm_owner=launcher                          # who starts and ends vLLM: launcher, or trainer
 bridge_flags=()                              # the mode: flags of the trainer,
 server_flags=()                              # and of vLLM
+arithmetic_flags=(--lr 2e-5)                 # the trainer's, for the built-in task,
+problems_flags=(--lr 1e-6)                   # and for any other
 show_bridge=true                             # what the bridge says on both sides goes to the console too
 
-python=$root/.venv/bin/python
 known_flags=(--model --steps --dataset --dataset-path --run-name --seed --api-port --vllm-port --help)
 steps='' run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
 
@@ -116,36 +119,41 @@ task_settings() {
   if [[ $dataset == arithmetic ]]; then
     vllm_flags+=(--max-model-len 256)
     env_flags+=(--env.max_new_tokens 24)
-    trainer_flags+=(--lr "$arithmetic_lr" --seq-len 256)
+    trainer_flags+=(--seq-len 256 "${arithmetic_flags[@]}")
   else
     vllm_flags+=(--max-model-len 1024)
     env_flags+=(--env.max_new_tokens 400)
-    trainer_flags+=(--lr "$problems_lr" --seq-len 1024)
+    trainer_flags+=(--seq-len 1024 "${problems_flags[@]}")
   fi
 }
 
-# device_settings: which GPU is whose, and what fits it. The arithmetic task's model is too small for tensor parallelism.
+# device_settings: which of the visible GPUs is whose, and what fits it. The arithmetic task's model is too small for tensor parallelism.
 device_settings() {
-  local first=0
-  vllm_gpu=() trainer_gpu=()
+  local ranks=1 trainer_at list
+  local -a visible
+  vllm_gpus='' trainer_gpus=''
   if ((gpus == 0)); then
     vllm_flags+=(--dtype float32 --block-size 32 --max-num-seqs 64)
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
     export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # vLLM and trainer take turns on the same cores: who waits must not spin
     return
   fi
+  list=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
+  IFS=, read -ra visible <<<"$list"
   vllm_flags+=(--dtype bfloat16 --max-num-seqs 256)
   if ((gpus > 2)) && [[ $dataset != arithmetic ]]; then
+    ranks=2
     vllm_flags+=(--tensor-parallel-size 2)
-    first=0,1
   fi
-  vllm_gpu=(env "CUDA_VISIBLE_DEVICES=$first")
+  vllm_gpus=$(IFS=, && echo "${visible[*]:0:ranks}")
   if ((gpus == 1)) || [[ $layout == same ]]; then
     vllm_flags+=(--gpu-memory-utilization 0.4) # the trainer needs the rest
-    trainer_gpu=("${vllm_gpu[@]}")
-    if [[ $layout == separate ]]; then trainer_flags+=(--bridge-backend gloo); fi # NCCL refuses two ranks on one GPU
+    trainer_gpus=$vllm_gpus
+    if [[ " ${bridge_flags[*]} " == *" --use-shared-memory "* ]]; then
+      trainer_flags+=(--bridge-backend gloo) # NCCL refuses two ranks on one GPU
+    fi
   else
-    trainer_gpu=(env "CUDA_VISIBLE_DEVICES=$((${first##*,} + 1))")
+    trainer_gpus=${visible[ranks]}
   fi
 }
 
@@ -153,7 +161,13 @@ device_settings() {
 service_settings() {
   api=http://127.0.0.1:$api_port vllm=http://127.0.0.1:$vllm_port
   api_flags=(--port "$api_port")
-  vllm_flags+=(--model "$model" --host 127.0.0.1 --port "$vllm_port" --seed "$seed" "${server_flags[@]}")
+  vllm_flags+=(--seed "$seed" "${server_flags[@]}")
+  if [[ $vllm_owner == launcher ]]; then
+    vllm_flags+=(--model "$model" --host 127.0.0.1 --port "$vllm_port")
+  else
+    trainer_flags+=("--vllm-flags=${vllm_flags[*]}")
+    if [[ $vllm_gpus != "$trainer_gpus" ]]; then trainer_flags+=(--vllm-gpu "$vllm_gpus"); fi
+  fi
   env_flags+=(--env.rollout_server_url "$api" --env.tokenizer_name default --env.eval_at_start true --env.ensure_scores_are_not_same false
     --env.total_steps -1 --env.seed "$seed" --env.use_wandb false --env.evaluations_path "$run_dir/evaluations.jsonl"
     --env.data_path_to_save_groups "$run_dir/samples.jsonl"
@@ -174,10 +188,19 @@ keep_configs() {
   printf -- '- "%s"\n' "${vllm_flags[@]}" >"$run_dir/vllm.yaml"
 }
 
+# on_gpus GPUS COMMAND...: with those visible to it; the variable stays as it is where GPUS is empty.
+on_gpus() {
+  local gpus=$1
+  shift
+  if [[ -n $gpus ]]; then CUDA_VISIBLE_DEVICES=$gpus "$@"; else "$@"; fi
+}
+
 start_services() {
   start_service api "$run_dir/api.log" "$python" -u -m atroposlib.cli.run_api "${api_flags[@]}"
-  start_service vllm "$run_dir/vllm.log" "${vllm_gpu[@]}" "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
-  start_service trainer "$run_dir/trainer.log" "${trainer_gpu[@]}" "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
+  if [[ $vllm_owner == launcher ]]; then
+    on_gpus "$vllm_gpus" start_service vllm "$run_dir/vllm.log" "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
+  fi
+  on_gpus "$trainer_gpus" start_service trainer "$run_dir/trainer.log" "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
   start_service env "$run_dir/env.log" "$python" -u environments/gsm8k_server.py serve "${env_flags[@]}"
 }
 
@@ -185,10 +208,10 @@ start_services() {
 watch_services() {
   local trainer_lines='Step [0-9]+/|Trained model: '
   await_http api "$api/health" 60
-  await_http vllm "$vllm/health" 1800
+  if [[ $vllm_owner == launcher ]]; then await_http vllm "$vllm/health" 1800; fi
   if [[ $show_bridge == true ]]; then
-    follow vllm "$run_dir/vllm.log" '\[vLLM Patch\] ✓'
-    trainer_lines+='|\[Bridge\] (✓|Mapped)|Parity: '
+    follow vllm "$run_dir/vllm.log" '(\[vLLM Patch\] ✓|Uvicorn running)'
+    trainer_lines+='|\[Bridge\] (✓|Mapped|Started|Policy version)|Parity: '
   fi
   follow env "$run_dir/env.log" 'Held-out accuracy'
   follow trainer "$run_dir/trainer.log" "($trainer_lines)"
@@ -199,7 +222,7 @@ watch_services() {
 train() {
   parse_flags "$@"
   check_flags
-  "$root/scripts/setup.sh"
+  use_python
   cd "$root"
   gpus=$(gpu_count)
   api_port=$(choose_port --api-port "$api_port" 8000 '')

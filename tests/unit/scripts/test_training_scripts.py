@@ -1,6 +1,8 @@
 """The launchers of whole training runs: their flags, and which settings they give the services; no service is started."""
 
 import os
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def settings(script: str, *flags: str, gpus: int = 0) -> dict[str, str]:
     gpus=$GPUS api_port=8000 vllm_port=9001 run_dir=/run
     [[ -n $model ]] || { if ((gpus)) && [[ $dataset != arithmetic ]]; then model=$default_gpu_model; else model=/quickstart; fi; }
     choose_model; vllm_flags=(); task_settings; device_settings; service_settings
-    echo "vllm ${vllm_gpu[*]} ${vllm_flags[*]}"; echo "trainer ${trainer_gpu[*]} ${trainer_flags[*]}"; echo "env ${env_flags[*]}"
+    echo "vllm $vllm_gpus: ${vllm_flags[*]}"; echo "trainer $trainer_gpus: ${trainer_flags[*]}"; echo "env ${env_flags[*]}"
     """
     done = subprocess.run(
         ["bash", "-c", launcher + plan, script, *flags],
@@ -86,10 +88,26 @@ def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
 
 def test_gpus_are_spread_over_vllm_and_trainer() -> None:
     one, two, three = (settings("run_gsm8k_broadcast.sh", gpus=gpus) for gpus in (1, 2, 3))
-    assert "CUDA_VISIBLE_DEVICES=0 --max" in one["vllm"] and "--gpu-memory-utilization 0.4" in one["vllm"]
-    assert "CUDA_VISIBLE_DEVICES=0 " in one["trainer"] and "--bridge-backend gloo" in one["trainer"]
-    assert "CUDA_VISIBLE_DEVICES=0 " in two["vllm"] and "CUDA_VISIBLE_DEVICES=1 " in two["trainer"]
-    assert "CUDA_VISIBLE_DEVICES=0,1 " in three["vllm"] and "--tensor-parallel-size 2" in three["vllm"]
-    assert "CUDA_VISIBLE_DEVICES=2 " in three["trainer"] and "gloo" not in three["trainer"]
+    assert one["vllm"].startswith("vllm 0:") and "--gpu-memory-utilization 0.4" in one["vllm"]
+    assert one["trainer"].startswith("trainer 0:") and "--bridge-backend gloo" in one["trainer"]
+    assert two["vllm"].startswith("vllm 0:") and two["trainer"].startswith("trainer 1:")
+    assert three["vllm"].startswith("vllm 0,1:") and "--tensor-parallel-size 2" in three["vllm"]
+    assert three["trainer"].startswith("trainer 2:") and "gloo" not in three["trainer"]
     small = settings("run_gsm8k_broadcast.sh", "--dataset", "arithmetic", gpus=3)
-    assert "--tensor-parallel-size" not in small["vllm"] and "CUDA_VISIBLE_DEVICES=1 " in small["trainer"]
+    assert "--tensor-parallel-size" not in small["vllm"] and small["trainer"].startswith("trainer 1:")
+
+
+def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
+    found = settings("run_gsm8k_broadcast.sh", gpus=3)
+    assert found["vllm"].startswith("vllm 4,6:") and found["trainer"].startswith("trainer 7:")
+
+
+def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understood() -> None:
+    page = (ROOT / "docs/bridges.md").read_text()
+    assert all(f"`scripts/{script}`" in page and MODES[script].removeprefix("--weight-bridge-mode ") in page for script in LAUNCHERS)
+    commands = re.findall(r"^scripts/run_gsm8k_.*$", page, re.MULTILINE)
+    assert commands
+    for command in commands:
+        done = run([*shlex.split(command), "--help"])
+        assert done.returncode == 0 and done.stdout.startswith("Usage: "), command
