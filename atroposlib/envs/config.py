@@ -53,6 +53,9 @@ class BaseEnvConfig(BaseModel):
     include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
     min_batch_allocation: float | None = Field(default=None, ge=0, le=1, description="Share of every batch that is this environment's.")
     worker_timeout: float = Field(default=600, description="Seconds one group may take before it is dropped; 0 or less: any time.")
+    max_failed_items: int = Field(
+        default=32, ge=0, description="Of the last 100 items, how many the environment's own code may fail on before the server ends."
+    )
     startup_timeout: float = Field(default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server.")
     thinking_mode: bool = Field(default=False, description="Ask the model to reason before it answers.")
     reasoning_effort: Effort | None = Field(default=None, description="How much; implies thinking_mode.")

@@ -91,6 +91,9 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
 
 def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
     """Why `group` must not be sent, or None. `max_token_len` is the trainer's limit, 0 or less for none."""
+    missing = [key for key in REQUIRED if group.get(key) is None]
+    if missing:
+        return f"it has no {', '.join(missing)}"
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = len(group["tokens"])
     if count != expected:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+from atroposlib.envs.author_errors import ErrorBudget, origin
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
@@ -26,8 +27,9 @@ async def process(env: BaseEnv) -> None:
     try:
         await wait_for_inference(env)
         await env.setup()
+        budget = ErrorBudget(env.config.max_failed_items)
         for number in range(env.total_steps):
-            await _one_group(env)
+            await _one_group(env, budget)
             log.info("Group %d of %d is done", number + 1, env.total_steps)
     finally:
         await env.close()
@@ -36,19 +38,22 @@ async def process(env: BaseEnv) -> None:
     log.info("Wrote %s and %s", env.jsonl_writer.path, page)
 
 
-async def _one_group(env: BaseEnv) -> None:
+async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
     """Try items until one gives a group that is accepted."""
     accepted = env.counts["groups_accepted"]
     for pause_s in _pauses():
-        item = await env.get_next_item()
+        item = env.backlog.pop() if env.backlog else await env.get_next_item()
         if item is None:
             raise ProcessError("the environment has no more items")
         try:
             await _process_item(env, item)
         except EnvError:
             raise
-        except Exception:
-            log.exception("Failed on the item %s", shown(item))
+        except Exception as error:
+            log.exception("%s. Dropped the item %s", origin(error), shown(item))
+            budget.note_failure(error, shown(item))
+        else:
+            budget.note_success()
         if env.counts["groups_accepted"] > accepted:
             return
         await asyncio.sleep(pause_s)
@@ -57,7 +62,8 @@ async def _one_group(env: BaseEnv) -> None:
 
 async def _process_item(env: BaseEnv, item: Item) -> None:
     try:
-        groups, _ = await env.collect_trajectories(item)
+        groups, more = await env.collect_trajectories(item)
+        env.backlog.extend(more or [])
         if groups:
             groups = await env.postprocess_histories(groups)
         await env.handle_send_to_api(groups, item, do_send_to_api=False)

@@ -11,10 +11,12 @@ import time
 
 from atroposlib.envs.api_client import BatchingApiClient, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
+from atroposlib.envs.author_errors import ErrorBudget
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
 from atroposlib.envs.pacing import EvaluationSchedule, Plan, plan
+from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import crossed
 from atroposlib.envs.waits import NotYet, wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
@@ -50,7 +52,7 @@ class ServeLoop:
     def __init__(self, env: BaseEnv, client: BatchingApiClient) -> None:
         self.env = env
         self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
-        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end)
+        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items))
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None
@@ -147,11 +149,24 @@ class ServeLoop:
             idle_s=time.monotonic() - self._moved_at,
         )
         for _ in range(decision.start):
-            item = self.env.backlog.pop() if self.env.backlog else await self.env.get_next_item()
+            item = await self._next_item()
             if item is None:
                 break
             self.pool.start(item)
         self._report_idleness(decision)
+
+    async def _next_item(self) -> Item:
+        """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
+        if self.env.backlog:
+            return self.env.backlog.pop()
+        try:
+            return await self.env.get_next_item()
+        except EnvError:
+            raise
+        except Exception as error:
+            self.env.counts["items_failed"] += 1
+            self.pool.note_failure(error, "that get_next_item was to give")
+            return None
 
     def _report_idleness(self, decision: Plan) -> None:
         """A line a minute while nothing is sampled, with the reason."""

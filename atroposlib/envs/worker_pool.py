@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from atroposlib.envs.author_errors import ErrorBudget, origin
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger
@@ -28,8 +29,9 @@ class Worker:
 class WorkerPool:
     """Runs `handle` on items, as tasks that stand in `tasks`.
 
-    An item whose handling raises is logged with its traceback, counted by `on_end` and dropped; nothing starts for a while that
-    doubles with each failure in a row, up to half a minute. An EnvError is no failure of an item: it is kept in `fatal`.
+    An item whose handling raises is logged with its traceback, counted by `on_end` and by `budget`, and dropped; nothing starts for
+    a while that doubles with each failure in a row, up to half a minute. An EnvError is no failure of an item: it is kept in `fatal`,
+    as is a spent budget.
     """
 
     def __init__(
@@ -37,10 +39,12 @@ class WorkerPool:
         handle: Callable[[Item], Awaitable[None]],
         tasks: set[Any],
         on_end: Callable[[bool, float], None] = lambda success, seconds: None,
+        budget: ErrorBudget | None = None,
     ) -> None:
         self._handle = handle
         self._tasks = tasks
         self._on_end = on_end
+        self._budget = budget or ErrorBudget(allowed=32)
         self._workers: dict[asyncio.Task[None], Worker] = {}
         self._failures_in_row = 0
         self._not_before = 0.0
@@ -92,16 +96,27 @@ class WorkerPool:
             await self._handle(item)
         except EnvError as error:
             self.fatal = error
-        except Exception:
-            self._failures_in_row += 1
-            pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
-            self._not_before = time.monotonic() + pause_s
-            log.exception("Failed %d time(s) in a row, pausing %.1f s; dropped the item %s", self._failures_in_row, pause_s, shown(item))
+        except Exception as error:
             self._on_end(False, time.monotonic() - start)
+            self.note_failure(error, shown(item))
         else:
             self._failures_in_row = 0
             self._not_before = 0.0
+            self._budget.note_success()
             self._on_end(True, time.monotonic() - start)
+
+    def note_failure(self, error: Exception, item: str) -> None:
+        """Log what was lost and where, start nothing for a while, and end the run when the budget is spent."""
+        self._failures_in_row += 1
+        pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
+        self._not_before = time.monotonic() + pause_s
+        times = self._failures_in_row
+        message = "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s"
+        log.error(message, origin(error), times, pause_s, item, exc_info=error)
+        try:
+            self._budget.note_failure(error, item)
+        except EnvError as spent:
+            self.fatal = spent
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task)
