@@ -158,8 +158,8 @@ def _normalise(argv: Sequence[str], flags: Mapping[str, FieldInfo]) -> tuple[lis
         if not has_value:
             if _is_bool(flags[key]) and (not rest or rest[0].startswith("--")):
                 value = "true"
-            elif not rest or (rest[0].startswith("--") and rest[0][2:3].isalpha()):
-                raise ConfigError(f"--{spelled} expects a value")
+            elif not rest or (rest[0].startswith("--") and rest[0][2:3].isalpha() and " " not in rest[0]):
+                raise ConfigError(f"--{spelled} expects a value; one that starts with -- is given as --{spelled}=VALUE")
             else:
                 value = rest.pop(0)
         arguments.append(f"--{key}={value}")

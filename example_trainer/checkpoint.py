@@ -3,8 +3,10 @@
     SAVE_PATH/
       step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on as it is
                     trainer_state.pt                                   optimizer moments, generators, step, policy version
+                    policy.json                                        the policy version, by which a vLLM server labels what it samples
                     manifest.json                                      size and SHA-256 of every file, written last
       latest        the name of the newest checkpoint folder
+      served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face folder alone, at the end of the run
 
 A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced after that.
@@ -30,6 +32,7 @@ from atroposlib.logs import get_logger
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
 from example_trainer.sharded import whole_parameters
+from vllm_patching.protocol import write_policy_version
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"
@@ -88,6 +91,7 @@ class Checkpoints:
 
         def write(folder: Path) -> None:
             self._form.write(folder, model, tokenizer)
+            write_policy_version(folder, progress.policy_version)
             torch.save(state, folder / STATE)
 
         moments = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
@@ -100,6 +104,20 @@ class Checkpoints:
                 shutil.rmtree(old)
             self._written = self._written[-self._keep :]
         return target
+
+
+def save_served_model(
+    save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, policy_version: int, form: Form
+) -> Path:
+    """Write `save_path/served_N/`, from which a vLLM server serves policy version N. Raises CheckpointError."""
+    target = save_path / f"served_{policy_version}"
+
+    def write(folder: Path) -> None:
+        form.write(folder, model, tokenizer)
+        write_policy_version(folder, policy_version)
+
+    write_folder(target, write, form.nbytes(model))
+    return target
 
 
 def save_final_model(save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, form: Form) -> Path:

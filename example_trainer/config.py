@@ -5,6 +5,7 @@ touched. This module imports neither torch nor vLLM, so that launchers can read 
 """
 
 import importlib.util
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,6 +77,18 @@ class TrainerConfig(Config):
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
     vllm_port: int = Field(9001, ge=1, le=65535, description="port of the vLLM server")
     vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to come up")
+    vllm_restart_interval: int = Field(
+        3, ge=1, description="mode none: policy versions between two restarts of vLLM; the last version is served too"
+    )
+    vllm_flags: str = Field(
+        "",
+        description="mode none: more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096 --enforce-eager'",
+    )
+    vllm_gpu: str | None = Field(
+        None,
+        pattern=r"^\d+(,\d+)*$",
+        description="mode none: CUDA_VISIBLE_DEVICES of that server; unset, it shares the trainer's GPU and takes 0.45 of its memory",
+    )
     vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
     master_addr: str = Field(
         "localhost", min_length=1, description="address at which the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
@@ -149,6 +162,12 @@ class TrainerConfig(Config):
     def metrics_file(self) -> Path:
         """Where the metrics rows go."""
         return self.metrics_path or self.log_dir / "metrics.jsonl"
+
+    @field_validator("vllm_flags")
+    @classmethod
+    def _flags_are_whole(cls, value: str) -> str:
+        shlex.split(value)  # its ValueError names an open quotation
+        return value
 
     @field_validator("optimizer")
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 from vllm_patching import compat, single_copy
 from vllm_patching.gate import Gate
 from vllm_patching.processes import Process, is_alive
-from vllm_patching.protocol import Manifest, SessionOffer
+from vllm_patching.protocol import Manifest, SessionOffer, read_policy_version
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -65,14 +65,16 @@ class BridgeState:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """The weights loaded from disk are policy version 0."""
-        await compat.label_weights(self.engine, 0)
+        """The weights loaded from disk are the policy version that their folder names, else 0."""
+        self.policy_version = read_policy_version(self._model)
+        await compat.label_weights(self.engine, self.policy_version)
 
     async def status(self) -> dict[str, Any]:
         session = self._session
         return {
             "enabled": self.enabled,
             "model": self._model,
+            "dtype": compat.served_dtype(self.engine),
             "tp_size": self._tp_size,
             "policy_version": self.policy_version,
             "paused": await self.engine.is_paused(),

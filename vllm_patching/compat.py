@@ -93,6 +93,11 @@ async def label_weights(engine: Any, policy_version: int) -> None:
         await engine.update_weight_version(str(policy_version))
 
 
+def served_dtype(engine: Any) -> str:
+    """In which vLLM computes, e.g. "bfloat16"."""
+    return str(engine.model_config.dtype).removeprefix("torch.")
+
+
 def api_keys(args: Any) -> list[str]:
     """The keys that vLLM itself accepts: --api-key, else VLLM_API_KEY."""
     from vllm import envs

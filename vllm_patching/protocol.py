@@ -37,12 +37,32 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from vllm_patching.processes import Process
 
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DATA_BACKENDS = ("gloo", "nccl")
+
+
+POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
+
+
+def write_policy_version(folder: Path, policy_version: int) -> None:
+    """Say in a checkpoint folder which policy version it holds."""
+    (folder / POLICY_FILE).write_text(json.dumps({"policy_version": policy_version}) + "\n")
+
+
+def read_policy_version(model: str) -> int:
+    """What a server that loads `model` serves: the version that its folder names, else 0. Raises ValueError for a damaged file."""
+    path = Path(model) / POLICY_FILE
+    if not path.is_file():
+        return 0
+    version = json.loads(path.read_text())["policy_version"]
+    if type(version) is not int or version < 0:
+        raise ValueError(f"{path}: policy_version {version!r} is not a whole number from 0 on; remove the file to serve it as version 0")
+    return version
 
 
 class ManifestMismatch(ValueError):

@@ -62,7 +62,14 @@ def _broadcast(config: TrainerConfig) -> WeightBridge:
     return BroadcastBridge(config)
 
 
+def _restart(config: TrainerConfig) -> WeightBridge:
+    from example_trainer.bridges.restart import RestartBridge
+
+    return RestartBridge(config)
+
+
 BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
+    "none": _restart,
     "shared_vllm --use-shared-memory": _broadcast,
 }
 

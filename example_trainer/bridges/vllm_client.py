@@ -59,6 +59,10 @@ class VllmClient:
         """Bridge status; raises requests.RequestException while the server is not up, BridgeError if it refuses us."""
         return self._call("GET", "/v1/bridge/status", raise_transport=True)
 
+    def models(self) -> list[str]:
+        """The names that clients may ask for."""
+        return [model["id"] for model in self._call("GET", "/v1/models")["data"]]
+
     def manifest(self) -> dict[str, Any]:
         return self._call("GET", "/v1/bridge/manifest")
 

@@ -1,0 +1,134 @@
+"""A child process with a process group of its own, ended with all of its descendants. The restart bridge keeps its vLLM server in one.
+
+    trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies ──exec──▶ the command, same pid
+
+Promises
+- Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the kernel cannot give
+  its number to another process meanwhile.
+- A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process (vllm_patching/plugin.py).
+- Shared-memory files that members of the group had mapped are removed once the group is gone.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from atroposlib.logs import get_logger
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+SHARED_MEMORY = "/dev/shm/"
+POLL_S = 0.05
+KILL_WAIT_S = 5.0
+LINES_SHOWN = 20
+
+log = get_logger(__name__)
+
+
+class ServerProcess:
+    """`command` with its output appended to `log_path`; runs from construction until it ends or `stop`. Start it in the main thread."""
+
+    def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.log_path = log_path
+        with log_path.open("ab") as output:
+            self._log_start = output.tell()
+            self._popen = subprocess.Popen(
+                [sys.executable, __file__, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+            )
+        self.pid = self._popen.pid
+
+    def end(self) -> str | None:
+        """How the leader ended ("exit status 1", "killed by SIGKILL"), or None while it runs."""
+        if self._popen.returncode is not None:
+            return "stopped"
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        if ended.si_code == os.CLD_EXITED:
+            return f"exit status {ended.si_status}"
+        return f"killed by {signal.Signals(ended.si_status).name}"
+
+    def last_lines(self) -> str:
+        """The end of what this process has written to its log."""
+        with self.log_path.open("rb") as file:
+            file.seek(self._log_start)
+            lines = file.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
+
+    def stop(self, grace_s: float) -> None:
+        """End the group: TERM, KILL after `grace_s` seconds. Idempotent. Raises TimeoutError if the kernel cannot end it."""
+        if self._popen.returncode is not None:
+            return
+        shared = _mapped_shared_memory(self._members())
+        os.killpg(self.pid, signal.SIGTERM)
+        if not self._gone_within(grace_s):
+            log.warning("Process group %d did not end within %.0f s of TERM: killing it", self.pid, grace_s)
+            os.killpg(self.pid, signal.SIGKILL)
+            if not self._gone_within(KILL_WAIT_S):
+                raise TimeoutError(f"process group {self.pid} still runs {KILL_WAIT_S:.0f} s after SIGKILL: {sorted(self._members())}")
+        self._popen.wait()
+        for path in shared - _mapped_shared_memory(_processes()):
+            Path(path).unlink(missing_ok=True)
+
+    def _gone_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while any(self._members()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def _members(self) -> Iterator[int]:
+        """Living processes of the group; zombies are dead."""
+        for pid in _processes():
+            fields = _stat_fields(pid)
+            if fields and fields[0] not in "ZX" and int(fields[2]) == self.pid:
+                yield pid
+
+
+def _processes() -> Iterator[int]:
+    return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """State, parent, group, session, ... of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """Files under /dev/shm that these processes have mapped, as far as this user may see."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line and not line.endswith("(deleted)")}
+    return found
+
+
+def _follow_and_become(parent: int, command: list[str]) -> None:
+    """In the child: die with `parent`, then become `command`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:  # it died before we asked
+        raise SystemExit(1)
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    _follow_and_become(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,247 @@
+"""Mode none against a server program that is not vLLM: who starts, who is asked, who is never touched, and what is reported."""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from example_trainer.bridges import BridgeError
+from example_trainer.bridges.restart import RestartBridge
+from example_trainer.config import TrainerConfig
+from tests.integration.conftest import free_port
+from tests.integration.test_server_death import session_members
+from tests.unit.trainer.fakes import model_folder
+from vllm_patching.protocol import read_policy_version, write_policy_version
+
+FAKE = Path(__file__).with_name("fake_vllm_server.py")
+DEADLINE_S = 60.0
+
+Make = Callable[..., RestartBridge]
+
+
+def keep() -> None:
+    """An update that leaves the weights."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: str, tmp_path: Path) -> Iterator[Make]:
+    """Makes bridges to one free port; they are closed, and nothing of theirs is left."""
+    bridges: list[RestartBridge] = []
+    port = free_port()
+
+    def make_bridge(flags: str = "", **changes: Any) -> RestartBridge:
+        settings: dict[str, Any] = dict(
+            model_name=model, vllm_port=port, vllm_flags=flags, training_steps=5, save_path=tmp_path / "checkpoints", log_dir=tmp_path
+        )
+        bridges.append(RestartBridge(TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes), FAKE))
+        return bridges[-1]
+
+    yield make_bridge
+    for bridge in bridges:
+        bridge.close()
+
+
+def connect(bridge: RestartBridge, source: str) -> torch.nn.Module:
+    return bridge.connect(source, torch.device("cpu"))
+
+
+def own_pid(bridge: RestartBridge) -> int:
+    assert bridge._server is not None
+    return bridge._server.pid
+
+
+def stranger(bridge: RestartBridge, model: str, *flags: str) -> subprocess.Popen[bytes]:
+    """A server that somebody else has started at the bridge's port."""
+    port = bridge._config.vllm_port
+    command = [sys.executable, str(FAKE), "--model", model, "--port", str(port), "--served-model-name", "theirs", *flags]
+    process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + DEADLINE_S
+    while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(DEADLINE_S)
+
+
+def test_a_version_is_served_at_every_interval_and_at_the_end(make: Make, model: str, tmp_path: Path) -> None:
+    bridge = make("--start-s 0.5", vllm_restart_interval=2)
+    connect(bridge, model)
+    assert bridge.served_dtype == "bfloat16"
+    pids, reports, updates = [], [], []
+    for version in range(6):
+        reports.append(bridge.sync(version, lambda: updates.append(1)))
+        pids.append(own_pid(bridge))
+    assert [report.policy_version for report in reports] == [0, 0, 2, 2, 4, 5] and len(updates) == 6
+    assert [report.stall_s > 0 for report in reports] == [False, False, True, False, True, True]
+    assert all(report.stall_s >= report.apply_s >= 0.5 and report.bytes_moved > 80_000 for report in reports if report.stall_s)
+    assert len(set(pids)) == 4 and session_members(pids[0]) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["served_5"]
+    last_start = (tmp_path / "vllm.log").read_text().splitlines()[-1]
+    assert f"--model {tmp_path}/checkpoints/served_5 --served-model-name {model}" in last_start and "--dtype bfloat16" in last_start
+    bridge.close()
+    assert session_members(pids[-1]) == []
+
+
+def test_the_checkpoint_holds_the_updated_weights_and_their_version(make: Make, model: str, tmp_path: Path) -> None:
+    bridge = make(vllm_restart_interval=1)
+    trained = connect(bridge, model)
+
+    def update() -> None:
+        with torch.no_grad():
+            next(trained.parameters()).fill_(0.25)
+
+    bridge.sync(0, keep)
+    bridge.sync(1, update)
+    folder = tmp_path / "checkpoints" / "served_1"
+    assert read_policy_version(str(folder)) == 1
+    assert type(trained).from_pretrained(folder).get_input_embeddings().weight.unique().tolist() == [0.25]
+
+
+def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, model: str, tmp_path: Path) -> None:
+    source = tmp_path / "step_4"
+    shutil.copytree(model, source)
+    write_policy_version(source, 4)
+    bridge = make()
+    connect(bridge, str(source))
+    assert bridge.sync(4, keep).stall_s == 0
+    fresh = make(vllm_port=free_port())  # a new run from the same folder counts from 0, so what is served must be labelled anew
+    connect(fresh, str(source))
+    report = fresh.sync(0, keep)
+    assert report.policy_version == 0 and report.stall_s > 0
+    assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
+
+
+def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_path: Path) -> None:
+    bridge = make(vllm_restart_interval=1)
+    connect(bridge, model)
+    bridge.sync(0, keep)
+    pid = own_pid(bridge)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        bridge.sync(1, fail)
+    assert own_pid(bridge) == pid and session_members(pid) and not (tmp_path / "checkpoints").exists()
+
+
+def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(make: Make, model: str) -> None:
+    bridge = make("--no-such-flag")
+    with pytest.raises(
+        BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"
+    ):
+        connect(bridge, model)
+
+
+def test_a_server_that_dies_later_is_seen_by_the_next_check(make: Make, model: str) -> None:
+    bridge = make()
+    bridge.check()  # before connect: nothing to say
+    connect(bridge, model)
+    bridge.check()
+    pid = own_pid(bridge)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + DEADLINE_S
+    with pytest.raises(BridgeError, match=r"ended by itself: killed by SIGKILL. Last lines of [^$]*FAKE --model"):
+        while time.monotonic() < deadline:
+            bridge.check()
+    bridge.close()
+    assert session_members(pid) == []  # its orphaned engine too
+
+
+def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, model: str) -> None:
+    bridge = make("--ignore-term")
+    connect(bridge, model)
+    pid, start = own_pid(bridge), time.monotonic()
+    bridge.close()
+    assert session_members(pid) == [] and time.monotonic() - start < 10
+
+
+def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None:
+    with pytest.raises(BridgeError, match=r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log"):
+        connect(make("--start-s 600", vllm_start_timeout=1), model)
+
+
+def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
+    make: Make, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge = make(vllm_restart_interval=1)
+    theirs = [stranger(bridge, model)]
+    connect(bridge, model)
+    assert bridge.sync(0, keep).policy_version == 0 and bridge._server is None
+
+    def restart_by_hand() -> None:
+        while not (tmp_path / "checkpoints" / "served_1").exists():
+            time.sleep(0.05)
+        time.sleep(1)
+        alive.append(theirs[0].poll() is None)
+        end(theirs[0])
+        theirs.append(stranger(bridge, str(tmp_path / "checkpoints" / "served_1")))
+
+    alive: list[bool] = []
+    owner = threading.Thread(target=restart_by_hand)
+    owner.start()
+    with caplog.at_level(logging.WARNING):
+        report = bridge.sync(1, keep)
+    owner.join()
+    assert alive == [True] and report.policy_version == 1 and report.stall_s > 1
+    (request,) = [record.getMessage() for record in caplog.records if "Restart the vLLM server" in record.getMessage()]
+    assert f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {bridge._config.vllm_port}" in request
+    bridge.close()
+    assert theirs[1].poll() is None
+    end(theirs[1])
+
+
+def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(make: Make, model: str) -> None:
+    bridge = make(vllm_restart_interval=1, vllm_start_timeout=1)
+    theirs = stranger(bridge, model)
+    connect(bridge, model)
+    bridge.sync(0, keep)
+    with pytest.raises(BridgeError, match=f"vLLM with policy version 1 is not at .* after 1 s: it serves {model} as policy version 0"):
+        bridge.sync(1, keep)
+    bridge.close()
+    assert theirs.poll() is None
+    end(theirs)
+
+
+def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(make: Make, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge = make(vllm_restart_interval=1)
+    connect(bridge, model)
+    bridge.sync(0, keep)
+    stop, theirs = bridge._stop, []
+
+    def stop_and_lose_the_port() -> None:
+        stop()
+        theirs.append(stranger(bridge, model))
+
+    monkeypatch.setattr(bridge, "_stop", stop_and_lose_the_port)
+    with pytest.raises(BridgeError, match="is taken by another process now"):
+        bridge.sync(1, keep)
+    monkeypatch.undo()
+    bridge.close()
+    assert theirs[0].poll() is None
+    end(theirs[0])
+
+
+def test_vllm_is_not_started_on_other_machines(make: Make, model: str) -> None:
+    with pytest.raises(BridgeError, match="starts vLLM on its own loopback only"):
+        connect(make(vllm_host="0.0.0.0"), model)

@@ -1,0 +1,103 @@
+"""A process group of our own: ended as a whole, never outliving a killed trainer, and nobody else's touched."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from example_trainer.server_process import ServerProcess
+from tests.integration.test_server_death import session_members
+
+SLEEP = "import time; time.sleep(600)"
+WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print('UP', flush=True); {SLEEP}"
+DEADLINE_S = 60
+
+
+def start(code: str, folder: Path) -> ServerProcess:
+    return ServerProcess([sys.executable, "-c", code], folder / "logs" / "server.log", os.environ)
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
+    server = start(WITH_CHILD, tmp_path)
+    wait_for(lambda: "UP" in server.last_lines(), "the child")
+    assert server.end() is None and len(session_members(server.pid)) == 2
+    server.stop(grace_s=30)
+    assert session_members(server.pid) == [] and server.end() == "stopped"
+    server.stop(grace_s=30)  # again is harmless
+
+
+def test_a_group_that_ignores_term_is_killed_after_the_grace(tmp_path: Path) -> None:
+    server = start(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {WITH_CHILD}", tmp_path)
+    wait_for(lambda: "UP" in server.last_lines(), "the child")
+    server.stop(grace_s=0.5)
+    assert session_members(server.pid) == []
+
+
+def test_the_rest_of_a_group_whose_leader_has_died_is_ended(tmp_path: Path) -> None:
+    server = start(f"import os; {WITH_CHILD.rpartition(';')[0].rpartition(';')[0]}; os._exit(0)", tmp_path)
+    wait_for(lambda: server.end() == "exit status 0", "the leader's end")
+    assert len(session_members(server.pid)) == 1
+    server.stop(grace_s=30)
+    assert session_members(server.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "end"), [("raise SystemExit(7)", "exit status 7"), ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL")]
+)
+def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
+    server = start(f"print('last words', flush=True); {code}", tmp_path)
+    wait_for(lambda: server.end() is not None, "its end")
+    assert server.end() == end and server.last_lines() == "    last words"
+    server.stop(grace_s=30)
+
+
+def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path) -> None:
+    for word in ("one", "two"):
+        server = start(f"print('{word}')", tmp_path)
+        wait_for(lambda server=server: server.end() is not None, "its end")
+        server.stop(grace_s=30)
+    assert server.log_path.read_text() == "one\ntwo\n" and server.last_lines() == "    two"
+
+
+def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, time; from pathlib import Path; from example_trainer.server_process import ServerProcess\n"
+        f"server = ServerProcess([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
+        "print(server.pid, flush=True); time.sleep(600)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "server.log")], stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout is not None
+    server = int(trainer.stdout.readline())
+    wait_for(lambda: b"sleep" in Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")[2], "the server")
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait(DEADLINE_S)
+    wait_for(lambda: session_members(server) == [], "the server's end")
+
+
+@pytest.mark.parametrize("shared_with_a_stranger", [False, True])
+def test_shared_memory_of_a_killed_group_is_removed_unless_another_process_uses_it(shared_with_a_stranger: bool, tmp_path: Path) -> None:
+    path = Path(f"/dev/shm/test-{uuid.uuid4().hex}")
+    path.write_bytes(bytes(4096))
+    code = f"import mmap; file = open('{path}', 'r+b'); held = mmap.mmap(file.fileno(), 0); print('UP', flush=True); {SLEEP}"
+    server = start(code, tmp_path)
+    wait_for(lambda: "UP" in server.last_lines(), "the map")
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as held:
+        if not shared_with_a_stranger:
+            held.close()
+        server.stop(grace_s=30)
+        assert path.exists() == shared_with_a_stranger
+    path.unlink(missing_ok=True)
