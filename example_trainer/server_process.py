@@ -6,7 +6,8 @@ Promises
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the kernel cannot give
   its number to another process meanwhile.
 - A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process (vllm_patching/plugin.py).
-- Shared-memory files that members of the group had mapped are removed once the group is gone.
+- What the group keeps in shared memory is removed: semaphores by its own resource tracker, for which the leader is killed before the
+  rest; files that members had mapped by us, once the group is gone.
 """
 
 import ctypes
@@ -23,7 +24,8 @@ from atroposlib.logs import get_logger
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 SHARED_MEMORY = "/dev/shm/"
 POLL_S = 0.05
-KILL_WAIT_S = 5.0
+FOLLOW_S = 2.0
+KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
 
 log = get_logger(__name__)
@@ -66,14 +68,16 @@ class ServerProcess:
         return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
 
     def stop(self, grace_s: float) -> None:
-        """End the group: TERM, KILL after `grace_s` seconds. Idempotent. Raises TimeoutError if the kernel cannot end it."""
+        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises TimeoutError if some of it stays."""
         if self._popen.returncode is not None:
             return
         shared = _mapped_shared_memory(self._members())
         os.killpg(self.pid, signal.SIGTERM)
         if not self._gone_within(grace_s):
-            log.warning("Process group %d did not end within %.0f s of TERM: killing it", self.pid, grace_s)
-            os.killpg(self.pid, signal.SIGKILL)
+            log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)
+            os.kill(self.pid, signal.SIGKILL)
+            if not self._gone_within(FOLLOW_S):
+                os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
                 raise TimeoutError(f"process group {self.pid} still runs {KILL_WAIT_S:.0f} s after SIGKILL: {sorted(self._members())}")
         self._popen.wait()

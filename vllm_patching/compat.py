@@ -123,4 +123,5 @@ def serve(args: Any) -> None:
     from vllm.entrypoints.cli.serve import run_server
 
     args.api_server_count = None
-    uvloop.run(run_server(args))
+    # when uvicorn begins to wait for its connections vLLM has ended the engine: no reply is left to come
+    uvloop.run(run_server(args, timeout_graceful_shutdown=1))

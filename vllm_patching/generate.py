@@ -35,7 +35,12 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     started = bridge.policy_version
     generating = asyncio.create_task(_final_output(bridge.engine, prompt, params))
     hung_up = asyncio.create_task(_disconnected(request))
-    done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:  # uvicorn's, at the end of its grace: the engine is gone
+        generating.cancel()
+        hung_up.cancel()
+        raise GenerateError("the server is shutting down", 503) from None
     if generating not in done:
         generating.cancel()
         raise GenerateError("the client closed the connection", 499)

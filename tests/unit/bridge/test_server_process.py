@@ -82,7 +82,7 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
     trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "server.log")], stdout=subprocess.PIPE, text=True)
     assert trainer.stdout is not None
     server = int(trainer.stdout.readline())
-    wait_for(lambda: b"sleep" in Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")[2], "the server")
+    wait_for(lambda: Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")[2:3] == [SLEEP.encode()], "the server")
     trainer.send_signal(signal.SIGKILL)
     trainer.wait(DEADLINE_S)
     wait_for(lambda: session_members(server) == [], "the server's end")

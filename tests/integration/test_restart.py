@@ -1,0 +1,144 @@
+"""Mode none on a real vLLM: the trainer's own server, restarted while environments sample, and one that is somebody else's."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import requests
+
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from tests.integration.conftest import API_KEY, Server, free_port
+from tests.integration.test_bridge import PARITY, PROMPT
+from tests.integration.test_server_death import session_members
+
+CHILD = Path(__file__).with_name("restart_child.py")
+DEADLINE_S = 60
+
+
+def start_child(model: Path, port: int, folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    with (folder / "child.log").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, str(CHILD), str(model), str(port), str(folder), *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        )
+
+
+def next_line(child: subprocess.Popen[str], folder: Path) -> str:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line, (folder / "child.log").read_text()[-3000:]
+    return line
+
+
+def go_on(child: subprocess.Popen[str]) -> None:
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+
+
+class Sampler:
+    """An environment's client that samples without a pause, in a thread; `versions` are those that its samples were labelled with."""
+
+    def __init__(self, port: int, model: str) -> None:
+        self.versions: list[tuple[int, int] | None] = []
+        self.error: BaseException | None = None
+        url = f"http://127.0.0.1:{port}/v1"
+        self._config = APIServerConfig(model_name=model, base_url=url, server_type="vllm", num_max_requests_at_once=8)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._thread.start()
+
+    async def _run(self) -> None:
+        server = VLLMServer(self._config)
+        try:
+            await asyncio.gather(*(self._sample(server) for _ in range(4)))
+        except BaseException as error:
+            self.error = error
+        await server.close()
+
+    async def _sample(self, server: VLLMServer) -> None:
+        while not self._end.is_set():
+            reply = await server.sample_tokens(input_ids=PROMPT, n=2, max_tokens=60, ignore_eos=True)
+            assert [len(sequence.token_ids) for sequence in reply.sequences] == [60, 60]
+            self.versions += [sequence.policy_versions for sequence in reply.sequences]
+
+    def end(self) -> None:
+        self._end.set()
+        self._thread.join(DEADLINE_S)
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[None]:
+    """Nothing may be left in /dev/shm."""
+    before = set(os.listdir("/dev/shm"))
+    yield
+    deadline = time.monotonic() + DEADLINE_S  # a killed process's resource tracker needs a moment
+    while set(os.listdir("/dev/shm")) - before:
+        assert time.monotonic() < deadline, set(os.listdir("/dev/shm")) - before
+        time.sleep(0.2)
+
+
+def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_trainer(
+    llama_folder: Path, tmp_path: Path, shared_memory: None
+) -> None:
+    port = free_port()
+    child = start_child(llama_folder, port, tmp_path)
+    try:
+        assert next_line(child, tmp_path).startswith("SYNCED 0 serves 0 stall 0.00")
+        assert float(next_line(child, tmp_path).split()[1]) <= PARITY
+        go_on(child)
+        assert next_line(child, tmp_path).startswith("SYNCED 1 serves 0 stall 0.00")
+        sampler = Sampler(port, str(llama_folder))
+        while not sampler.versions:
+            time.sleep(0.1)
+        go_on(child)
+        assert next_line(child, tmp_path).startswith("SYNCED 2 serves 2 stall ")
+        assert float(next_line(child, tmp_path).split()[1]) <= PARITY
+        before = len(sampler.versions)
+        while len(sampler.versions) < before + 8 and sampler.error is None:
+            time.sleep(0.1)
+        sampler.end()  # every request of before, during and after the restart has been answered
+        assert sampler.error is None and set(sampler.versions) == {(0, 0), (2, 2)}
+
+        log = (tmp_path / "child.log").read_text()
+        first, second = (int(pid) for pid in re.findall(r"Started vLLM \(pid (\d+)", log))
+        assert session_members(first) == [] and len(session_members(second)) >= 3
+        child.send_signal(signal.SIGKILL)
+        child.wait(DEADLINE_S)
+        deadline = time.monotonic() + DEADLINE_S
+        while session_members(second) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert session_members(second) == []
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Server, tmp_path: Path) -> None:
+    pid = vllm_server.process.pid
+    members = session_members(pid)
+    child = start_child(Path(vllm_server.model), vllm_server.port, tmp_path, "--vllm-start-timeout", "5", VLLM_API_KEY=API_KEY)
+    for _ in range(3):
+        go_on(child)
+    assert child.wait(DEADLINE_S) != 0
+    log = (tmp_path / "child.log").read_text()
+    assert "is in use already: that server is never touched" in log
+    assert re.search(rf"Restart the vLLM server at \S+ now, .*--model \S+/served_\d --served-model-name {vllm_server.model} --port", log)
+    assert "after 5 s: it serves" in log
+    assert session_members(pid) == members and requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
