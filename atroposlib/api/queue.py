@@ -4,17 +4,18 @@
                                                               └── a subset fills the size ──┘
 
 A group travels as its number of sequences and an opaque record; what the record is (encoded bytes, a row id) is its owner's business.
-Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing accepted is ever lost but by `reset`.
+Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing accepted is ever lost but by `reset`
+and by `clear_groups`. `dump` and `load` carry the state across a restart.
 """
 
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic
 
-from msgspec import UNSET
+from msgspec import UNSET, Struct
 
 from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
 from atroposlib.api.wire import EnvRegistration, EnvStatus, Evaluation, EvaluationResult, Evaluations, Registration, Status
@@ -43,6 +44,12 @@ class Environment:
     name: str
     request: EnvRegistration
     connected: bool = True
+    silent: bool = False  # no sign of life for too long; the next one ends that
+
+    @property
+    def counts(self) -> bool:
+        """Whether its weight, minimum and announced evaluations count."""
+        return self.connected and not self.silent
 
     def announced(self, policy_version: int, num_steps: int) -> bool:
         """Whether it said at registration that it evaluates this policy version."""
@@ -73,24 +80,77 @@ class _Buffer(Generic[R]):
         self.sizes.subtract(group.sequences for group in taken)
         return taken
 
+    def drop(self, orders: Set[int]) -> list[Group[R]]:
+        """Remove groups by their orders; those that are found come back."""
+        gone = [group for group in self.groups if group.order in orders]
+        self.groups = [group for group in self.groups if group.order not in orders]
+        self.sizes.subtract(group.sequences for group in gone)
+        return gone
+
     @property
     def sequences(self) -> int:
         return sum(size * count for size, count in self.sizes.items())
+
+
+class QueueDump(Struct, Generic[R], array_like=True):
+    """All of a queue's state that outlives a restart."""
+
+    registration: Registration | None
+    environments: list[tuple[EnvRegistration, bool]]
+    current_step: int
+    started: bool
+    progress: tuple[int, int] | None
+    arrivals: int
+    overtakers: list[int]
+    waiting: list[Group[R]]
+    buffered: list[Group[R]]
+    evaluations: list[Evaluation]
 
 
 class BatchQueue(Generic[R]):
     """The whole state. See the module's head."""
 
     def __init__(self) -> None:
+        self.instance = ""  # tells environments whether they are still known; given by the owner
         self.reset()
+
+    def dump(self) -> QueueDump[R]:
+        """The state; shares nothing that changes later."""
+        return QueueDump(
+            registration=self.registration,
+            environments=[(environment.request, environment.connected) for environment in self.environments],
+            current_step=self.current_step,
+            started=self.started,
+            progress=self._progress,
+            arrivals=self._arrivals,
+            overtakers=list(self._overtakers),
+            waiting=sorted(self._lanes),
+            buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
+            evaluations=list(self._evaluations.values()),
+        )
+
+    def load(self, dump: QueueDump[R]) -> None:
+        """Take over a dumped state in place of the present one."""
+        self.reset()
+        self.registration = dump.registration
+        for request, connected in dump.environments:
+            self._add_environment(request).connected = connected
+        self.current_step, self.started = dump.current_step, dump.started
+        self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
+        self._lanes = Lanes(dump.waiting)
+        for group in dump.buffered:
+            assert group.env_id is not None
+            self._buffers.setdefault(group.env_id, _Buffer()).add(group)
+        self._evaluations = {(evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations}
 
     def reset(self) -> None:
         """Forget everything: groups, registrations, evaluations, steps."""
         self.registration: Registration | None = None
         self.environments: list[Environment] = []
+        self._namesakes: Counter[str] = Counter()
         self.latest: R | None = None
         self.current_step = 0
-        self._started = False
+        self.started = False
         self._progress: tuple[int, int] | None = None  # trained steps, policy version
         self._lanes: Lanes[R] = Lanes()
         self._buffers: dict[int, _Buffer[R]] = {}
@@ -108,23 +168,31 @@ class BatchQueue(Generic[R]):
         `starting_step` are kept, all others belong to another run and are dropped.
         """
         previous, self.registration = self.registration, registration
-        resumed = previous is not None and _run_of(previous) == _run_of(registration)
+        resumed = previous is not None and is_same_run(previous, registration)
         last_kept = registration.starting_step if resumed else -1
         self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= last_kept}
         self.current_step = registration.starting_step
         self._progress = None
-        self._started = False
+        self.started = False
         self._exhausted = False
 
     def register_env(self, request: EnvRegistration) -> Environment | None:
         """The new environment, or None while no trainer has both registered and polled for a batch."""
-        if not self._started:
+        if not self.started:
             return None
-        namesakes = sum(environment.request.desired_name == request.desired_name for environment in self.environments)
-        environment = Environment(len(self.environments), f"{request.desired_name}_{namesakes}", request)
-        self.environments.append(environment)
         self._exhausted = False
+        return self._add_environment(request)
+
+    def _add_environment(self, request: EnvRegistration) -> Environment:
+        self._namesakes[request.desired_name] += 1
+        environment = Environment(len(self.environments), f"{request.desired_name}_{self._namesakes[request.desired_name] - 1}", request)
+        self.environments.append(environment)
         return environment
+
+    def set_silent(self, env_id: int, silent: bool) -> None:
+        """Let a silent environment's weight, minimum and announced evaluations lapse, or count again. Raises UnknownEnvironment."""
+        self.environment(env_id).silent = silent
+        self._exhausted = False
 
     def disconnect_env(self, env_id: int) -> None:
         """Its groups stay; its weight, minimum and announced evaluations no longer count. Raises UnknownEnvironment."""
@@ -155,58 +223,90 @@ class BatchQueue(Generic[R]):
         A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size exactly they move to the
         queue, as separate groups. Every other group, and one of an unknown environment, is queued at once.
         """
+        return self.accept_group(sequences, env_id, record)[0]
+
+    def accept_group(self, sequences: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
+        """As `accept`, and the groups that it queued."""
         self.check_size(sequences)
         group = Group(self._arrivals, sequences, env_id, record)
         self._arrivals += 1
         if env_id is None or not 0 <= env_id < len(self.environments) or sequences >= self.environments[env_id].request.group_size:
-            self._enqueue([group])
-            return None
+            return None, self._enqueue([group])
         buffer = self._buffers.setdefault(env_id, _Buffer())
         buffer.add(group)
-        self._enqueue(buffer.take_subset(self.environments[env_id].request.group_size))
-        return buffer.sequences
+        queued = self._enqueue(buffer.take_subset(self.environments[env_id].request.group_size))
+        return buffer.sequences, queued
 
-    def _enqueue(self, groups: Iterable[Group[R]]) -> None:
+    def _enqueue(self, groups: Iterable[Group[R]]) -> list[Group[R]]:
+        queued = []
         for group in groups:
-            self._lanes.append(group._replace(order=self._arrivals))
+            queued.append(group._replace(order=self._arrivals))
+            self._lanes.append(queued[-1])
             self._arrivals += 1
             self.latest = group.record
             self._exhausted = False
+        return queued
 
     # --- batches out ----------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[R] | None:
-        """The records of groups of exactly `batch_size` sequences in all, or None: not yet. Raises NotRegistered.
+        """Choose and take: the records of the next batch, or None: not yet. Raises NotRegistered."""
+        chosen = self.choose()
+        return None if chosen is None else [group.record for group in self.take([group.order for group in chosen])]
 
-        Each delivered batch counts as one step. The first call after a registration lets environments join.
+    def choose(self) -> list[Group[R]] | None:
+        """Groups of exactly `batch_size` sequences in all that `take` would deliver, or None: not yet. Raises NotRegistered.
+
+        The first call after a registration lets environments join.
         """
         if self.registration is None:
             raise NotRegistered
-        self._started = True
+        self.started = True
         if self._exhausted:
             return None
         batch_size = self.registration.batch_size
         oldest = self._lanes.oldest(at_most=batch_size)
         overtaken = oldest is not None and len(self._overtakers) == MAX_OVERTAKEN and oldest.order < self._overtakers[0]
         chosen = choose_batch(self._lanes, batch_size, self.minimums(), overtaken=overtaken)
-        if chosen is None:
-            self._exhausted = True
-            return None
-        self._lanes.remove(sorted(chosen))
-        newest = max(group.order for group in chosen)
+        self._exhausted = chosen is None
+        return chosen
+
+    def take(self, orders: Sequence[int]) -> list[Group[R]]:
+        """Deliver chosen groups, named by their orders: one step. Raises KeyError when they are not at the heads of their lanes."""
+        chosen = self._lanes.take(orders)
+        newest = max(orders)
         if len(self._overtakers) < MAX_OVERTAKEN:
             heapq.heappush(self._overtakers, newest)
         else:
             heapq.heappushpop(self._overtakers, newest)
         self.current_step += 1
-        return [group.record for group in chosen]
+        return chosen
+
+    def put_back(self, groups: Iterable[Group[R]]) -> None:
+        """Delivered groups wait again, where they stood. The step is the caller's business."""
+        self._lanes.put_back(groups)
+        self._exhausted = False
+
+    def drop(self, orders: Set[int]) -> list[Group[R]]:
+        """Remove groups that wait or are buffered, named by their orders; those that are found come back."""
+        dropped = self._lanes.drop(orders)
+        for buffer in self._buffers.values():
+            dropped += buffer.drop(orders)
+        self._exhausted = False
+        return dropped
+
+    def clear_groups(self) -> list[Group[R]]:
+        """Remove every group; they come back."""
+        gone = [*self._lanes, *(group for buffer in self._buffers.values() for group in buffer.groups)]
+        self._lanes, self._buffers = Lanes(), {}
+        return gone
 
     def minimums(self) -> dict[int, float]:
         """Connected environment -> least share of each batch, of those that declared one, in order of registration."""
         return {
             environment.env_id: environment.request.min_batch_allocation
             for environment in self.environments
-            if environment.connected and environment.request.min_batch_allocation is not None
+            if environment.counts and environment.request.min_batch_allocation is not None
         }
 
     def obstacle(self) -> str | None:
@@ -246,6 +346,8 @@ class BatchQueue(Generic[R]):
             self_queue_size=own // own_size,
             max_group_size=largest,
             env_weight=self._weight(environment),
+            num_steps=self.registration.num_steps if self.registration is not None else -1,
+            instance=self.instance,
             policy_version=version,
             trained_steps=steps,
         )
@@ -265,7 +367,7 @@ class BatchQueue(Generic[R]):
         """Share of the work by weight x context length among connected environments; 1 when the environment is unweighted."""
         if environment.request.weight < 0:
             return 1.0
-        total = sum(_pull(other.request) for other in self.environments if other.connected)
+        total = sum(_pull(other.request) for other in self.environments if other.counts)
         return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
     # --- training progress and evaluations --------------------------------------------------------------------------------
@@ -290,13 +392,20 @@ class BatchQueue(Generic[R]):
         pending = [
             environment.name
             for environment in self.environments
-            if environment.connected and environment.env_id not in posted and environment.announced(policy_version, num_steps)
+            if environment.counts and environment.env_id not in posted and environment.announced(policy_version, num_steps)
         ]
         return Evaluations(results, pending)
 
 
-def _run_of(registration: Registration) -> tuple[str, str, str]:
-    return registration.wandb_project, registration.wandb_group, registration.checkpoint_dir
+def is_same_run(before: Registration, after: Registration) -> bool:
+    """Whether a trainer goes on with the run of an earlier registration.
+
+    Trainers that name their run say it themselves; for others project, group and checkpoint folder are the run's name.
+    """
+    if before.run is not None or after.run is not None:
+        return before.run == after.run
+    names = [(run.wandb_project, run.wandb_group, run.checkpoint_dir) for run in (before, after)]
+    return names[0] == names[1]
 
 
 def _pull(request: EnvRegistration) -> float:

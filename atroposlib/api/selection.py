@@ -21,7 +21,7 @@ no group which fits into some batch waits for ever beside a flow of others.
 import heapq
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -76,6 +76,54 @@ class Lanes(Generic[R]):
             self.sequences_of[group.env_id] -= group.sequences
             if not self.sequences_of[group.env_id]:
                 del self.sequences_of[group.env_id]
+
+    def take(self, orders: Sequence[int]) -> list[Group[R]]:
+        """Remove the groups of these orders, all at the heads of their lanes; they come back in the sequence given. Raises KeyError."""
+        wanted = set(orders)
+        found: dict[int, Group[R]] = {}
+        for groups in self._lanes.values():
+            for group in groups:
+                if group.order not in wanted:
+                    break
+                found[group.order] = group
+        chosen = [found[order] for order in orders]
+        self.remove(sorted(chosen))
+        return chosen
+
+    def drop(self, orders: Set[int]) -> list[Group[R]]:
+        """Remove groups wherever they stand; those that are found come back. Costs time in the length of the queue."""
+        dropped: list[Group[R]] = []
+        for lane, groups in list(self._lanes.items()):
+            gone = [group for group in groups if group.order in orders]
+            if gone:
+                kept = [group for group in groups if group.order not in orders]
+                self._forget_lane(lane, groups)
+                for group in kept:
+                    self.append(group)
+                dropped += gone
+        return dropped
+
+    def put_back(self, groups: Iterable[Group[R]]) -> None:
+        """Queue groups again at the places that their orders give them."""
+        returning: dict[Lane, list[Group[R]]] = {}
+        for group in groups:
+            returning.setdefault(group.lane, []).append(group)
+        for lane, mine in returning.items():
+            waiting = self._lanes.get(lane, deque())
+            self._forget_lane(lane, waiting)
+            for group in sorted([*waiting, *mine]):
+                self.append(group)
+
+    def _forget_lane(self, lane: Lane, groups: Sequence[Group[R]] | deque[Group[R]]) -> None:
+        self._lanes.pop(lane, None)
+        self.groups -= len(groups)
+        self.sequences -= len(groups) * lane[1]
+        self.sequences_of[lane[0]] -= len(groups) * lane[1]
+        if not self.sequences_of[lane[0]]:
+            del self.sequences_of[lane[0]]
+
+    def __iter__(self) -> Iterator[Group[R]]:
+        return (group for groups in self._lanes.values() for group in groups)
 
     def items(self, largest: int | None = None) -> Iterator[tuple[Lane, deque[Group[R]]]]:
         """Lanes of groups of at most `largest` sequences."""

@@ -14,7 +14,10 @@ Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON
 
 
 class Registration(Struct):
-    """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens."""
+    """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens.
+
+    `run` names the run across restarts of its trainer: groups of another run are forgotten. Token ids must be below `vocab_size`.
+    """
 
     wandb_group: str
     wandb_project: str
@@ -24,6 +27,8 @@ class Registration(Struct):
     save_checkpoint_interval: Integer
     starting_step: Integer
     num_steps: Integer
+    run: Annotated[str, Meta(max_length=200)] | None = None
+    vocab_size: Count | None = None
 
 
 class Registered(Struct):
@@ -96,7 +101,10 @@ class Status(Struct, omit_defaults=True):
 
 
 class EnvStatus(Struct, omit_defaults=True):
-    """The queue as one environment sees it: `queue_size` and `self_queue_size` are in groups of its own size."""
+    """The queue as one environment sees it: `queue_size` and `self_queue_size` are in groups of its own size.
+
+    `num_steps` is the trainer's; `instance` changes when the API has forgotten its environments, which then register again.
+    """
 
     current_step: int
     queue_size: int
@@ -104,8 +112,39 @@ class EnvStatus(Struct, omit_defaults=True):
     self_queue_size: int
     max_group_size: int
     env_weight: float
+    num_steps: int
+    instance: str
     policy_version: int | UnsetType = UNSET
     trained_steps: int | UnsetType = UNSET
+
+
+class LeaseRequest(Struct):
+    """`trainer` is the uuid of /register; `holding` names the leases that it has and has not acknowledged."""
+
+    trainer: Integer
+    holding: list[Integer] = []
+
+
+class Acknowledgement(Struct):
+    """The trainer is done with the batches of these leases: they are forgotten."""
+
+    trainer: Integer
+    leases: list[Integer]
+
+
+class Acknowledged(Struct):
+    """`unknown` names leases that the trainer does not hold: acknowledged before, or handed to another trainer."""
+
+    status: str
+    acknowledged: int
+    unknown: list[int]
+
+
+class Heartbeat(Struct):
+    """A sign of life of a trainer (the uuid of /register) or of an environment."""
+
+    trainer: Integer | None = None
+    env_id: Integer | None = None
 
 
 class TrainerStep(Struct):

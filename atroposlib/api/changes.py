@@ -1,0 +1,149 @@
+"""Every change of the batching API's state as a value: what the journal keeps, and what `RolloutState.apply` makes happen.
+
+A change holds what was decided (which groups left, in which lease), never the rule that decided it, so that a journal written by one
+version of the rules is replayed by another to the same state. Fields are only ever added at the end, with a default.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from atroposlib.api.leases import Lease
+from atroposlib.api.queue import QueueDump
+from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
+
+
+class Rollout(NamedTuple):
+    """A stored group, as the queue knows it. `version` is the oldest policy version that it was sampled under, if known."""
+
+    id: int
+    version: int | None
+
+
+class PostedGroup(NamedTuple):
+    """One group of a post."""
+
+    sequences: int
+    env_id: int | None
+    version: int | None
+
+
+class Change(Struct, tag=True, array_like=True):
+    """One change of the state."""
+
+
+class Founded(Change):
+    """A state without anything. `instance` tells it from every other."""
+
+    instance: str
+
+
+class TrainerRegistered(Change):
+    """`trainer` is the uuid that the reply names."""
+
+    registration: Registration
+    trainer: int
+
+
+class TrainerPolled(Change):
+    """The registered trainer asked for its first batch: environments may join."""
+
+
+class TrainerReported(Change):
+    """A step is done, and a policy version is served."""
+
+    step: int
+    policy_version: int
+
+
+class EnvironmentJoined(Change):
+    """A /register-env."""
+
+    request: EnvRegistration
+
+
+class EnvironmentLeft(Change):
+    """A /disconnect-env."""
+
+    env_id: int
+
+
+class GroupsPosted(Change):
+    """One post. Its groups have the ids `first`, `first` + 1, ...; `key` is its idempotency key."""
+
+    first: int
+    groups: list[PostedGroup]
+    key: str | None = None
+
+
+class BatchTaken(Change):
+    """Waiting groups, named by their orders, left: for good (`lease` 0), or on a lease of `trainer`."""
+
+    orders: list[int]
+    lease: int = 0
+    trainer: int = 0
+
+
+class LeasesTaken(Change):
+    """Returned batches left again: for good (`trainer` 0), or on the same leases, now of `trainer`."""
+
+    leases: list[int]
+    trainer: int = 0
+
+
+class LeasesReturned(Change):
+    """The trainer of these batches fell silent: they wait for another."""
+
+    leases: list[int]
+
+
+class LeasesAcknowledged(Change):
+    """The trainer is done with these batches."""
+
+    leases: list[int]
+
+
+class GroupsDropped(Change):
+    """Groups, named by their orders, were sampled too many policy versions ago."""
+
+    orders: list[int]
+
+
+class EvaluationPosted(Change):
+    """A /evaluation."""
+
+    evaluation: Evaluation
+
+
+class Snapshot(Change):
+    """The whole state, in place of every change before it."""
+
+    instance: str
+    trainer: int
+    next_id: int
+    next_lease: int
+    queue: QueueDump[Rollout]
+    leases: list[Lease[Rollout]]
+    answered: list[tuple[str, list[int | None]]]
+
+
+AnyChange = (
+    Founded
+    | TrainerRegistered
+    | TrainerPolled
+    | TrainerReported
+    | EnvironmentJoined
+    | EnvironmentLeft
+    | GroupsPosted
+    | BatchTaken
+    | LeasesTaken
+    | LeasesReturned
+    | LeasesAcknowledged
+    | GroupsDropped
+    | EvaluationPosted
+    | Snapshot
+)
+
+encode_change = msgspec.msgpack.Encoder().encode
+decode_change = msgspec.msgpack.Decoder(AnyChange).decode

@@ -1,0 +1,92 @@
+"""Batches that a trainer holds and has not acknowledged. Pure.
+
+    waiting ── open ──▶ held ── close (acknowledged) ──▶ gone
+                        │  ▲
+       give_back (silent│  │hand_over (redelivered, or its own trainer is back)
+       or replaced)     ▼  │
+                       returned ── dissolve (batch size changed, too old) ──▶ waiting
+
+A returned batch stays together, so that a run that goes on from its checkpoint trains on the same batches.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Generic
+
+from msgspec import Struct
+
+from atroposlib.api.selection import Group, R
+
+
+class Lease(Struct, Generic[R]):
+    """One delivered batch. `trainer` is who has it, or had it last if it is `returned`."""
+
+    lease_id: int
+    trainer: int
+    groups: list[Group[R]]
+    returned: bool = False
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the batch."""
+        return sum(group.sequences for group in self.groups)
+
+
+class LeaseBook(Generic[R]):
+    """All leases by their ids, oldest first."""
+
+    def __init__(self, leases: Iterable[Lease[R]] = (), next_id: int = 1) -> None:
+        self._leases = {lease.lease_id: lease for lease in leases}
+        self.next_id = next_id
+
+    def __iter__(self) -> Iterator[Lease[R]]:
+        return iter(self._leases.values())
+
+    def __getitem__(self, lease_id: int) -> Lease[R]:
+        return self._leases[lease_id]
+
+    def open(self, lease_id: int, trainer: int, groups: list[Group[R]]) -> Lease[R]:
+        """The trainer holds a batch."""
+        self.next_id = max(self.next_id, lease_id + 1)
+        self._leases[lease_id] = Lease(lease_id, trainer, groups)
+        return self._leases[lease_id]
+
+    def held(self, trainer: int | None = None) -> list[Lease[R]]:
+        """Leases that a trainer (default: any) holds."""
+        return [lease for lease in self if not lease.returned and trainer in (None, lease.trainer)]
+
+    def lost_in_transit(self, trainer: int, holding: Collection[int]) -> Lease[R] | None:
+        """The oldest batch that the trainer was given and says it does not have: the reply never reached it."""
+        return next((lease for lease in self.held(trainer) if lease.lease_id not in holding), None)
+
+    def reclaimable(self, trainer: int, holding: Collection[int]) -> list[int]:
+        """Returned leases whose trainer turns out to be alive and to hold the batch."""
+        return [lease.lease_id for lease in self if lease.returned and lease.trainer == trainer and lease.lease_id in holding]
+
+    def waiting(self, sequences: int) -> Lease[R] | None:
+        """The oldest returned batch of that many sequences."""
+        return next((lease for lease in self if lease.returned and lease.sequences == sequences), None)
+
+    def known_to(self, trainer: int, leases: Iterable[int]) -> list[int]:
+        """Those of the leases that this trainer holds, or held last."""
+        return [lease for lease in dict.fromkeys(leases) if lease in self._leases and self._leases[lease].trainer == trainer]
+
+    def give_back(self, leases: Iterable[int]) -> list[Lease[R]]:
+        """These batches wait again; those that were held come back."""
+        given = [self._leases[lease] for lease in leases if lease in self._leases and not self._leases[lease].returned]
+        for lease in given:
+            lease.returned = True
+        return given
+
+    def hand_over(self, lease_id: int, trainer: int) -> Lease[R]:
+        """The trainer has a returned batch."""
+        lease = self._leases[lease_id]
+        lease.trainer, lease.returned = trainer, False
+        return lease
+
+    def close(self, leases: Iterable[int]) -> list[Lease[R]]:
+        """These batches are done with; those that were known come back."""
+        return [self._leases.pop(lease) for lease in leases if lease in self._leases]
+
+    def dissolve(self, leases: Iterable[int]) -> list[Group[R]]:
+        """The groups of returned batches, which are batches no more."""
+        return [group for lease in self.close(leases) for group in lease.groups]

@@ -1,0 +1,44 @@
+"""How old the waiting groups are, in policy versions, and what becomes of those that are too old. Pure.
+
+A group is as old as the oldest policy version that one of its sequences was sampled under. Groups without versions have no age.
+"""
+
+import heapq
+from collections.abc import Iterable
+
+from atroposlib.api.selection import Group
+
+
+class WaitingVersions:
+    """Which waiting groups were sampled before a policy version, in time that grows with their number only."""
+
+    def __init__(self) -> None:
+        self._version_of: dict[int, int] = {}  # order of a group -> its version
+        self._oldest_first: list[tuple[int, int]] = []  # heap of (version, order); may hold groups that left
+
+    def add(self, order: int, version: int | None) -> None:
+        """A group waits."""
+        if version is not None:
+            self._version_of[order] = version
+            heapq.heappush(self._oldest_first, (version, order))
+
+    def discard(self, groups: Iterable[Group]) -> None:
+        """These groups wait no more."""
+        for group in groups:
+            self._version_of.pop(group.order, None)
+
+    def before(self, version: int) -> list[int]:
+        """Orders of the waiting groups that were sampled before `version`, oldest first."""
+        found: list[tuple[int, int]] = []
+        while self._oldest_first and self._oldest_first[0][0] < version:
+            sampled, order = heapq.heappop(self._oldest_first)
+            if self._version_of.get(order) == sampled:
+                found.append((sampled, order))
+        for entry in found:
+            heapq.heappush(self._oldest_first, entry)
+        return [order for _, order in found]
+
+
+def weight(staleness: int, limit: int) -> float:
+    """What a group of this age counts: 1 up to the limit, then falling in proportion."""
+    return min(1.0, (limit + 1) / (staleness + 1))

@@ -1,0 +1,231 @@
+"""Everything that the journal restores: queue, leases, answered posts, who trains. Pure: no clock, no I/O.
+
+    decide (next_delivery, ...) ──▶ a Change ──▶ journal ──▶ apply
+
+`apply` is the only way in, during service as during a replay, and it is deterministic: the same changes lead to the same state.
+Changes that were decided one after the other may have posts between them; posts only ever add groups.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from atroposlib.api import changes
+from atroposlib.api.changes import Change, GroupsPosted, PostedGroup, Rollout
+from atroposlib.api.leases import Lease, LeaseBook
+from atroposlib.api.queue import BatchQueue, Environment, GroupTooLarge, UnknownEnvironment, is_same_run
+from atroposlib.api.selection import Group
+from atroposlib.api.staleness import WaitingVersions
+from atroposlib.api.wire import Registration
+
+MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones
+REFUSALS = (UnknownEnvironment, GroupTooLarge)  # of a change that came too late; the state is as before
+
+Batch = Sequence[Group[Rollout]]
+
+
+class RolloutState:
+    """See the module's head. What `apply` returns is said at each `_on_...`."""
+
+    def __init__(self) -> None:
+        self.next_id = 1
+        self.dropped = 0  # groups of this process's life that were forgotten with their run
+        self._clear("")
+
+    def _clear(self, instance: str) -> None:
+        self.trainer = 0  # uuid; 0 is nobody
+        self.queue: BatchQueue[Rollout] = BatchQueue()
+        self.queue.instance = instance
+        self.leases: LeaseBook[Rollout] = LeaseBook()
+        self._answered: OrderedDict[str, list[int | None]] = OrderedDict()
+        self._versions = WaitingVersions()
+        self._gone: list[int] = []
+
+    def apply(self, change: Change) -> object:
+        """Make it happen. Raises one of REFUSALS, with nothing changed."""
+        match change:
+            case GroupsPosted():
+                return self._on_post(change)
+            case changes.BatchTaken():
+                return self._on_batch(change)
+            case changes.LeasesTaken():
+                return self._on_leases_taken(change)
+            case changes.LeasesReturned():
+                return self._wait_again(self.leases.give_back(change.leases), step=True)
+            case changes.LeasesAcknowledged():
+                return self._on_acknowledged(change)
+            case changes.GroupsDropped():
+                return self._on_dropped(change)
+            case changes.TrainerRegistered():
+                return self._on_registered(change.registration, change.trainer)
+            case changes.TrainerPolled():
+                self.queue.started = True
+            case changes.TrainerReported():
+                self.queue.trainer_step(change.step, change.policy_version)
+            case changes.EnvironmentJoined():
+                return self._on_joined(change)
+            case changes.EnvironmentLeft():
+                self.queue.disconnect_env(change.env_id)
+            case changes.EvaluationPosted():
+                self.queue.add_evaluation(change.evaluation)
+            case changes.Founded():
+                self._on_founded(change.instance)
+            case changes.Snapshot():
+                self._on_snapshot(change)
+            case _:
+                raise TypeError(f"{type(change).__name__} is not a change")
+        return None
+
+    def take_gone(self) -> list[int]:
+        """Ids of groups that nobody needs any more, each told once."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    # --- decisions --------------------------------------------------------------------------------------------------------
+
+    def answer_to(self, key: str) -> list[int | None] | None:
+        """What the post with this key was answered, if it was accepted."""
+        return self._answered.get(key)
+
+    def next_delivery(self, trainer: int = 0) -> tuple[Change, Batch] | None:
+        """The next batch for a lease of `trainer`, or (0) to be taken for good; None: not yet. Returned batches go first.
+
+        Raises NotRegistered.
+        """
+        registration = self.queue.registration
+        returned = self.leases.waiting(registration.batch_size) if registration is not None else None
+        if returned is not None:
+            return changes.LeasesTaken([returned.lease_id], trainer), returned.groups
+        chosen = self.queue.choose()
+        if chosen is None:
+            return None
+        lease = self.leases.next_id if trainer else 0
+        return changes.BatchTaken([group.order for group in chosen], lease, trainer), chosen
+
+    def stale(self, max_staleness: int) -> list[int]:
+        """Orders of waiting groups that were sampled more than so many policy versions ago."""
+        version = self.policy_version
+        return [] if version is None else self._versions.before(version - max_staleness)
+
+    @property
+    def policy_version(self) -> int | None:
+        """What the trainer last reported."""
+        version = self.queue.status().policy_version
+        return version if isinstance(version, int) else None
+
+    def rollouts(self) -> Iterable[Rollout]:
+        """Every group whose content is still needed."""
+        dump = self.queue.dump()
+        yield from (group.record for group in (*dump.waiting, *dump.buffered))
+        yield from (group.record for lease in self.leases for group in lease.groups)
+
+    def snapshot(self) -> changes.Snapshot:
+        """The state as one change; shares nothing that changes later."""
+        leases = [Lease(lease.lease_id, lease.trainer, list(lease.groups), lease.returned) for lease in self.leases]
+        answered = list(self._answered.items())
+        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, self.leases.next_id, self.queue.dump(), leases, answered)
+
+    # --- changes ----------------------------------------------------------------------------------------------------------
+
+    def _on_post(self, change: GroupsPosted) -> list[int | None]:
+        """For each group what `BatchQueue.accept` says; for a key that was answered, that answer again."""
+        if change.key is not None and (answer := self._answered.get(change.key)) is not None:
+            self._gone += range(change.first, change.first + len(change.groups))
+            return answer
+        self.next_id = max(self.next_id, change.first + len(change.groups))
+        try:
+            for group in change.groups:
+                self.queue.check_size(group.sequences)
+        except GroupTooLarge:
+            self._gone += range(change.first, change.first + len(change.groups))
+            raise
+        answer = [self._accept(change.first + index, group) for index, group in enumerate(change.groups)]
+        if change.key is not None:
+            self._answered[change.key] = answer
+            if len(self._answered) > MAX_ANSWERED:
+                self._answered.popitem(last=False)
+        return answer
+
+    def _accept(self, identity: int, group: PostedGroup) -> int | None:
+        buffered, queued = self.queue.accept_group(group.sequences, group.env_id, Rollout(identity, group.version))
+        for waiting in queued:
+            self._versions.add(waiting.order, waiting.record.version)
+        return buffered
+
+    def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
+        """The lease, if it is one."""
+        groups = self.queue.take(change.orders)
+        self._versions.discard(groups)
+        if change.lease:
+            return self.leases.open(change.lease, change.trainer, groups)
+        self._forget(groups)
+        return None
+
+    def _on_leases_taken(self, change: changes.LeasesTaken) -> Lease[Rollout] | None:
+        """The last of the leases, if they are ones still."""
+        lease = None
+        for lease_id in change.leases:
+            self.queue.current_step += 1
+            self._versions.discard(self.leases[lease_id].groups)
+            if change.trainer:
+                lease = self.leases.hand_over(lease_id, change.trainer)
+            else:
+                self._forget(self.leases.dissolve([lease_id]))
+        return lease
+
+    def _on_acknowledged(self, change: changes.LeasesAcknowledged) -> None:
+        for lease in self.leases.close(change.leases):
+            self._versions.discard(lease.groups)
+            self._forget(lease.groups)
+
+    def _on_dropped(self, change: changes.GroupsDropped) -> list[Group[Rollout]]:
+        """The groups that were dropped. A returned batch that held one is a batch no more: its other groups wait by themselves."""
+        orders = set(change.orders)
+        broken = [lease.lease_id for lease in self.leases if lease.returned and any(group.order in orders for group in lease.groups)]
+        self.queue.put_back(self.leases.dissolve(broken))
+        dropped = self.queue.drop(orders)
+        self._versions.discard(dropped)
+        self._forget(dropped)
+        return dropped
+
+    def _on_registered(self, registration: Registration, trainer: int) -> int:
+        """How many groups of another run were forgotten. Batches of the trainer before wait again."""
+        before = self.queue.registration
+        self.trainer = trainer
+        self._wait_again(self.leases.give_back([lease.lease_id for lease in self.leases]), step=False)
+        forgotten: list[Group[Rollout]] = []
+        if before is not None and not is_same_run(before, registration):
+            forgotten = [*self.queue.clear_groups(), *self.leases.dissolve([lease.lease_id for lease in self.leases])]
+            self._versions = WaitingVersions()
+            self._forget(forgotten)
+        self.queue.register(registration)
+        unfitting = [lease.lease_id for lease in self.leases if lease.sequences != registration.batch_size]
+        self.queue.put_back(self.leases.dissolve(unfitting))
+        return len(forgotten)
+
+    def _on_joined(self, change: changes.EnvironmentJoined) -> Environment | None:
+        """The environment; None while no trainer has polled."""
+        return self.queue.register_env(change.request)
+
+    def _on_founded(self, instance: str) -> None:
+        gone = [rollout.id for rollout in self.rollouts()]
+        self._clear(instance)
+        self._gone = gone
+
+    def _on_snapshot(self, snapshot: changes.Snapshot) -> None:
+        self._clear(snapshot.instance)
+        self.trainer, self.next_id = snapshot.trainer, snapshot.next_id
+        self.queue.load(snapshot.queue)
+        self.leases = LeaseBook(snapshot.leases, snapshot.next_lease)
+        self._answered = OrderedDict(snapshot.answered)
+        returned = [group for lease in self.leases if lease.returned for group in lease.groups]
+        for group in (*snapshot.queue.waiting, *returned):
+            self._versions.add(group.order, group.record.version)
+
+    def _wait_again(self, leases: list[Lease[Rollout]], *, step: bool) -> None:
+        for lease in leases:
+            self.queue.current_step -= step
+            for group in lease.groups:
+                self._versions.add(group.order, group.record.version)
+
+    def _forget(self, groups: Iterable[Group[Rollout]]) -> None:
+        self._gone += [group.record.id for group in groups]
