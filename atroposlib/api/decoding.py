@@ -1,6 +1,6 @@
-"""From the bytes of a request to a checked structure, or to a refusal that names the value and where it stands.
+"""From the bytes of a request to a typed structure, or to a refusal that names the value and where it stands.
 
-    body ── gunzip, bounded ──▶ JSON ── msgspec, typed ──▶ Struct ── lengths, finiteness ──▶ accepted
+    body ── gunzip, bounded ──▶ JSON or MessagePack ── msgspec, typed ──▶ Struct ── group_checks.py ──▶ accepted
 
 The fast path decodes once. A body that fails is parsed a second time by Python's lenient reader, only to tell what is wrong with it.
 """
@@ -9,12 +9,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
-
-from atroposlib.api.wire import ScoredData
 
 T = TypeVar("T")
 Location = tuple[str | int, ...]
@@ -53,24 +50,39 @@ class BodyDecoder(Generic[T]):
     """Decodes JSON to one type: strictly first, then with numeric strings and integral floats taken as numbers."""
 
     def __init__(self, of: type[T]) -> None:
+        self._packed = msgspec.msgpack.Decoder(of)
         self._strict = msgspec.json.Decoder(of)
         self._lax = msgspec.json.Decoder(of, strict=False)
 
     def decode(self, body: bytes) -> T:
         """Raises RefusedBody (422)."""
+        return self.decode_verbatim(body)[0]
+
+    def decode_verbatim(self, body: bytes) -> tuple[T, bool]:
+        """As `decode`, and whether the body says it as it is, without a number in a string. Raises RefusedBody (422)."""
         try:
-            return self._strict.decode(body)
+            return self._strict.decode(body), True
         except msgspec.ValidationError:
-            return self._coerced(body)
+            return self._coerced(body), False
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(body, error) from None
+
+    def unpack(self, body: bytes) -> T:
+        """As `decode`, from MessagePack and without leniency. Raises RefusedBody (422)."""
+        try:
+            return self._packed.decode(body)
+        except msgspec.ValidationError as error:
+            message, location = _message_and_location(error)
+            raise RefusedBody(422, message, location=location, kind="type_error") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid") from None
 
     def _coerced(self, body: bytes) -> T:
         try:
             decoded = self._lax.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_of_type(body, error) from None
-        _refuse_non_finite(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
+        refuse_non_finite(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
         return decoded
 
 
@@ -98,66 +110,6 @@ def too_large(limit: int) -> RefusedBody:
     return RefusedBody(413, f"the body is larger than {limit} bytes; post its groups in several requests", kind="too_large")
 
 
-# --- what only the values tell ------------------------------------------------------------------------------------------
-
-
-def check_group(data: ScoredData) -> list[str]:
-    """Raises RefusedBody (422) for lengths that disagree; returns warnings about those that clients are known to get wrong."""
-    count = len(data.tokens)
-    if count == 0:
-        raise RefusedBody(422, "a group needs at least one sequence", location=("tokens",), value="[]")
-    _same_count("masks", data.masks, count)
-    _same_count("scores", data.scores, count)
-    lengths = [len(sequence) for sequence in data.tokens]
-    _same_lengths("masks", data.masks, lengths)
-    for name, values in (("ref_logprobs", data.ref_logprobs), ("inference_logprobs", data.inference_logprobs)):
-        if values:  # environments send [] for "none"
-            _same_count(name, values, count)
-            _same_lengths(name, values, lengths)
-    if data.policy_versions is None:
-        data.policy_versions = msgspec.UNSET
-    elif data.policy_versions is not msgspec.UNSET:
-        _same_count("policy_versions", data.policy_versions, count)
-    _check_messages(data.messages or [])
-    return list(_suspicions(data, lengths))
-
-
-def _same_count(name: str, values: Sequence[Any], count: int) -> None:
-    if len(values) != count:
-        raise RefusedBody(422, f"{len(values)} entries for {count} sequences in tokens", location=(name,), kind="unequal_lengths")
-
-
-def _same_lengths(name: str, values: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
-    for index, (inner, length) in enumerate(zip(values, lengths, strict=True)):
-        if len(inner) != length:
-            raise RefusedBody(
-                422, f"{len(inner)} entries for the {length} tokens of this sequence", location=(name, index), kind="unequal_lengths"
-            )
-
-
-def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
-    for index, conversation in enumerate(conversations):
-        for position, message in enumerate(conversation):
-            if "role" not in message or "content" not in message:
-                raise RefusedBody(
-                    422, "Message must have 'role' and 'content' fields", location=("messages", index, position), value=_shown(message)
-                )
-
-
-def _suspicions(data: ScoredData, lengths: Sequence[int]) -> Iterator[str]:
-    """Optional fields that do not agree with tokens: passed on, since trainers may not read them."""
-    if data.advantages and [len(inner) for inner in data.advantages] != lengths:
-        yield "advantages do not have one value a token"
-    for name, values in (
-        ("messages", data.messages),
-        ("overrides", data.overrides),
-        ("distill_token_ids", data.distill_token_ids),
-        ("distill_logprobs", data.distill_logprobs),
-    ):
-        if values and len(values) != len(lengths):
-            yield f"{name} do not have one entry a sequence"
-
-
 # --- what is wrong with a body -------------------------------------------------------------------------------------------
 
 
@@ -167,9 +119,13 @@ def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
         return _not_json(body, error)
     if (found := _non_finite(tree)) is not None:
         return found
+    message, location = _message_and_location(error)
+    return RefusedBody(422, message, location=location, value=shown(_at(tree, location)), kind="type_error")
+
+
+def _message_and_location(error: Exception) -> tuple[str, Location]:
     message, _, path = str(error).partition(" - at `$")
-    location = tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
-    return RefusedBody(422, message, location=location, value=_shown(_at(tree, location)), kind="type_error")
+    return message, tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
 
 
 def _not_json(body: bytes, error: Exception) -> RefusedBody:
@@ -190,7 +146,7 @@ def _leniently(body: bytes) -> Any:
         return _UNREADABLE
 
 
-def _refuse_non_finite(tree: Any) -> None:
+def refuse_non_finite(tree: Any) -> None:
     if (found := _non_finite(tree)) is not None:
         raise found
 
@@ -226,7 +182,7 @@ def _shown_key(key: str) -> str:
     return key if key.isascii() and key.isprintable() and len(key) <= _SHOWN else ascii(key)[:_SHOWN]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (dict, list)):
         return f"{'object' if isinstance(value, dict) else 'array'} of {len(value)} entries"

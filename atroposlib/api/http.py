@@ -10,19 +10,39 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from atroposlib.api.decoding import RefusedBody, gunzip, too_large
-from atroposlib.api.queue import UnknownEnvironment
+from atroposlib.api.journal import JournalError
+from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
+from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
 from atroposlib.logs import get_logger
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
 MAX_SAID = 256  # distinct warnings; what a client makes vary cannot fill memory or the log
 
+MSGPACK = "application/msgpack"
+
 log = get_logger(__name__)
 encode = msgspec.json.Encoder().encode
 
 
+def service_of(request: Request) -> RolloutService:
+    """The app's only state."""
+    service: RolloutService = request.app.state.service
+    return service
+
+
+def is_packed(request: Request) -> bool:
+    """Whether the body is MessagePack."""
+    return request.headers.get("content-type", "").split(";")[0].strip().lower() in (MSGPACK, "application/x-msgpack")
+
+
+def accepts_packed(request: Request) -> bool:
+    """Whether the client reads MessagePack."""
+    return MSGPACK in request.headers.get("accept", "").lower()
+
+
 async def read_body(request: Request) -> bytes:
     """The whole body, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above the app's limit."""
-    limit: int = request.app.state.max_body_bytes
+    limit = service_of(request).settings.max_body_bytes
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -40,13 +60,14 @@ def reply(content: Any, status: int = 200) -> Response:
     return Response(encode(content), status_code=status, media_type="application/json")
 
 
-async def large_reply(request: Request, body: bytes) -> Response:
-    """JSON bytes, compressed for a distant client that accepts it. On loopback compression only costs time."""
+async def large_reply(request: Request, body: bytes, media_type: str = "application/json") -> Response:
+    """Bytes, compressed for a distant client that accepts it. On loopback compression only costs time."""
     wanted = "gzip" in request.headers.get("accept-encoding", "").lower()
+    vary = {"Vary": "Accept, Accept-Encoding"}
     if not wanted or len(body) < MIN_COMPRESSED_BYTES or _is_loopback(request):
-        return Response(body, media_type="application/json", headers={"Vary": "Accept-Encoding"})
-    packed = await run_in_threadpool(_gzip, body)
-    return Response(packed, media_type="application/json", headers={"Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
+        return Response(body, media_type=media_type, headers=vary)
+    compressed = await run_in_threadpool(_gzip, body)
+    return Response(compressed, media_type=media_type, headers=vary | {"Content-Encoding": "gzip"})
 
 
 def _gzip(body: bytes) -> bytes:
@@ -93,4 +114,34 @@ async def disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=400)
 
 
-ERROR_REPLIES = {RefusedBody: refused, UnknownEnvironment: unknown_environment, ClientDisconnect: disconnected}
+async def busy(request: Request, error: Exception) -> Response:
+    """429: the queue is full."""
+    said = reply({"detail": str(error)}, 429)
+    said.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return said
+
+
+async def not_journalled(request: Request, error: Exception) -> Response:
+    """507: nothing was changed, since it could not be written down."""
+    return reply({"detail": str(error)}, 507)
+
+
+async def not_the_trainer(request: Request, error: Exception) -> Response:
+    """409: another trainer has taken over."""
+    return reply({"detail": str(error)}, 409)
+
+
+async def too_late(request: Request, error: Exception) -> Response:
+    """422: it was right when it came, but a trainer registered with a smaller batch before it was stored."""
+    return reply(RefusedBody(422, str(error), location=("tokens",), kind="too_large").reply(), 422)
+
+
+ERROR_REPLIES = {
+    RefusedBody: refused,
+    UnknownEnvironment: unknown_environment,
+    ClientDisconnect: disconnected,
+    QueueFull: busy,
+    JournalError: not_journalled,
+    NotTheTrainer: not_the_trainer,
+    GroupTooLarge: too_late,
+}

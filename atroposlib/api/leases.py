@@ -58,9 +58,9 @@ class LeaseBook(Generic[R]):
         """The oldest batch that the trainer was given and says it does not have: the reply never reached it."""
         return next((lease for lease in self.held(trainer) if lease.lease_id not in holding), None)
 
-    def reclaimable(self, trainer: int, holding: Collection[int]) -> list[int]:
-        """Returned leases whose trainer turns out to be alive and to hold the batch."""
-        return [lease.lease_id for lease in self if lease.returned and lease.trainer == trainer and lease.lease_id in holding]
+    def reclaimable(self, trainer: int) -> list[int]:
+        """Returned leases whose trainer turns out to be alive."""
+        return [lease.lease_id for lease in self if lease.returned and lease.trainer == trainer]
 
     def waiting(self, sequences: int) -> Lease[R] | None:
         """The oldest returned batch of that many sequences."""

@@ -227,6 +227,12 @@ class ScoredData(Struct):
     policy_versions: list[tuple[Step, Step]] | None | UnsetType = UNSET
 
 
+class PostedData(ScoredData):
+    """A group as it is posted: a post that is repeated with the same `idempotency_key` is stored once."""
+
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+
+
 NO_EXAMPLE: dict[str, list[Any]] = {
     name: []
     for name in (

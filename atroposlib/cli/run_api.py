@@ -1,21 +1,26 @@
 """`run-api`: serve the batching API. Environments and the trainer find it at http://HOST:PORT.
 
-The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process only: the queue
-lives in its memory.
+The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process only: it owns the
+queue, and the journal that brings the queue back after a restart.
 """
 
 import errno
+import ipaddress
 import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import uvicorn
-from pydantic import Field
+from pydantic import Field, SecretStr, model_validator
 from uvicorn.supervisors import ChangeReload
 
+from atroposlib.api.journal import JournalError
+from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging, get_logger
 
@@ -29,8 +34,93 @@ class RunApiConfig(Config):
         "127.0.0.1", description="Address to listen on. Other machines can reach it only if it is theirs to reach, e.g. 0.0.0.0."
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one, which the log names.")
-    reload: bool = Field(False, description="Restart when the code changes (development; the queue is lost each time).")
+    reload: bool = Field(
+        False, description="Restart when the code changes (development): in memory, the queue is lost each time, other flags are refused."
+    )
     json_logs: bool = Field(False, description="Log one JSON object a line.")
+
+    # --- what outlives a restart ---------------------------------------------------------------------------------------
+    journal: Path | None = Field(
+        None, description="File of accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
+    )
+    in_memory: bool = Field(False, description="Keep no journal: a restart loses the queue.")
+
+    # --- who may use it ------------------------------------------------------------------------------------------------
+    api_token: SecretStr | None = Field(
+        None, min_length=8, description="Token that every request must carry.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+    )
+    api_token_file: Path | None = Field(None, description="File whose first line is the token; a flag shows in the process list.")
+    allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
+    legacy_gets: bool = Field(True, description="Allow GET /batch and GET /reset_data, which change state, for older clients.")
+
+    # --- limits --------------------------------------------------------------------------------------------------------
+    max_body_mb: int = Field(512, ge=1, description="MiB of one request, as sent and decompressed.")
+    max_queued_groups: int = Field(200_000, ge=1, description="Groups that wait or are leased; more are answered 429.")
+    max_queued_mb: int = Field(16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429.")
+    max_sequences: int = Field(65_536, ge=1, description="Sequences of one group.")
+    vocab_size: int | None = Field(None, ge=1, description="Token ids must be below it; a trainer can register it, too.")
+
+    # --- patience ------------------------------------------------------------------------------------------------------
+    env_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse.")
+    trainer_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again.")
+    max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
+    stale_groups: Literal["drop", "down-weight"] = Field("drop", description="What becomes of groups above --max-staleness.")
+
+    @model_validator(mode="after")
+    def _flags_agree(self) -> "RunApiConfig":
+        if self.in_memory and self.journal is not None:
+            raise ValueError(f"--in-memory and --journal {self.journal} exclude each other; pick one")
+        if self.reload and (self.journal, self.token, self.legacy_gets) != (None, None, True):
+            raise ValueError("--reload serves in memory and without a token; leave --journal, --api-token and --no-legacy-gets out")
+        if self.token is None and not self.allow_unauthenticated and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or ATROPOS_API_TOKEN), "
+                "or say --allow-unauthenticated"
+            )
+        return self
+
+    @property
+    def token(self) -> str | None:
+        """The token, wherever it was given. Raises ValueError for a file that has none."""
+        if self.api_token_file is None:
+            return None if self.api_token is None else self.api_token.get_secret_value()
+        try:
+            token = self.api_token_file.read_text().strip()
+        except OSError as error:
+            raise ValueError(f"--api-token-file {self.api_token_file}: {error.strerror}") from None
+        if len(token) < 8 or not token.isascii() or not token.isprintable() or " " in token:
+            raise ValueError(f"--api-token-file {self.api_token_file} must hold one token of 8 or more printable characters")
+        return token
+
+    def journal_at(self, port: int) -> Path | None:
+        """The journal's file for an API that listens on `port`; None is in memory. Nobody finds a random port's journal again."""
+        if self.journal is not None or self.in_memory or self.port == 0:
+            return self.journal
+        return Path(f"atropos-api-{port}.db")
+
+    def settings(self) -> ApiSettings:
+        """What the app is told."""
+        return ApiSettings(
+            token=self.token,
+            legacy_gets=self.legacy_gets,
+            max_body_bytes=self.max_body_mb * 2**20,
+            max_queued_groups=self.max_queued_groups,
+            max_queued_bytes=self.max_queued_mb * 2**20,
+            max_sequences=self.max_sequences,
+            vocab_size=self.vocab_size,
+            env_timeout_s=self.env_timeout,
+            trainer_timeout_s=self.trainer_timeout,
+            max_staleness=self.max_staleness,
+            stale_groups=self.stale_groups,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class AddressError(Exception):
@@ -86,11 +176,17 @@ def _cannot_listen(host: str, port: int, error: OSError) -> str:
 
 
 def serve(config: RunApiConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises AddressError."""
+    """Serve until SIGINT or SIGTERM. Raises AddressError, JournalError."""
     sockets = listen(config.host, config.port)
-    log.info("Batching API listens on http://%s:%d", config.host, sockets[0].getsockname()[1])
+    port = sockets[0].getsockname()[1]
+    journal = None if config.reload else config.journal_at(port)
+    app = None if config.reload else create_app(config.settings(), journal=journal)
+    log.info("Batching API listens on http://%s:%d", config.host, port)
+    log.info("Groups are kept in %s", "memory only" if journal is None else journal.absolute())
+    if not is_loopback(config.host) and config.token is None:
+        log.warning("Whoever reaches %s:%d can read and change everything: no token is set", config.host, port)
     settings = uvicorn.Config(
-        "atroposlib.api:app",
+        app or "atroposlib.api:app",
         reload=config.reload,
         log_config=None,  # our own format
         log_level="warning",
@@ -113,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(ending, _end)  # uvicorn finishes the open replies, then passes the signal on to this handler
     try:
         serve(config)
-    except AddressError as error:
+    except (AddressError, JournalError) as error:
         print(f"run-api: error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
 

@@ -8,6 +8,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 from tests.unit.api.support import ITEM_KEYS, environment, group, marks, register, register_env, registration
 
 
@@ -51,7 +52,7 @@ def test_openapi_describes_every_route_and_its_body(client: TestClient) -> None:
             assert operation["description"], (method, path)
     body = document["paths"]["/scored_data"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fields = document["components"]["schemas"][body["$ref"].split("/")[-1]]["properties"]
-    assert list(fields) == [*ITEM_KEYS, "policy_versions"]
+    assert list(fields) == [*ITEM_KEYS, "policy_versions", "idempotency_key"]
 
 
 def test_no_web_page_may_read_replies(client: TestClient) -> None:
@@ -240,8 +241,11 @@ def test_status_env_takes_its_id_from_body_or_query_by_get_or_post(client: TestC
         "self_queue_size": 1,
         "max_group_size": 4,
         "env_weight": 1.0,
+        "num_steps": 100,
     }
-    assert [reply.json() for reply in replies] == [expected] * 4
+    bodies = [reply.json() for reply in replies]
+    assert len({body.pop("instance") for body in bodies}) == 1
+    assert bodies == [expected] * 4
 
 
 def test_status_env_without_a_usable_id_says_so(client: TestClient) -> None:
@@ -360,7 +364,7 @@ def test_a_broken_gzip_body_is_400(client: TestClient, damage: str) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}])
 def test_a_body_above_the_limit_is_413_as_sent_and_as_decompressed(headers: dict[str, str]) -> None:
-    with TestClient(create_app(max_body_bytes=10_000)) as client:
+    with TestClient(create_app(ApiSettings(max_body_bytes=10_000))) as client:
         body = b" " * 10_001
         reply = client.post("/scored_data", content=gzip.compress(body) if headers else body, headers=headers)
         assert reply.status_code == 413 and "10000 bytes" in reply.text

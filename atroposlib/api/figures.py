@@ -1,0 +1,31 @@
+"""Counts since the start of this process, for /metrics and /events."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Figures:
+    """Each only ever rises, but for the sum of scores."""
+
+    groups: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    score_sum: float = 0.0
+    repeated_posts: int = 0
+    batches: int = 0
+    groups_delivered: int = 0
+    sequences_delivered: int = 0
+    redelivered: int = 0
+    acknowledged: int = 0
+    stale_dropped: int = 0
+    stale_down_weighted: int = 0
+    forgotten: int = 0
+    refused: Counter[int] = field(default_factory=Counter)  # HTTP status -> replies
+
+    def count_groups(self, lengths: list[int], scores: list[float]) -> None:
+        """One accepted group."""
+        self.groups += 1
+        self.sequences += len(lengths)
+        self.tokens += sum(lengths)
+        self.score_sum += sum(scores)

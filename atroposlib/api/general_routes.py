@@ -1,0 +1,88 @@
+"""What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget everything."""
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from atroposlib.api import wire
+from atroposlib.api.events import status_events
+from atroposlib.api.group_checks import as_json
+from atroposlib.api.http import large_reply, reply, service_of
+from atroposlib.api.openapi import describe
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+router = APIRouter()
+legacy_router = APIRouter()  # a GET that changes state
+
+
+@router.get("/", **describe(wire.Message))
+async def root() -> Response:
+    """Say what this is."""
+    return reply(wire.Message("AtroposLib API"))
+
+
+@router.get("/health", **describe(wire.Outcome))
+async def health() -> Response:
+    """Whether the server answers."""
+    return reply(wire.Outcome("ok"))
+
+
+@router.get("/ready", **describe(wire.Outcome))
+async def ready(request: Request) -> Response:
+    """Whether groups are taken; 503 with the reason while the journal cannot be written."""
+    error = service_of(request).journal_error
+    return reply(wire.Outcome("ok")) if error is None else reply(wire.Outcome("failure", error), 503)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """Figures for Prometheus."""
+    service_of(request).hear_silence()
+    return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
+async def events(request: Request, interval: float = Query(1.0, ge=0.1, le=60.0)) -> StreamingResponse:
+    """Server-sent events: queue, rates and scores every `interval` seconds, until the client goes away."""
+    stream = status_events(service_of(request), interval)
+    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+@router.get("/wandb_info", **describe(wire.WandbInfo))
+async def wandb_info(request: Request) -> Response:
+    """The tracking group and project of the run."""
+    run = service_of(request).state.queue.registration
+    return reply(wire.WandbInfo(run.wandb_group, run.wandb_project) if run else wire.WandbInfo(None, None))
+
+
+@router.get("/info", **describe(wire.Info))
+async def info(request: Request) -> Response:
+    """Batch size in sequences and the longest sequence in tokens."""
+    run = service_of(request).state.queue.registration
+    return reply(wire.Info(run.batch_size, run.max_token_len) if run else wire.Info(-1, -1))
+
+
+@router.get("/status", **describe(wire.Status))
+async def status(request: Request) -> Response:
+    """Delivered batches and waiting groups."""
+    return reply(service_of(request).state.queue.status())
+
+
+@router.get("/latest_example", **describe(wire.ScoredData))
+async def latest_example(request: Request) -> Response:
+    """The group that came last; empty lists before any."""
+    latest = service_of(request).latest
+    if latest is None:
+        return reply(wire.NO_EXAMPLE)
+    return await large_reply(request, as_json(latest.data) if latest.packed else latest.data)
+
+
+@router.post("/reset_data", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+@legacy_router.get("/reset_data", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def reset_data(request: Request) -> Response:
+    """Forget everything: groups, registrations, evaluations, steps."""
+    await service_of(request).reset()
+    request.app.state.said.clear()
+    log.warning("All data was reset on request of %s", request.client.host if request.client else "a local peer")
+    return Response("Reset successful", media_type="text/plain")

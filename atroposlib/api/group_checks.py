@@ -1,0 +1,165 @@
+"""What only the values of a group tell: lengths that must agree, finite numbers, ids in the vocabulary; and the bytes that are stored.
+
+A group is decoded once, to be checked. What is stored are the bytes of its fields as they came, spliced into an item of fourteen keys
+(nulls included) in the format in which it was posted; /batch splices items into batches.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from atroposlib.api.decoding import BodyDecoder, Location, RefusedBody, refuse_non_finite, shown
+from atroposlib.api.wire import PostedData, ScoredData
+
+NULL = {False: b"null", True: b"\xc0"}  # JSON, MessagePack
+_ITEM = [name for name in ScoredData.__struct_fields__ if name != "policy_versions"]
+
+
+def _raw_item(packed: bool, versions: bool) -> type[msgspec.Struct]:
+    fields = [(name, msgspec.Raw, msgspec.Raw(NULL[packed])) for name in _ITEM]
+    return msgspec.defstruct("Item", fields + ([("policy_versions", msgspec.Raw, msgspec.Raw(NULL[packed]))] if versions else []))
+
+
+_CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
+_SPLICERS = {
+    (packed, versions): _CODEC[packed].Decoder(_raw_item(packed, versions)).decode for packed in (False, True) for versions in (False, True)
+}
+_LIST_SPLICERS = {packed: _CODEC[packed].Decoder(list[msgspec.Raw]).decode for packed in (False, True)}
+_group: BodyDecoder[PostedData] = BodyDecoder(PostedData)
+_groups: BodyDecoder[list[PostedData]] = BodyDecoder(list[PostedData])
+
+
+def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
+    """A posted group, and its bytes. Raises RefusedBody (422)."""
+    if packed:
+        return _group.unpack(body), body
+    data, verbatim = _group.decode_verbatim(body)
+    return data, body if verbatim else msgspec.json.encode(data)
+
+
+def read_groups(body: bytes, packed: bool) -> list[tuple[PostedData, bytes]]:
+    """The groups of a posted list, and the bytes of each. Raises RefusedBody (422)."""
+    groups, verbatim = (_groups.unpack(body), True) if packed else _groups.decode_verbatim(body)
+    if not verbatim:
+        return [(data, msgspec.json.encode(data)) for data in groups]
+    return list(zip(groups, (bytes(raw) for raw in _LIST_SPLICERS[packed](body)), strict=True))
+
+
+def item_bytes(data: PostedData, body: bytes, packed: bool) -> bytes:
+    """The item that a trainer gets, from a checked group and its bytes."""
+    item = _SPLICERS[packed, data.policy_versions is not msgspec.UNSET](body)
+    return bytes(_CODEC[packed].encode(item))
+
+
+def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
+    """The item with `group_overrides.staleness_weight`."""
+    codec = _CODEC[packed]
+    content = codec.decode(item)
+    content["group_overrides"] = (content["group_overrides"] or {}) | {"staleness_weight": weight}
+    return bytes(codec.encode(content))
+
+
+def as_json(item: bytes) -> bytes:
+    """A MessagePack item as JSON."""
+    return msgspec.json.encode(msgspec.msgpack.decode(item))
+
+
+def check_group(data: PostedData, *, packed: bool, max_sequences: int, vocab_size: int | None) -> list[str]:
+    """Raises RefusedBody (422) for what no trainer can use; returns warnings about lengths that clients are known to get wrong."""
+    count = len(data.tokens)
+    if count == 0:
+        raise RefusedBody(422, "a group needs at least one sequence", location=("tokens",), value="[]")
+    if count > max_sequences:
+        raise RefusedBody(422, f"a group of {count} sequences; at most {max_sequences} are taken (--max-sequences)", location=("tokens",))
+    _same_count("masks", data.masks, count)
+    _same_count("scores", data.scores, count)
+    lengths = [len(sequence) for sequence in data.tokens]
+    _same_lengths("masks", data.masks, lengths)
+    for name, values in (("ref_logprobs", data.ref_logprobs), ("inference_logprobs", data.inference_logprobs)):
+        if values:  # environments send [] for "none"
+            _same_count(name, values, count)
+            _same_lengths(name, values, lengths)
+    if data.policy_versions is None:
+        data.policy_versions = msgspec.UNSET
+    elif data.policy_versions is not msgspec.UNSET:
+        _same_count("policy_versions", data.policy_versions, count)
+    _check_messages(data.messages or [])
+    if vocab_size is not None:
+        _check_ids(data, vocab_size)
+    if packed:  # JSON cannot say what is refused here
+        _check_numbers(data)
+    return list(_suspicions(data, lengths))
+
+
+def _same_count(name: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise RefusedBody(422, f"{len(values)} entries for {count} sequences in tokens", location=(name,), kind="unequal_lengths")
+
+
+def _same_lengths(name: str, values: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
+    for index, (inner, length) in enumerate(zip(values, lengths, strict=True)):
+        if len(inner) != length:
+            raise RefusedBody(
+                422, f"{len(inner)} entries for the {length} tokens of this sequence", location=(name, index), kind="unequal_lengths"
+            )
+
+
+def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
+    for index, conversation in enumerate(conversations):
+        for position, message in enumerate(conversation):
+            if "role" not in message or "content" not in message:
+                raise RefusedBody(
+                    422, "Message must have 'role' and 'content' fields", location=("messages", index, position), value=shown(message)
+                )
+
+
+def _check_ids(data: ScoredData, vocab_size: int) -> None:
+    for index, sequence in enumerate(data.tokens):
+        for wrong in (min(sequence, default=0), max(sequence, default=0)):
+            if not 0 <= wrong < vocab_size:
+                where: Location = ("tokens", index, sequence.index(wrong))
+                raise RefusedBody(422, f"{wrong} is not an id of the vocabulary of {vocab_size}", location=where, value=str(wrong))
+
+
+def _check_numbers(data: ScoredData) -> None:
+    """Nothing that JSON has no word for: NaN and infinity anywhere, bytes and the like in free-form fields."""
+    rows = [data.scores, *(data.advantages or []), *(data.ref_logprobs or []), *(data.inference_logprobs or [])]
+    rows += [top for sequence in data.distill_logprobs or [] for top in sequence]
+    if not all(math.isfinite(sum(row)) for row in rows):  # a sum may overflow, so look closer
+        refuse_non_finite(msgspec.to_builtins(data))
+    for name in ("messages", "generation_params", "overrides", "group_overrides", "images"):
+        try:
+            tree = getattr(data, name)
+            msgspec.json.encode(tree)
+        except (TypeError, OverflowError, ValueError, RecursionError) as error:
+            raise RefusedBody(422, f"{name} has a value that JSON cannot say: {error}", location=(name,)) from None
+        refuse_non_finite({name: tree})
+        _refuse_bytes(name, tree)
+
+
+def _refuse_bytes(name: str, tree: Any) -> None:
+    open_nodes = [tree]
+    while open_nodes:
+        node = open_nodes.pop()
+        if isinstance(node, dict):
+            open_nodes += [*node, *node.values()]
+        elif isinstance(node, list):
+            open_nodes += node
+        elif not isinstance(node, (str, int, float, type(None))):
+            raise RefusedBody(422, f"{name} holds {type(node).__name__}, which JSON cannot say", location=(name,))
+
+
+def _suspicions(data: ScoredData, lengths: Sequence[int]) -> Iterator[str]:
+    """Optional fields that do not agree with tokens: passed on, since trainers may not read them."""
+    if data.advantages and [len(inner) for inner in data.advantages] != lengths:
+        yield "advantages do not have one value a token"
+    for name, values in (
+        ("messages", data.messages),
+        ("overrides", data.overrides),
+        ("distill_token_ids", data.distill_token_ids),
+        ("distill_logprobs", data.distill_logprobs),
+    ):
+        if values and len(values) != len(lengths):
+            yield f"{name} do not have one entry a sequence"

@@ -1,0 +1,37 @@
+"""Who gave a sign of life when. Pure: the clock is the caller's. Every question costs time in the number of newly silent ones."""
+
+from collections import OrderedDict
+
+
+class Liveness:
+    """Peers that are silent once `timeout_s` seconds have passed without a sign."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard: OrderedDict[int, float] = OrderedDict()  # peer -> when last, oldest first
+        self._silent: set[int] = set()
+
+    def heard(self, peer: int, now: float) -> bool:
+        """Note a sign of life; whether the peer was silent before."""
+        self._heard[peer] = now
+        self._heard.move_to_end(peer)
+        was_silent = peer in self._silent
+        self._silent.discard(peer)
+        return was_silent
+
+    def newly_silent(self, now: float) -> list[int]:
+        """Peers that have become silent since the last call."""
+        found: list[int] = []
+        while self._heard and now - next(iter(self._heard.values())) > self._timeout_s:
+            found.append(self._heard.popitem(last=False)[0])
+        self._silent.update(found)
+        return found
+
+    def is_silent(self, peer: int) -> bool:
+        """Whether it was told as silent and has given no sign since."""
+        return peer in self._silent
+
+    def clear(self) -> None:
+        """Forget everyone."""
+        self._heard.clear()
+        self._silent.clear()

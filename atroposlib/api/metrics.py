@@ -1,0 +1,90 @@
+"""/metrics for Prometheus: the service's figures as they are when asked for, and how long posts take."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.service import RolloutService
+
+POST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+TIMED_PATHS = frozenset({"/scored_data", "/scored_data_list"})
+
+
+class ServiceCollector(Collector):
+    """Reads the figures of a service."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric but the histogram."""
+        figures, queue = self._service.figures, self._service.state.queue
+        for name, text, total in (
+            ("groups_posted", "Groups accepted", figures.groups),
+            ("sequences_posted", "Sequences accepted", figures.sequences),
+            ("tokens_posted", "Tokens accepted", figures.tokens),
+            ("posts_repeated", "Posts answered from their idempotency key", figures.repeated_posts),
+            ("batches_delivered", "Batches delivered, redeliveries included", figures.batches),
+            ("batches_redelivered", "Batches delivered again", figures.redelivered),
+            ("batches_acknowledged", "Leases acknowledged", figures.acknowledged),
+            ("sequences_delivered", "Sequences delivered", figures.sequences_delivered),
+            ("groups_forgotten", "Groups of another run that were forgotten", figures.forgotten),
+        ):
+            yield CounterMetricFamily(f"atropos_{name}", text, value=total)
+        stale = CounterMetricFamily("atropos_stale_groups", "Groups above --max-staleness", labels=["action"])
+        stale.add_metric(["dropped"], figures.stale_dropped)
+        stale.add_metric(["down-weighted"], figures.stale_down_weighted)
+        yield stale
+        refused = CounterMetricFamily("atropos_refused", "Replies of 400 and above", labels=["status"])
+        for status, count in sorted(figures.refused.items()):
+            refused.add_metric([str(status)], count)
+        yield refused
+        for name, text, value in (
+            ("queued_groups", "Groups that wait", queue.status().queue_size),
+            ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
+            ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
+            ("environments", "Environments that count", sum(environment.counts for environment in queue.environments)),
+            ("current_step", "Batches delivered to this trainer, from its starting step", queue.current_step),
+            ("policy_version", "Policy version that the trainer last reported; -1 without", self._service.state.policy_version),
+            ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
+        ):
+            yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if value is None else value)
+
+
+class Metrics:
+    """The registry of one app."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(ServiceCollector(service))
+        self.post_seconds = Histogram(
+            "atropos_post_seconds", "Seconds to receive and store a post", buckets=POST_SECONDS, registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class Measured:
+    """ASGI middleware: counts refusals and times posts."""
+
+    def __init__(self, app: ASGIApp, service: RolloutService, metrics: Metrics) -> None:
+        self._app = app
+        self._service = service
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self._service.figures.refused[message["status"]] += 1
+            await send(message)
+
+        if scope["type"] == "http" and scope["path"] in TIMED_PATHS:
+            with self._metrics.post_seconds.time():
+                await self._app(scope, receive, counting)
+        else:
+            await self._app(scope, receive, counting)

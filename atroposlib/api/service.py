@@ -1,0 +1,401 @@
+"""The running API: decides changes on the state, has them journalled, applies them, and keeps the bytes of the groups.
+
+    routes ──▶ RolloutService ──change, bytes──▶ Journal (thread) ──on disk──▶ RolloutState.apply ──▶ reply
+
+All of it but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of the journal; without
+a journal at once. Deliveries are decided one at a time; posts go on meanwhile. When a write fails nothing has changed.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from atroposlib.api import changes
+from atroposlib.api.changes import Change, PostedGroup, Rollout, decode_change, encode_change
+from atroposlib.api.figures import Figures
+from atroposlib.api.journal import Body, Journal, JournalError
+from atroposlib.api.leases import Lease
+from atroposlib.api.liveness import Liveness
+from atroposlib.api.queue import Environment, NotRegistered
+from atroposlib.api.selection import Group
+from atroposlib.api.settings import ApiSettings
+from atroposlib.api.staleness import weight
+from atroposlib.api.state import REFUSALS, RolloutState
+from atroposlib.api.wire import Acknowledged, EnvRegistration, EnvStatus, Evaluation, Registration
+from atroposlib.logs import get_logger
+
+COMPACT_FROM = 20_000  # changes since the last snapshot
+RETRY_AFTER_S = 2
+UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
+
+log = get_logger(__name__)
+Content = tuple[bytes, bool, float]  # a group's bytes, whether they are MessagePack, its staleness weight
+
+
+class QueueFull(Exception):
+    """The queue holds as much as it may; try again later."""
+
+
+class NotTheTrainer(Exception):
+    """Another trainer has registered since."""
+
+
+class RolloutService:
+    """See the module's head. `clock` is in seconds. Raises JournalError when the journal cannot be replayed."""
+
+    def __init__(self, settings: ApiSettings, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.journal = journal
+        self.state = RolloutState()
+        self.figures = Figures()
+        self.latest: Body | None = None
+        self.held_bytes = 0
+        self.journal_error: str | None = None
+        self._clock = clock
+        self._bodies: dict[int, Body] = {}
+        self._posting: dict[str, asyncio.Future[Any]] = {}
+        self._unwritten_groups = 0
+        self._deciding = asyncio.Lock()
+        self._environments = Liveness(settings.env_timeout_s)
+        self._trainers = Liveness(settings.trainer_timeout_s)
+        self._number = self._applied = self._since_snapshot = 0
+        if journal is None:
+            self.state.apply(changes.Founded(_instance()))
+        else:
+            self._replay(journal)
+        self._next_id = self.state.next_id
+
+    async def close(self) -> None:
+        """Leave a compact journal behind."""
+        if self.journal is not None:
+            if self._since_snapshot:
+                self._compact(self.journal)
+            await asyncio.to_thread(self.journal.close)
+
+    # --- trainer ----------------------------------------------------------------------------------------------------------
+
+    async def register(self, registration: Registration) -> tuple[int, int]:
+        """The trainer's uuid, and how many groups of another run were forgotten."""
+        trainer = secrets.randbelow(UUID_LIMIT - 1) + 1
+        async with self._deciding:
+            forgotten = await self._commit(changes.TrainerRegistered(registration, trainer))
+        self.figures.forgotten += forgotten
+        self._hear_trainer(trainer)
+        return trainer, forgotten
+
+    async def pop(self) -> list[Content] | None:
+        """The next batch, gone from here on; None: not yet. Raises NotRegistered."""
+        async with self._deciding:
+            await self._before_delivery()
+            delivery = self.state.next_delivery()
+            if delivery is None:
+                return None
+            change, groups = delivery
+            contents = self._contents(groups)
+            await self._commit(change)
+        self._count_delivery(groups)
+        return contents
+
+    async def lease(self, trainer: int, holding: Sequence[int]) -> tuple[Lease[Rollout], list[Content]] | None:
+        """The next batch, kept until it is acknowledged; None: not yet.
+
+        One that the trainer was given and does not name in `holding` is given again. Raises NotRegistered, NotTheTrainer.
+        """
+        async with self._deciding:
+            self._expect_trainer(trainer)
+            await self._reclaim(trainer)
+            await self._before_delivery()
+            lease = self.state.leases.lost_in_transit(trainer, holding)
+            if lease is None:
+                delivery = self.state.next_delivery(trainer)
+                if delivery is None:
+                    return None
+                lease = await self._commit(delivery[0])
+                self._count_delivery(lease.groups)
+                self.figures.redelivered += isinstance(delivery[0], changes.LeasesTaken)
+            return lease, self._contents(lease.groups)
+
+    async def acknowledge(self, trainer: int, leases: Sequence[int]) -> Acknowledged:
+        """The trainer is done with these. Raises NotRegistered, NotTheTrainer."""
+        async with self._deciding:
+            self._expect_trainer(trainer)
+            await self._reclaim(trainer)
+            known = self.state.leases.known_to(trainer, leases)
+            if known:
+                await self._commit(changes.LeasesAcknowledged(known))
+        self.figures.acknowledged += len(known)
+        return Acknowledged("success", len(known), [lease for lease in leases if lease not in known])
+
+    async def trainer_heartbeat(self, trainer: int) -> None:
+        """The trainer lives. Raises NotRegistered, NotTheTrainer."""
+        async with self._deciding:
+            self._expect_trainer(trainer)
+            await self._reclaim(trainer)
+
+    async def report_step(self, step: int, policy_version: int) -> None:
+        """The trainer finished `step`; vLLM serves `policy_version`."""
+        await self._commit(changes.TrainerReported(step, policy_version))
+
+    def _expect_trainer(self, trainer: int) -> None:
+        if self.state.queue.registration is None:
+            raise NotRegistered
+        if trainer != self.state.trainer:
+            raise NotTheTrainer(f"trainer {trainer} is not the one registered here: another has taken over its batches")
+
+    async def _reclaim(self, trainer: int) -> None:
+        self._hear_trainer(trainer)
+        if returned := self.state.leases.reclaimable(trainer):
+            log.info("The trainer is back: it keeps %d batch(es)", len(returned))
+            await self._commit(changes.LeasesTaken(returned, trainer))
+
+    def _hear_trainer(self, trainer: int) -> None:
+        self._trainers.heard(trainer, self._clock())
+
+    async def _before_delivery(self) -> None:
+        """Whatever has to happen first: environments let in, batches of a silent trainer returned, stale groups dropped."""
+        if self.state.queue.registration is None:
+            raise NotRegistered
+        self.hear_silence()
+        if not self.state.queue.started:
+            await self._commit(changes.TrainerPolled())
+        if self._trainers.is_silent(self.state.trainer) and (held := self.state.leases.held()):
+            log.warning("The trainer gave no sign of life for %.0f s: %d batch(es) wait again", self.settings.trainer_timeout_s, len(held))
+            await self._commit(changes.LeasesReturned([lease.lease_id for lease in held]))
+        limit = self.settings.max_staleness
+        if limit is not None and self.settings.stale_groups == "drop" and (stale := self.state.stale(limit)):
+            dropped = await self._commit(changes.GroupsDropped(stale))
+            self.figures.stale_dropped += len(dropped)
+            log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
+
+    def _count_delivery(self, groups: Sequence[Group[Rollout]]) -> None:
+        self.figures.batches += 1
+        self.figures.groups_delivered += len(groups)
+        self.figures.sequences_delivered += sum(group.sequences for group in groups)
+
+    # --- environments -------------------------------------------------------------------------------------------------------
+
+    async def join(self, request: EnvRegistration) -> Environment | None:
+        """The new environment; None while no trainer has polled."""
+        if not self.state.queue.started:
+            return None
+        environment: Environment | None = await self._commit(changes.EnvironmentJoined(request))
+        if environment is not None:
+            self.hear_environment(environment.env_id)
+        return environment
+
+    async def leave(self, env_id: int) -> Environment:
+        """Take an environment out. Raises UnknownEnvironment."""
+        environment = self.state.queue.environment(env_id)
+        await self._commit(changes.EnvironmentLeft(env_id))
+        return environment
+
+    def hear_environment(self, env_id: int | None) -> None:
+        """A sign of life; of an unknown environment it means nothing."""
+        if env_id is not None and 0 <= env_id < len(self.state.queue.environments) and self._environments.heard(env_id, self._clock()):
+            log.info("Environment %s is back", self.state.queue.environment(env_id).name)
+            self.state.queue.set_silent(env_id, False)
+
+    def hear_silence(self) -> None:
+        """Let the claims of environments lapse that gave no sign of life for too long."""
+        now = self._clock()
+        self._trainers.newly_silent(now)
+        for env_id in self._environments.newly_silent(now):
+            environment = self.state.queue.environment(env_id)
+            if environment.connected:
+                log.warning(
+                    "Environment %s gave no sign of life for %.0f s: its minimum and weight lapse until it does",
+                    environment.name,
+                    self.settings.env_timeout_s,
+                )
+            self.state.queue.set_silent(env_id, True)
+
+    def env_status(self, env_id: int) -> EnvStatus:
+        """The queue as the environment sees it. Raises UnknownEnvironment."""
+        self.hear_environment(env_id)
+        self.hear_silence()
+        return self.state.queue.env_status(env_id)
+
+    async def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Keep a result. Raises UnknownEnvironment."""
+        self.state.queue.environment(evaluation.env_id)
+        self.hear_environment(evaluation.env_id)
+        await self._commit(changes.EvaluationPosted(evaluation))
+
+    # --- groups -------------------------------------------------------------------------------------------------------------
+
+    async def post(self, groups: Sequence[PostedGroup], contents: Sequence[tuple[bytes, bool]], key: str | None) -> list[int | None]:
+        """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the first post.
+
+        Raises QueueFull, JournalError, GroupTooLarge.
+        """
+        if key is not None:
+            if (answer := self.state.answer_to(key)) is not None:
+                self.figures.repeated_posts += 1
+                return answer
+            if key in self._posting:
+                return list(await asyncio.shield(self._posting[key]))
+        self._expect_room(groups, contents)
+        first = self._next_id
+        self._next_id += len(groups)
+        bodies = [Body(first + index, data, packed) for index, (data, packed) in enumerate(contents)]
+        posting = self._submit(changes.GroupsPosted(first, list(groups), key), bodies)
+        if key is None:
+            return list(await posting)
+        self._posting[key] = posting
+        try:
+            return list(await asyncio.shield(posting))
+        finally:
+            self._posting.pop(key, None)
+
+    def _expect_room(self, groups: Sequence[PostedGroup], contents: Sequence[tuple[bytes, bool]]) -> None:
+        limits = self.settings
+        waiting = len(self._bodies) + self._unwritten_groups
+        if waiting + len(groups) > limits.max_queued_groups:
+            raise QueueFull(f"{waiting} groups wait, at most {limits.max_queued_groups} may; post again when the trainer has taken some")
+        if self.held_bytes + sum(len(data) for data, _ in contents) > limits.max_queued_bytes:
+            raise QueueFull(
+                f"the groups that wait hold {self.held_bytes} bytes, at most {limits.max_queued_bytes} may; "
+                "post again when the trainer has taken some"
+            )
+
+    def _contents(self, groups: Sequence[Group[Rollout]]) -> list[Content]:
+        found = []
+        for group in groups:
+            body = self._bodies[group.record.id]
+            found.append((body.data, body.packed, self._weight(group.record)))
+            self.figures.stale_down_weighted += found[-1][2] < 1
+        return found
+
+    def _weight(self, rollout: Rollout) -> float:
+        limit, version = self.settings.max_staleness, self.state.policy_version
+        if limit is None or rollout.version is None or version is None or self.settings.stale_groups == "drop":
+            return 1.0
+        return weight(max(0, version - rollout.version), limit)
+
+    async def reset(self) -> None:
+        """Forget everything."""
+        async with self._deciding:
+            await self._commit(changes.Founded(_instance()))
+        self.latest = None
+        self._environments.clear()
+        self._trainers.clear()
+
+    # --- changes ------------------------------------------------------------------------------------------------------------
+
+    async def _commit(self, change: Change) -> Any:
+        return await self._submit(change)
+
+    def _submit(self, change: Change, bodies: Sequence[Body] = ()) -> asyncio.Future[Any]:
+        """What `apply` returns once the change is on disk. Raises JournalError or one of REFUSALS."""
+        loop = asyncio.get_running_loop()
+        applied: asyncio.Future[Any] = loop.create_future()
+        self._number += 1
+        number = self._number
+        self._unwritten_groups += len(bodies)
+
+        def done(error: JournalError | None) -> None:
+            loop.call_soon_threadsafe(self._written, number, change, bodies, applied, error)
+
+        if self.journal is None:
+            self._written(number, change, bodies, applied, None)
+        else:
+            self.journal.write(number, encode_change(change), bodies, done)
+        return applied
+
+    def _written(
+        self, number: int, change: Change, bodies: Sequence[Body], applied: asyncio.Future[Any], error: JournalError | None
+    ) -> None:
+        """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
+        self._unwritten_groups -= len(bodies)
+        self._note_journal(error)
+        try:
+            if error is not None:
+                raise error
+            result = self._apply(change, bodies)
+        except Exception as failure:  # whoever awaits it answers for it
+            if not applied.cancelled():
+                applied.set_exception(failure)
+        else:
+            if not applied.cancelled():
+                applied.set_result(result)
+        self._applied = number
+        self._since_snapshot += 1
+        if self.journal is not None and self._since_snapshot > max(COMPACT_FROM, 4 * len(self._bodies)):
+            self._compact(self.journal)
+
+    def _apply(self, change: Change, bodies: Sequence[Body]) -> Any:
+        self._keep(bodies)
+        try:
+            return self.state.apply(change)
+        finally:
+            self._let_go(self.state.take_gone())
+            if bodies and bodies[-1].id in self._bodies:
+                self.latest = bodies[-1]
+
+    def _keep(self, bodies: Sequence[Body]) -> None:
+        for body in bodies:
+            self._bodies[body.id] = body
+            self.held_bytes += len(body.data)
+
+    def _let_go(self, gone: Sequence[int]) -> None:
+        for identity in gone:
+            self.held_bytes -= len(self._bodies.pop(identity).data)
+        if self.journal is not None:
+            self.journal.forget(gone)
+
+    def _note_journal(self, error: JournalError | None) -> None:
+        if error is not None and self.journal_error is None:
+            log.error("Refusing what changes the state: %s", error)
+        elif error is None and self.journal_error is not None:
+            log.info("The journal can be written again")
+        self.journal_error = None if error is None else str(error)
+
+    # --- journal ------------------------------------------------------------------------------------------------------------
+
+    def _replay(self, journal: Journal) -> None:
+        start = time.monotonic()
+        for number, encoded in journal.changes():
+            change = decode_change(encoded)
+            try:
+                self.state.apply(change)
+            except REFUSALS:
+                pass  # it was refused when it was made, too
+            self.state.take_gone()
+            self._number = self._applied = number
+            self._since_snapshot += 1
+        if not self._number:
+            self._number = self._applied = 1
+            founded = changes.Founded(_instance())
+            self.state.apply(founded)
+            journal.write(1, encode_change(founded), (), self._log_failure)
+        needed = {rollout.id for rollout in self.state.rollouts()}
+        self._keep([body for body in journal.bodies() if body.id in needed])
+        if missing := needed - self._bodies.keys():
+            raise JournalError(f"--journal {journal.path} is damaged: {len(missing)} groups have no body; {journal.remedy}")
+        journal.keep_only(needed)
+        self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
+        for environment in self.state.queue.environments:
+            self.hear_environment(environment.env_id)
+        self._hear_trainer(self.state.trainer)
+        log.info(
+            "Journal %s: %d groups, %d environments, step %d, replayed in %.2f s",
+            journal.path,
+            len(self._bodies),
+            len(self.state.queue.environments),
+            self.state.queue.current_step,
+            time.monotonic() - start,
+        )
+
+    def _compact(self, journal: Journal) -> None:
+        self._since_snapshot = 0
+        journal.write(self._applied, encode_change(self.state.snapshot()), (), self._log_failure, replaces=True)
+
+    def _log_failure(self, error: JournalError | None) -> None:
+        if error is not None:
+            log.warning("%s", error)
+
+
+def _instance() -> str:
+    return secrets.token_hex(8)

@@ -1,0 +1,21 @@
+"""What an API is told at its start: limits, patience, who may use it. `run-api` fills it from flags; `create_app` takes it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings:
+    """Bytes, groups and seconds; None is no limit."""
+
+    token: str | None = None  # bearer token of every request but /health and /ready
+    legacy_gets: bool = True  # GET /batch and GET /reset_data, which change state
+    max_body_bytes: int = 512 * 2**20  # of one request, as sent and decompressed
+    max_queued_groups: int = 200_000
+    max_queued_bytes: int = 16 * 2**30
+    max_sequences: int = 65_536  # of one group
+    vocab_size: int | None = None  # token ids are below it; a trainer may register it too
+    env_timeout_s: float = 120.0  # without a sign of life from an environment
+    trainer_timeout_s: float = 120.0  # without a sign of life from a trainer that holds batches
+    max_staleness: int | None = None  # policy versions
+    stale_groups: Literal["drop", "down-weight"] = "drop"

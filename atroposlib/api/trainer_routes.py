@@ -1,0 +1,126 @@
+"""What a trainer asks for: register, batches (popped, or leased and acknowledged), steps, evaluations."""
+
+from collections.abc import Sequence
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from atroposlib.api import wire
+from atroposlib.api.decoding import BodyDecoder
+from atroposlib.api.group_checks import as_json, with_weight
+from atroposlib.api.http import MSGPACK, accepts_packed, large_reply, read_body, reply, say_once, service_of
+from atroposlib.api.openapi import describe
+from atroposlib.api.queue import NotRegistered
+from atroposlib.api.service import Content
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+router = APIRouter()
+legacy_router = APIRouter()  # a GET that changes state
+
+NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+_registration = BodyDecoder(wire.Registration)
+_lease_request = BodyDecoder(wire.LeaseRequest)
+_acknowledgement = BodyDecoder(wire.Acknowledgement)
+_trainer_step = BodyDecoder(wire.TrainerStep)
+
+
+@router.post("/register", **describe(wire.Registered, body=wire.Registration))
+async def register(request: Request) -> Response:
+    """Register a trainer.
+
+    Takes effect each time: the latest batch size and steps hold. Batches that a trainer before it leased and did not acknowledge wait
+    again. Groups stay, unless they belong to another run.
+    """
+    registration = _registration.decode(await read_body(request))
+    service = service_of(request)
+    trainer, forgotten = await service.register(registration)
+    log.info("Trainer registered: batch_size=%d sequences, starting_step=%d", registration.batch_size, registration.starting_step)
+    if forgotten:
+        log.warning("Forgot %d groups of the run before, which this trainer does not go on with", forgotten)
+    too_big = {size: count for size, count in service.state.queue.queued_sizes().items() if size > registration.batch_size}
+    if too_big:
+        log.warning(
+            "Waiting groups do not fit into batch_size=%d (size: groups %s); they stay until a larger batch is registered or /reset_data",
+            registration.batch_size,
+            too_big,
+        )
+    return reply(wire.Registered(trainer))
+
+
+@legacy_router.get("/batch", **describe(content={"batch": "array of items, or null"}))
+async def batch(request: Request) -> Response:
+    """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none yet.
+
+    Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions` if it was posted.
+    Before any registration the reply is an error with an empty batch. What is sent is forgotten: see /batch/lease.
+    """
+    service = service_of(request)
+    try:
+        contents = await service.pop()
+    except NotRegistered:
+        return reply(NOT_REGISTERED)
+    if contents is None:
+        say_once(request, service.state.queue.obstacle())
+        return reply({"batch": None})
+    log.info("Sending batch %d of %d groups", service.state.queue.current_step, len(contents))
+    return await _batch_reply(request, contents, {})
+
+
+@router.post(
+    "/batch/lease", **describe(content={"batch": "array of items, or null", "lease": "its lease, or null"}, body=wire.LeaseRequest)
+)
+async def lease_batch(request: Request) -> Response:
+    """As GET /batch, but the batch is kept until /batch/ack names its `lease`.
+
+    It is given again to this trainer when `holding` does not name it, and to the next trainer when this one is replaced or falls silent.
+    409 when another trainer has registered.
+    """
+    body = _lease_request.decode(await read_body(request))
+    service = service_of(request)
+    try:
+        leased = await service.lease(body.trainer, body.holding)
+    except NotRegistered:
+        return reply(NOT_REGISTERED)
+    if leased is None:
+        say_once(request, service.state.queue.obstacle())
+        return reply({"batch": None, "lease": None})
+    lease, contents = leased
+    log.info("Lending batch %d of %d groups, lease %d", service.state.queue.current_step, len(contents), lease.lease_id)
+    return await _batch_reply(request, contents, {"lease": lease.lease_id})
+
+
+@router.post("/batch/ack", **describe(wire.Acknowledged, body=wire.Acknowledgement))
+async def acknowledge(request: Request) -> Response:
+    """The trainer is done with these leases; their batches are forgotten. Repeating it is harmless."""
+    body = _acknowledgement.decode(await read_body(request))
+    try:
+        return reply(await service_of(request).acknowledge(body.trainer, body.leases))
+    except NotRegistered:
+        return reply(wire.Acknowledged("error", 0, body.leases))
+
+
+@router.post("/trainer-step", **describe(wire.Outcome, body=wire.TrainerStep))
+async def trainer_step(request: Request) -> Response:
+    """Tell environments which step is finished and which policy version vLLM serves from now on."""
+    report = _trainer_step.decode(await read_body(request))
+    await service_of(request).report_step(report.step, report.policy_version)
+    return reply(wire.Outcome("success"))
+
+
+@router.get("/evaluations", **describe(wire.Evaluations))
+async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**53)) -> Response:
+    """Results of a policy version, and which environments announced one and still owe it."""
+    service_of(request).hear_silence()
+    return reply(service_of(request).state.queue.evaluations(policy_version))
+
+
+async def _batch_reply(request: Request, contents: Sequence[Content], extra: dict[str, int]) -> Response:
+    """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
+    weighted = [(data if weight == 1 else with_weight(data, packed, weight), packed) for data, packed, weight in contents]
+    if accepts_packed(request) and all(packed for _, packed in weighted):
+        items = [msgspec.Raw(data) for data, _ in weighted]
+        return await large_reply(request, msgspec.msgpack.encode({"batch": items} | extra), MSGPACK)
+    items = [msgspec.Raw(as_json(data) if packed else data) for data, packed in weighted]
+    return await large_reply(request, msgspec.json.encode({"batch": items} | extra))
