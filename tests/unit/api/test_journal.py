@@ -1,0 +1,237 @@
+"""The journal through the API: what survives a restart, and what a bad file or a full disk does."""
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from atroposlib.api import service
+from atroposlib.api.journal import Journal, JournalError
+from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
+from tests.unit.api.support import group, marks, register, register_env, registration
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "groups.db"
+
+
+def api(path: Path, **settings: Any) -> TestClient:
+    return TestClient(create_app(ApiSettings(**settings), journal=path))
+
+
+def lease(client: TestClient, trainer: int, *holding: int) -> tuple[int | None, list[int] | None]:
+    reply = client.post("/batch/lease", json={"trainer": trainer, "holding": list(holding)}).json()
+    return reply["lease"], None if reply["batch"] is None else [item["tokens"][0][0] for item in reply["batch"]]
+
+
+def crashed(path: Path) -> Path:
+    """The files as a process that is killed leaves them, under another name."""
+    copy = path.with_name("crashed.db")
+    for suffix in ("", "-wal"):
+        if (source := Path(f"{path}{suffix}")).exists():
+            Path(f"{copy}{suffix}").write_bytes(source.read_bytes())
+    return copy
+
+
+@pytest.mark.parametrize("end", [crashed, lambda path: path], ids=["killed", "ended"])
+def test_everything_is_as_it_was_after_a_restart(path: Path, end: Callable[[Path], Path]) -> None:
+    with api(path) as client:
+        register(client, batch_size=8, starting_step=3)
+        env_id = register_env(client, group_size=4, min_batch_allocation=0.25)
+        uuid = client.post("/register", json=registration(8, starting_step=4)).json()["uuid"]
+        client.get("/batch")
+        client.post("/scored_data_list", json=[group(4, mark, policy_versions=[[mark, mark]] * 4) for mark in range(9)])
+        client.post("/scored_data", json=group(3, 9, env_id=env_id))
+        assert marks(client) is None  # the environment has a minimum and nothing queued
+        client.post("/disconnect-env", json={"env_id": env_id})
+        assert marks(client) == [0, 1]
+        assert [lease(client, uuid), lease(client, uuid, 1)] == [(1, [2, 3]), (2, [4, 5])]
+        client.post("/batch/ack", json={"trainer": uuid, "leases": [1]})
+        client.post("/trainer-step", json={"step": 5, "policy_version": 6})
+        client.post("/evaluation", json={"env_id": env_id, "policy_version": 5, "accuracy": 0.5})
+        paths = ["/status", "/info", "/wandb_info", f"/status-env?env_id={env_id}", "/evaluations?policy_version=5"]
+        before = {path: client.get(path).json() for path in paths}
+        path = end(path) if end is crashed else path
+    with api(path) as client:
+        assert {path: client.get(path).json() for path in before} == before
+        assert lease(client, uuid, 2) == (3, [6, 7])
+        assert client.post("/scored_data", json=group(1, 10, env_id=env_id)).json() == {"status": "buffered", "buffer_size": 0}
+        assert client.post("/batch/ack", json={"trainer": uuid, "leases": [2, 3]}).json()["acknowledged"] == 2
+        assert [lease(client, uuid), lease(client, uuid, 4)] == [(4, [8, 9, 10]), (None, None)]
+
+
+def test_a_post_repeated_after_a_restart_is_stored_once(path: Path) -> None:
+    key = {"Idempotency-Key": "a"}
+    with api(path) as client:
+        register(client, batch_size=4)
+        env_id = register_env(client, group_size=8)
+        first = client.post("/scored_data", json=group(3, env_id=env_id), headers=key).json()
+    with api(path) as client:
+        assert client.post("/scored_data", json=group(3, env_id=env_id), headers=key).json() == first
+        assert client.post("/scored_data", json=group(3, env_id=env_id)).json()["buffer_size"] == 6
+
+
+def test_packed_and_plain_groups_come_back_as_they_were(path: Path) -> None:
+    import msgspec
+
+    full = group(4, 7, scores=[0.1, -1e300, 2.5e-8, 0.0], messages=[[{"role": "user", "content": "ü"}]] * 4)
+    with api(path) as client:
+        register(client, batch_size=8)
+        client.post("/scored_data", content=msgspec.msgpack.encode(full), headers={"Content-Type": "application/msgpack"})
+        client.post("/scored_data", json=full)
+    with api(path) as client:
+        batch = client.get("/batch").json()["batch"]
+    assert [{name: item[name] for name in full} for item in batch] == [full, full]
+
+
+def test_what_left_is_removed_and_the_journal_is_compacted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "COMPACT_FROM", 10)
+    with api(path) as client:
+        register(client, batch_size=4)
+        for mark in range(40):
+            client.post("/scored_data", json=group(4, mark))
+            assert marks(client) == [mark]
+        client.post("/scored_data", json=group(4, 40))
+    journal = Journal(path)
+    assert [body.id for body in journal.bodies()] == [41]
+    assert len(list(journal.changes())) == 1
+    journal.close()
+
+
+def test_a_reset_is_kept_too(path: Path) -> None:
+    with api(path) as client:
+        register(client)
+        client.post("/scored_data", json=group(8))
+        client.get("/reset_data")
+    with api(path) as client:
+        assert client.get("/info").json()["batch_size"] == -1 and client.get("/status").json()["queue_size"] == 0
+
+
+# --- failures -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_refuses_with_507_changes_nothing_and_goes_on_when_there_is_room(path: Path) -> None:
+    with api(path) as client:
+        register(client, batch_size=4)
+        assert client.post("/scored_data", json=group(4, 1)).status_code == 200
+        database = client.app.state.service.journal._db  # type: ignore[attr-defined]
+        pages = database.execute("PRAGMA page_count").fetchone()[0]
+        database.execute(f"PRAGMA max_page_count={pages + 1}")
+        large = group(4, 2, messages=[[{"role": "user", "content": "x" * 200_000}]] * 4)
+        reply = client.post("/scored_data", json=large, headers={"Idempotency-Key": "a"})
+        assert reply.status_code == 507 and "free space" in reply.json()["detail"]
+        assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+        assert client.get("/status").json()["queue_size"] == 1
+        database.execute("PRAGMA max_page_count=1000000")
+        assert client.post("/scored_data", json=large, headers={"Idempotency-Key": "a"}).status_code == 200
+        assert client.get("/ready").status_code == 200
+    with api(path) as client:
+        assert [marks(client), marks(client), marks(client)] == [[1], [2], None]
+
+
+def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
+    journal = Journal(path)
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={pages + 2}")
+    outcomes: dict[int, JournalError | None] = {}
+    for number, size in ((1, 100), (2, 1_000_000), (3, 100)):
+        journal.write(number, b"x" * size, (), lambda error, number=number: outcomes.update({number: error}))  # type: ignore[misc]
+    journal.close()
+    assert {number: error is None for number, error in outcomes.items()} == {1: True, 2: False, 3: True}
+    again = Journal(path)
+    assert [number for number, _ in again.changes()] == [1, 3]
+    again.close()
+
+
+def test_two_apis_cannot_share_a_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atroposlib.api.journal.LOCK_TIMEOUT_S", 0.1)
+    with api(path), pytest.raises(JournalError, match="in use by another batching API; end it, or give this one a path of its own"):
+        create_app(journal=path)
+
+
+def damage_header(path: Path) -> None:
+    path.write_bytes(b"\0" * 200 + path.read_bytes()[200:])
+
+
+def damage_group(path: Path) -> None:
+    content = path.read_bytes()
+    at = content.index(b"[[77,")
+    path.write_bytes(content[:at] + b"[[78," + content[at + 5 :])
+
+
+def damage_structure(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for page in range(16_384, len(content), 16_384):
+        content[page : page + 64] = b"\xee" * 64
+    path.write_bytes(content)
+
+
+def lose_a_group(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM bodies")
+    database.close()
+
+
+@pytest.mark.parametrize("damage", [damage_header, damage_group, damage_structure, lose_a_group])
+def test_a_damaged_journal_is_named_with_the_remedy_and_left_alone(path: Path, damage: Callable[[Path], None]) -> None:
+    with api(path) as client:
+        register(client)
+        client.post("/scored_data", content=b'{"tokens":[[77,1]],"masks":[[77,1]],"scores":[1]}')
+    damage(path)
+    before = path.read_bytes()
+    with pytest.raises(JournalError) as error:
+        create_app(journal=path)
+    assert "is damaged" in str(error.value) and f"mv {path}" in str(error.value) and "\n" not in str(error.value)
+    assert path.read_bytes() == before
+
+
+def test_a_database_of_another_kind_is_not_written_to(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE mine (x)")
+    database.close()
+    with pytest.raises(JournalError, match="another kind"):
+        create_app(journal=path)
+
+
+def test_a_journal_where_none_can_be_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(JournalError, match="does not exist; create it"):
+        create_app(journal=tmp_path / "no" / "groups.db")
+    with pytest.raises(JournalError, match="cannot be used|cannot be opened"):
+        create_app(journal=tmp_path)
+
+
+def test_a_write_that_was_cut_off_is_as_if_it_had_not_been(path: Path) -> None:
+    with api(path) as client:
+        register(client, batch_size=4)
+        client.post("/scored_data", json=group(4, 1))
+        whole = crashed(path)
+        client.post("/scored_data", json=group(4, 2))
+        torn = crashed(path)
+        wal = Path(f"{torn}-wal")
+        wal.write_bytes(wal.read_bytes()[:-5000])
+    assert whole == torn
+    with api(torn) as client:
+        assert [marks(client), marks(client)] == [[1], None]
+
+
+def test_posts_that_wait_together_share_a_transaction(path: Path) -> None:
+    app = create_app(journal=path)
+    running = app.state.service
+    commits: list[int] = []
+    commit = running.journal._commit
+    running.journal._commit = lambda together: (commits.append(len(together)), commit(together))
+
+    async def post_many() -> None:
+        from atroposlib.api.changes import PostedGroup
+
+        await asyncio.gather(*(running.post([PostedGroup(4, None, None)], [(b"{}", False)], None) for _ in range(100)))
+        await running.close()
+
+    asyncio.run(post_many())
+    assert sum(commits) >= 100 and len(commits) <= 20
