@@ -1,23 +1,30 @@
 """The trainer's side of the batching API: register, fetch batches, report steps, read evaluations. Synchronous, with deadlines.
 
-Every request has a 10 s timeout. An API that is down is waited for, up to `patience_s`; one that was restarted has forgotten its
-trainer and is registered with again, from the step the trainer has reached.
+    register ──▶ fetch_batch (leased) ──▶ train ──▶ checkpoint ──▶ acknowledge
+
+A batch that is not acknowledged is given to the next trainer of this run, so that one that resumes from a checkpoint trains on what
+came after it. Every request has a 10 s timeout. An API that is down is waited for, up to `patience_s`; one that was restarted without
+a journal has forgotten its trainer and is registered with again, from the step the trainer has reached. An API without leases (the
+archived ancestor's) gives batches for good.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import orjson
 import requests
 
 from atroposlib.logs import get_logger, waiting
 from example_trainer.errors import TrainerError
+from example_trainer.heartbeat import Heartbeat
 
 HTTP_TIMEOUT_S = 10.0
 POLL_FIRST_S = 0.05
 POLL_LAST_S = 1.0
 REMINDER_S = 60.0
+MSGPACK = "application/msgpack"
 
 log = get_logger(__name__)
 
@@ -30,34 +37,57 @@ class _Unreachable(Exception):
     """No usable answer this time; worth another try."""
 
 
+class _NotFound(ApiError):
+    """The API has no such route."""
+
+
 class ApiClient:
     """One trainer's session with the batching API. `registration` is the body of /register without `starting_step`."""
 
-    def __init__(self, url: str, registration: dict[str, Any], *, patience_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        url: str,
+        registration: dict[str, Any],
+        *,
+        patience_s: float,
+        token: str | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.url = url.rstrip("/")
         self._registration = dict(registration)
         self._patience_s = patience_s
         self._sleep = sleep
-        self._session = requests.Session()
-        self._session.trust_env = False  # a proxy of the environment does not reach loopback
+        self._token = token
+        self._session = self._new_session()
         self._progress: tuple[int, int] | None = None  # step and policy version last reported
+        self._trainer = 0  # what /register answered
+        self._leases = True  # whether the API has them, as far as is known
+        self._holding: list[int] = []  # leases of batches that are not acknowledged
+        self._heartbeat = Heartbeat(self._beat)
 
     def wait_until_up(self) -> None:
         """Return when GET /info answers. Raises ApiError after `patience_s` seconds."""
         self._patiently("GET", "/info", what="the batching API")
 
-    def register(self, starting_step: int) -> None:
-        """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps already done."""
-        self._registration["starting_step"] = starting_step
-        self._patiently("POST", "/register", self._registration, what="registration")
+    def register(self, starting_step: int, **run: Any) -> None:
+        """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps already done.
+
+        `run` is more to register, such as the run's name.
+        """
+        self._registration |= {"starting_step": starting_step, **run}
+        self._trainer = self._patiently("POST", "/register", self._registration, what="registration").get("uuid", 0)
+        self._holding = []
 
     def fetch_batch(self, timeout_s: float) -> list[dict[str, Any]]:
-        """The next batch, polled for with growing pauses. Raises ApiError after `timeout_s` seconds without one."""
+        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`.
+
+        Raises ApiError after `timeout_s` seconds without one.
+        """
         start = time.monotonic()
         reminder, pause = start + REMINDER_S, POLL_FIRST_S
         with waiting(log, "a batch", peer=self.url, deadline_s=timeout_s):
             while True:
-                reply = self._patiently("GET", "/batch", what="a batch")
+                reply = self._next_batch()
                 if reply.get("status") == "error":
                     log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.get("message"))
                     self._register_again()
@@ -75,6 +105,12 @@ class ApiClient:
                     reminder += REMINDER_S
                 self._sleep(pause)
                 pause = min(pause * 1.5, POLL_LAST_S)
+
+    def acknowledge(self) -> None:
+        """Every batch fetched so far is trained on, and where that is needed in a checkpoint: the API may forget it."""
+        if self._holding:
+            self._patiently("POST", "/batch/ack", {"trainer": self._trainer, "leases": self._holding}, what="the acknowledgement")
+            self._holding = []
 
     def report_step(self, step: int, policy_version: int) -> None:
         """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""
@@ -106,7 +142,40 @@ class ApiClient:
 
     def close(self) -> None:
         """Drop the connection."""
+        self._heartbeat.stop()
         self._session.close()
+
+    def _next_batch(self) -> dict[str, Any]:
+        """The reply to a request for a lease, or, from an API that has none, to GET /batch."""
+        if self._leases:
+            try:
+                reply = self._patiently("POST", "/batch/lease", {"trainer": self._trainer, "holding": self._holding}, what="a batch")
+            except _NotFound:
+                reply = {}
+            if "batch" in reply:
+                if reply.get("lease") is not None:
+                    self._holding.append(reply["lease"])
+                    self._heartbeat.start()
+                return reply
+            log.info("The batching API at %s has no leases: its batches are taken for good", self.url)
+            self._leases = False
+        return self._patiently("GET", "/batch", what="a batch")
+
+    def _beat(self) -> None:
+        """One sign of life. Nobody waits for it, and the next request tells what is wrong."""
+        try:
+            with self._new_session() as session:
+                session.post(f"{self.url}/heartbeat", json={"trainer": self._trainer}, timeout=HTTP_TIMEOUT_S)
+        except requests.RequestException as error:
+            log.debug("No sign of life reached %s: %s", self.url, error)
+
+    def _new_session(self) -> requests.Session:
+        session = requests.Session()
+        session.trust_env = False  # a proxy of the environment does not reach loopback
+        session.headers["Accept"] = f"{MSGPACK}, application/json"
+        if self._token is not None:
+            session.headers["Authorization"] = f"Bearer {self._token}"
+        return session
 
     def _evaluations(self, policy_version: int) -> tuple[list[dict[str, Any]], list[str]]:
         reply = self._patiently("GET", f"/evaluations?policy_version={policy_version}", what="evaluations")
@@ -149,11 +218,18 @@ class ApiClient:
             raise ApiError(f"--atropos-url {self.url} cannot be used: {_reason(error)}") from error
         if reply.status_code >= 500:
             raise _Unreachable(f"HTTP {reply.status_code}")
+        if reply.status_code in (404, 405):
+            raise _NotFound(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}; is --atropos-url the batching API?")
+        if reply.status_code == 401:
+            raise ApiError(f"the batching API at {self.url} wants its token: set ATROPOS_API_TOKEN, or --atropos-token")
+        if reply.status_code == 409:
+            raise ApiError(f"another trainer has registered with the batching API at {self.url} and has taken over; end one of the two")
         if reply.status_code >= 400:
             raise ApiError(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}: {reply.text[:300]}")
         try:
-            content = orjson.loads(reply.content)
-        except orjson.JSONDecodeError as error:
+            packed = reply.headers.get("Content-Type", "").startswith(MSGPACK)
+            content = msgspec.msgpack.decode(reply.content) if packed else orjson.loads(reply.content)
+        except (orjson.JSONDecodeError, msgspec.DecodeError) as error:
             raise ApiError(f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})") from error
         if not isinstance(content, dict):
             raise ApiError(

@@ -125,6 +125,9 @@ def _advantages(item: Item, scores: NDArray[np.float64], where: str, divide_by_s
     for index, override in enumerate(item.get("overrides") or []):
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
+    staleness_weight = (item.get("group_overrides") or {}).get("staleness_weight")
+    if staleness_weight is not None:  # an API that was told to down-weight groups of old policies
+        rows = [row * np.float32(staleness_weight) for row in rows]
     return rows if any(row.any() for row in rows) else None
 
 

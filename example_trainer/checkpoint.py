@@ -18,8 +18,9 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,12 @@ class CheckpointError(TrainerError):
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, the policy version they led to, optimizer updates among them."""
+    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to the batching API."""
 
     step: int = 0
     policy_version: int = 0
     updates: int = 0
+    run: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,12 @@ class TrainerConfig(Config):
 
     # --- services ----------------------------------------------------------------------------------------------------
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://.+", description="the batching API")
+    atropos_token: SecretStr | None = Field(None, description="the API's token", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
+    ack_after: Literal["checkpoint", "step"] = Field(
+        "checkpoint",
+        description="when a batch is acknowledged: after the checkpoint that contains its step, so that a resumed run gets it again, "
+        "or after its step; without checkpoints the two are one",
+    )
     api_timeout: float = Field(120.0, gt=0, description="seconds to wait for the batching API to come up, or back")
     fetch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch")
     eval_deadline: float = Field(300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits")

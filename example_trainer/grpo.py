@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
@@ -57,11 +57,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
     settings = loss_settings(config)
 
     with contextlib.ExitStack() as resources:
-        api = resources.enter_context(
-            contextlib.closing(
-                ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout, sleep=partial(sleep_beside, bridge))
-            )
-        )
+        api = resources.enter_context(contextlib.closing(connect_api(config, bridge)))
         api.wait_until_up()
         log.info("Loading %s in float32 on %s", source, device)
         resources.enter_context(contextlib.closing(bridge))
@@ -79,7 +75,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
-        api.register(starting_step=progress.step)
+        api.register(starting_step=progress.step, run=progress.run)
         api.report_step(progress.step, progress.policy_version)
 
         proven = False
@@ -97,7 +93,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             )
             differentiated = time.monotonic()
 
-            progress = Progress(step, progress.policy_version + 1, progress.updates + (figures is not None))
+            updates = progress.updates + (figures is not None)
+            progress = replace(progress, step=step, policy_version=progress.policy_version + 1, updates=updates)
             sync = bridge.sync(progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler))
             serves_it = sync.policy_version == progress.policy_version
             if serves_it and not proven:
@@ -126,8 +123,19 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             if config.checkpoint_interval and step % config.checkpoint_interval == 0:
                 log.info("Writing checkpoint %s%d to %s", form.step_prefix, step, config.save_path)
                 checkpoints.save(progress, model, tokenizer, optimizer)
+                api.acknowledge()
+            elif config.ack_after == "step" or not config.checkpoint_interval:
+                api.acknowledge()
         log.info("Writing the trained model to %s", config.save_path)
         print(f"Trained model: {save_final_model(config.save_path, model, tokenizer, form)}", flush=True)
+        api.acknowledge()
+
+
+def connect_api(config: TrainerConfig, bridge: WeightBridge) -> ApiClient:
+    """A client of the batching API that stops waiting for batches when vLLM is gone."""
+    token = None if config.atropos_token is None else config.atropos_token.get_secret_value()
+    sleep = partial(sleep_beside, bridge)
+    return ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout, token=token, sleep=sleep)
 
 
 def keep_weights() -> None:

@@ -1,7 +1,7 @@
 """/events: queue, rates and scores as server-sent events, one every few seconds, for people who watch a run.
 
-    event: status
-    data: {"current_step": 7, "queue_size": 12, "groups_per_s": 3.5, "tokens_per_s": 4100.0, "score_mean": 0.62, ...}
+event: status
+data: {"current_step": 7, "queue_size": 12, "groups_per_s": 3.5, "tokens_per_s": 4100.0, "score_mean": 0.62, ...}
 """
 
 import asyncio
@@ -20,8 +20,9 @@ async def status_events(service: RolloutService, interval_s: float) -> AsyncIter
     before, then = copy.copy(service.figures), time.monotonic()
     while True:
         now = time.monotonic()
-        yield b"event: status\ndata: " + msgspec.json.encode(summary(service, before, now - then)) + b"\n\n"
+        told = msgspec.json.encode(summary(service, before, now - then))
         before, then = copy.copy(service.figures), now
+        yield b"event: status\ndata: " + told + b"\n\n"
         await asyncio.sleep(interval_s)
 
 

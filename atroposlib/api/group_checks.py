@@ -144,7 +144,9 @@ def _refuse_bytes(name: str, tree: Any) -> None:
     while open_nodes:
         node = open_nodes.pop()
         if isinstance(node, dict):
-            open_nodes += [*node, *node.values()]
+            if not all(isinstance(key, str) for key in node):
+                raise RefusedBody(422, f"{name} holds a key that is no string, which JSON cannot say", location=(name,))
+            open_nodes += node.values()
         elif isinstance(node, list):
             open_nodes += node
         elif not isinstance(node, (str, int, float, type(None))):

@@ -114,35 +114,6 @@ class BatchQueue(Generic[R]):
         self.instance = ""  # tells environments whether they are still known; given by the owner
         self.reset()
 
-    def dump(self) -> QueueDump[R]:
-        """The state; shares nothing that changes later."""
-        return QueueDump(
-            registration=self.registration,
-            environments=[(environment.request, environment.connected) for environment in self.environments],
-            current_step=self.current_step,
-            started=self.started,
-            progress=self._progress,
-            arrivals=self._arrivals,
-            overtakers=list(self._overtakers),
-            waiting=sorted(self._lanes),
-            buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
-            evaluations=list(self._evaluations.values()),
-        )
-
-    def load(self, dump: QueueDump[R]) -> None:
-        """Take over a dumped state in place of the present one."""
-        self.reset()
-        self.registration = dump.registration
-        for request, connected in dump.environments:
-            self._add_environment(request).connected = connected
-        self.current_step, self.started = dump.current_step, dump.started
-        self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
-        self._lanes = Lanes(dump.waiting)
-        for group in dump.buffered:
-            assert group.env_id is not None
-            self._buffers.setdefault(group.env_id, _Buffer()).add(group)
-        self._evaluations = {(evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations}
-
     def reset(self) -> None:
         """Forget everything: groups, registrations, evaluations, steps."""
         self.registration: Registration | None = None
@@ -395,6 +366,37 @@ class BatchQueue(Generic[R]):
             if environment.counts and environment.env_id not in posted and environment.announced(policy_version, num_steps)
         ]
         return Evaluations(results, pending)
+
+    # --- across a restart ------------------------------------------------------------------------------------------------------
+
+    def dump(self) -> QueueDump[R]:
+        """The state; shares nothing that changes later."""
+        return QueueDump(
+            registration=self.registration,
+            environments=[(environment.request, environment.connected) for environment in self.environments],
+            current_step=self.current_step,
+            started=self.started,
+            progress=self._progress,
+            arrivals=self._arrivals,
+            overtakers=list(self._overtakers),
+            waiting=sorted(self._lanes),
+            buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
+            evaluations=list(self._evaluations.values()),
+        )
+
+    def load(self, dump: QueueDump[R]) -> None:
+        """Take over a dumped state in place of the present one."""
+        self.reset()
+        self.registration = dump.registration
+        for request, connected in dump.environments:
+            self._add_environment(request).connected = connected
+        self.current_step, self.started = dump.current_step, dump.started
+        self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
+        self._lanes = Lanes(dump.waiting)
+        for group in dump.buffered:
+            assert group.env_id is not None
+            self._buffers.setdefault(group.env_id, _Buffer()).add(group)
+        self._evaluations = {(evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations}
 
 
 def is_same_run(before: Registration, after: Registration) -> bool:

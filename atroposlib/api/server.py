@@ -11,7 +11,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from atroposlib.api import environment_routes, general_routes, trainer_routes
-from atroposlib.api.auth import RequireToken
+from atroposlib.api.auth import RefusePages, RequireToken
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
 from atroposlib.api.metrics import Measured, Metrics
@@ -43,6 +43,7 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
         app.add_exception_handler(kind, handler)
     if settings.token is not None:
         app.add_middleware(RequireToken, token=settings.token)
+    app.add_middleware(RefusePages)
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app

@@ -50,9 +50,9 @@ class RolloutState:
             case changes.LeasesTaken():
                 return self._on_leases_taken(change)
             case changes.LeasesReturned():
-                return self._wait_again(self.leases.give_back(change.leases), step=True)
+                self._wait_again(self.leases.give_back(change.leases), step=True)
             case changes.LeasesAcknowledged():
-                return self._on_acknowledged(change)
+                self._on_acknowledged(change)
             case changes.GroupsDropped():
                 return self._on_dropped(change)
             case changes.TrainerRegistered():

@@ -1,7 +1,9 @@
 """The environment's side of the batching API: one request a method, errors sorted by what can be done about them.
 
-ApiUnreachable   no usable reply: ask again later
-ApiRefused       a 4xx: the same request would be refused again
+ApiUnreachable   no usable reply, or "not now" (429: the queue is full, 507: the disk is): ask again later
+ApiRefused       any other 4xx: the same request would be refused again
+
+Groups travel as MessagePack to an API that reads it, else as JSON, compressed where that makes them smaller.
 """
 
 import gzip
@@ -10,17 +12,20 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import msgspec
+import numpy as np
 import orjson
 from pydantic import BaseModel, Field
 
 REQUEST_TIMEOUT_S = 30.0
 COMPRESS_FROM_BYTES = 1024
+MSGPACK = "application/msgpack"
 # What the API says until a trainer has registered and asked for its first batch.
 WAIT_FOR_TRAINER = "wait for trainer to start"
 
 
 class ApiUnreachable(Exception):
-    """No connection, no reply in time, or a 5xx."""
+    """No connection, no reply in time, a 5xx, or a 429: the same request may succeed later."""
 
 
 class ApiRefused(Exception):
@@ -63,8 +68,10 @@ class EnvStatus(BaseModel):
 class BatchingApiClient:
     """Connections to the API at `url`; close it when done. Every request is bounded by 30 s."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         self.url = url.rstrip("/")
+        self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        self._reads_msgpack = False  # said by the API when this environment joins
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "BatchingApiClient":
@@ -108,29 +115,34 @@ class BatchingApiClient:
         reply = await self._request("GET", "/wandb_info")
         return reply.get("group"), reply.get("project")
 
-    async def post_groups(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Hand over one group, or several at once."""
+    async def post_groups(self, groups: Sequence[Mapping[str, Any]], key: str | None = None) -> dict[str, Any]:
+        """Hand over one group, or several at once. However often it is repeated with the same `key`, the groups are stored once."""
         if len(groups) == 1:
-            return await self._request("POST", "/scored_data", groups[0])
-        return await self._request("POST", "/scored_data_list", list(groups))
+            return await self._request("POST", "/scored_data", groups[0], key=key)
+        return await self._request("POST", "/scored_data_list", list(groups), key=key)
 
     async def post_evaluation(self, evaluation: Mapping[str, Any]) -> None:
         """Report an evaluation: env_id, policy_version, accuracy, metrics."""
         await self._request("POST", "/evaluation", evaluation)
 
-    async def _request(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        content, headers = _encoded(body)
+    async def _request(self, method: str, path: str, body: Any = None, *, key: str | None = None) -> dict[str, Any]:
+        groups = path in ("/scored_data", "/scored_data_list")
+        content, headers = _packed(body) if groups and self._reads_msgpack else _encoded(body)
+        headers = headers | self._headers | ({} if key is None else {"Idempotency-Key": key})
         if self._session is None:
             # A proxy of the surroundings does not reach loopback, so the environment's proxy variables are left aside.
             self._session = aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
         try:
             async with self._session.request(method, self.url + path, data=content, headers=headers) as reply:
                 text = await reply.read()
+                self._reads_msgpack = self._reads_msgpack or MSGPACK in reply.headers.get("Accept-Post", "")
         except aiohttp.InvalidURL as error:
             raise ApiRefused(f"{self.url} is not an address; correct --env.rollout_server_url", 400) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiUnreachable(f"{self.url}{path}: {error or f'no reply within {REQUEST_TIMEOUT_S:.0f} s'}") from error
-        if reply.status >= 500:
+        if reply.status == 401:
+            raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
+        if reply.status >= 500 or reply.status == 429:
             raise ApiUnreachable(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}")
         if reply.status >= 400:
             raise ApiRefused(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", reply.status)
@@ -148,6 +160,17 @@ def _encoded(body: Any) -> tuple[bytes | None, dict[str, str]]:
         if len(packed) < len(content):
             return packed, headers | {"Content-Encoding": "gzip"}
     return content, headers
+
+
+def _packed(body: Any) -> tuple[bytes, dict[str, str]]:
+    return msgspec.msgpack.encode(body, enc_hook=_plain), {"Content-Type": MSGPACK}
+
+
+def _plain(value: Any) -> Any:
+    """An array as lists, a NumPy number as Python's."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} cannot be sent to the batching API")
 
 
 def _object(text: bytes, url: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ seconds, and registers again. Rollouts that finish meanwhile wait here to be pos
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -89,7 +90,8 @@ class ApiLink:
 
     async def post_groups(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API stays away."""
-        await self._persistently(lambda: self.client.post_groups([body | {"env_id": self.env_id} for body in bodies]), "groups")
+        key = uuid.uuid4().hex  # of all tries together
+        await self._persistently(lambda: self.client.post_groups([body | {"env_id": self.env_id} for body in bodies], key), "groups")
 
     async def post_evaluation(self, policy_version: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
         """Report an evaluation; the last one is reported again to an API that was restarted."""

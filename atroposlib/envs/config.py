@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
 
@@ -40,6 +40,7 @@ class BaseEnvConfig(BaseModel):
     )
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
+    rollout_server_token: SecretStr | None = Field(default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
     total_steps: int = Field(default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those.")
     wandb_name: str | None = Field(default=None, description="Name of this environment; its class's name if unset.")
     num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")

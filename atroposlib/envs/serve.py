@@ -37,7 +37,8 @@ async def serve(env: BaseEnv) -> None:
 
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
-    async with BatchingApiClient(env.config.rollout_server_url) as client:
+    token = env.config.rollout_server_token
+    async with BatchingApiClient(env.config.rollout_server_url, None if token is None else token.get_secret_value()) as client:
         loop = ServeLoop(env, client)
         try:
             await loop.start_up()

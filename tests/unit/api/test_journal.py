@@ -225,7 +225,12 @@ def test_posts_that_wait_together_share_a_transaction(path: Path) -> None:
     running = app.state.service
     commits: list[int] = []
     commit = running.journal._commit
-    running.journal._commit = lambda together: (commits.append(len(together)), commit(together))
+
+    def counting(together: list[Any]) -> None:
+        commits.append(len(together))
+        commit(together)
+
+    running.journal._commit = counting
 
     async def post_many() -> None:
         from atroposlib.api.changes import PostedGroup

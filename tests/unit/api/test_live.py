@@ -1,0 +1,262 @@
+"""Leases over HTTP, signs of life, staleness, metrics and events."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from atroposlib.api.events import status_events
+from atroposlib.api.server import create_app
+from atroposlib.api.service import RolloutService
+from atroposlib.api.settings import ApiSettings
+from atroposlib.api.staleness import weight
+from tests.unit.api.support import ITEM_KEYS, group, marks, register, register_env, registration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def api(**settings: Any) -> tuple[TestClient, Clock]:
+    app = create_app(ApiSettings(env_timeout_s=60, trainer_timeout_s=60, **settings))
+    clock = app.state.service._clock = Clock()
+    return TestClient(app), clock
+
+
+@pytest.fixture
+def leased() -> Iterator[tuple[TestClient, Clock, int]]:
+    """A client of an API with four groups for two batches, and its trainer's uuid."""
+    client, clock = api()
+    trainer = client.post("/register", json=registration(8)).json()["uuid"]
+    client.post("/scored_data_list", json=[group(4, mark) for mark in range(4)])
+    yield client, clock, trainer
+
+
+def lease(client: TestClient, trainer: int, *holding: int) -> tuple[int | None, list[int] | None]:
+    reply = client.post("/batch/lease", json={"trainer": trainer, "holding": list(holding)}).json()
+    return reply["lease"], None if reply["batch"] is None else [item["tokens"][0][0] for item in reply["batch"]]
+
+
+# --- leases -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_without_a_trainer_is_answered_as_batch_is(client: TestClient) -> None:
+    assert client.post("/batch/lease", json={"trainer": 1}).json() == client.get("/batch").json()
+
+
+def test_a_leased_item_is_as_any_other(leased: tuple[TestClient, Clock, int]) -> None:
+    client, _, trainer = leased
+    reply = client.post("/batch/lease", json={"trainer": trainer}).json()
+    assert list(reply) == ["batch", "lease"] and list(reply["batch"][0]) == ITEM_KEYS
+
+
+def test_batches_are_lent_once_and_forgotten_when_acknowledged(leased: tuple[TestClient, Clock, int]) -> None:
+    client, _, trainer = leased
+    assert [lease(client, trainer), lease(client, trainer, 1), lease(client, trainer, 1, 2)] == [(1, [0, 1]), (2, [2, 3]), (None, None)]
+    acknowledgement = {"trainer": trainer, "leases": [1, 7]}
+    assert client.post("/batch/ack", json=acknowledgement).json() == {"status": "success", "acknowledged": 1, "unknown": [7]}
+    assert client.post("/batch/ack", json=acknowledgement).json() == {"status": "success", "acknowledged": 0, "unknown": [1, 7]}
+    assert "atropos_held_bytes 0.0" not in client.get("/metrics").text
+    client.post("/batch/ack", json={"trainer": trainer, "leases": [2]})
+    assert "atropos_held_bytes 0.0" in client.get("/metrics").text
+
+
+def test_a_batch_that_the_trainer_does_not_name_is_given_again(leased: tuple[TestClient, Clock, int]) -> None:
+    client, _, trainer = leased
+    assert [lease(client, trainer), lease(client, trainer)] == [(1, [0, 1])] * 2
+    assert client.get("/status").json()["current_step"] == 1
+
+
+def test_a_new_trainer_gets_what_the_old_one_held_and_the_old_one_nothing_more(leased: tuple[TestClient, Clock, int]) -> None:
+    client, _, old = leased
+    lease(client, old), lease(client, old, 1)
+    client.post("/batch/ack", json={"trainer": old, "leases": [1]})
+    new = client.post("/register", json=registration(8, starting_step=1)).json()["uuid"]
+    for path, more in (("/batch/lease", {}), ("/batch/ack", {"leases": [2]}), ("/heartbeat", {})):
+        assert client.post(path, json={"trainer": old, **more}).status_code == 409
+    assert [lease(client, new), lease(client, new, 2)] == [(2, [2, 3]), (None, None)]
+
+
+def test_a_silent_trainers_batch_goes_to_whoever_asks(leased: tuple[TestClient, Clock, int]) -> None:
+    client, clock, trainer = leased
+    lease(client, trainer)
+    clock.now = 59
+    assert marks(client) == [2, 3]
+    clock.now = 61
+    assert [marks(client), marks(client)] == [[0, 1], None]
+    assert client.post("/batch/ack", json={"trainer": trainer, "leases": [1]}).json()["unknown"] == [1]
+
+
+def test_a_trainer_that_speaks_up_in_time_keeps_its_batch(leased: tuple[TestClient, Clock, int]) -> None:
+    client, clock, trainer = leased
+    lease(client, trainer)
+    clock.now = 61
+    assert marks(client) == [0, 1], "the first that waits again"
+    client.post("/scored_data_list", json=[group(4, 4), group(4, 5)])
+    assert lease(client, trainer) == (2, [2, 3])
+    clock.now = 122
+    client.app.state.service.hear_silence()  # type: ignore[attr-defined]
+    assert client.post("/heartbeat", json={"trainer": trainer}).json() == {"status": "success"}
+    assert [marks(client), marks(client)] == [[4, 5], None]
+
+
+# --- environments -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_environments_minimum_weight_and_evaluation_lapse_until_it_is_back() -> None:
+    client, clock = api()
+    register(client, batch_size=4)
+    silent = register_env(client, group_size=4, min_batch_allocation=0.5, steps_per_eval=1)
+    lively = register_env(client, group_size=4)
+    client.post("/scored_data", json=group(4, 1, env_id=lively))
+    assert marks(client) is None
+    clock.now = 59
+    assert client.get(f"/status-env?env_id={lively}").json()["env_weight"] == 0.5
+    assert client.get("/evaluations?policy_version=1").json()["pending"] == ["math_0"]
+    clock.now = 61
+    status = client.get(f"/status-env?env_id={lively}").json()
+    assert (status["env_weight"], status["unallocated_fraction"]) == (1.0, 1.0)
+    assert client.get("/evaluations?policy_version=1").json()["pending"] == []
+    assert marks(client) == [1]
+    assert client.post("/heartbeat", json={"env_id": silent}).json() == {"status": "success"}
+    assert client.get(f"/status-env?env_id={lively}").json()["unallocated_fraction"] == 0.5
+
+
+@pytest.mark.parametrize("sign", ["status", "post", "evaluation", "heartbeat"])
+def test_whatever_an_environment_does_is_a_sign_of_life(sign: str) -> None:
+    client, clock = api()
+    register(client)
+    env_id = register_env(client)
+    clock.now = 50
+    {
+        "status": lambda: client.get(f"/status-env?env_id={env_id}"),
+        "post": lambda: client.post("/scored_data", json=group(4, env_id=env_id)),
+        "evaluation": lambda: client.post("/evaluation", json={"env_id": env_id, "policy_version": 1}),
+        "heartbeat": lambda: client.post("/heartbeat", json={"env_id": env_id}),
+    }[sign]()
+    clock.now = 100
+    client.get("/metrics")
+    assert client.app.state.service.state.queue.environment(env_id).counts  # type: ignore[attr-defined]
+
+
+def test_unknown_peers_are_told_so_by_their_heartbeat(client: TestClient) -> None:
+    assert client.post("/heartbeat", json={"env_id": 3}).status_code == 404
+    assert client.post("/heartbeat", json={"trainer": 3}).json()["status"] == "failure"
+    assert client.post("/heartbeat", json={}).json() == {"status": "success"}
+
+
+def test_the_instance_changes_only_when_environments_are_forgotten(client: TestClient) -> None:
+    def instance() -> str:
+        register(client)
+        found: str = client.get(f"/status-env?env_id={register_env(client)}").json()["instance"]
+        return found
+
+    first, second = instance(), instance()
+    client.get("/reset_data")
+    assert first == second != instance()
+
+
+# --- staleness --------------------------------------------------------------------------------------------------------------
+
+
+def stale_api(**settings: Any) -> TestClient:
+    """An API at policy version 5 with one group of each version 0 to 5, and one without."""
+    client, _ = api(max_staleness=2, **settings)
+    register(client, batch_size=4)
+    client.post("/scored_data", json=group(4, 9))
+    client.post("/scored_data_list", json=[group(4, mark, policy_versions=[[mark, 5], [5, 5], [5, 5], [5, 5]]) for mark in range(6)])
+    client.post("/trainer-step", json={"step": 5, "policy_version": 5})
+    return client
+
+
+def test_groups_above_the_staleness_limit_are_dropped_and_counted() -> None:
+    client = stale_api()
+    assert [marks(client) for _ in range(5)] == [[9], [3], [4], [5], None]
+    assert 'atropos_stale_groups_total{action="dropped"} 3.0' in client.get("/metrics").text
+
+
+def test_or_they_are_weighted_down() -> None:
+    client = stale_api(stale_groups="down-weight")
+    batches = [client.get("/batch").json()["batch"][0] for _ in range(7)]
+    assert [batch["group_overrides"] for batch in batches] == [
+        None,
+        {"staleness_weight": 0.5},
+        {"staleness_weight": 0.6},
+        {"staleness_weight": 0.75},
+        None,
+        None,
+        None,
+    ]
+    assert 'atropos_stale_groups_total{action="down-weighted"} 3.0' in client.get("/metrics").text
+
+
+def test_a_weight_falls_with_age_from_one() -> None:
+    assert [weight(staleness, 1) for staleness in range(4)] == [1.0, 1.0, 2 / 3, 0.5]
+    assert weight(3, 0) == 0.25
+
+
+# --- repeated posts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["header", "body"])
+def test_a_repeated_post_is_answered_alike_and_stored_once(client: TestClient, form: str) -> None:
+    register(client)
+    env_id = register_env(client, group_size=8)
+    body = group(3, env_id=env_id) | ({"idempotency_key": "a"} if form == "body" else {})
+    headers = {"Idempotency-Key": "a"} if form == "header" else {}
+    replies = [client.post("/scored_data", json=body, headers=headers).json() for _ in range(3)]
+    assert replies == [{"status": "buffered", "buffer_size": 3}] * 3
+    lists = [client.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "b"}).json() for _ in range(2)]
+    assert lists == [{"status": "received", "groups_processed": 2}] * 2
+    assert client.get("/status").json()["queue_size"] == 2
+    assert "idempotency_key" not in client.get("/latest_example").json()
+
+
+@pytest.mark.parametrize("key", ["", "x" * 201])
+def test_a_key_that_is_none_is_refused(client: TestClient, key: str) -> None:
+    assert client.post("/scored_data", json=group(4), headers={"Idempotency-Key": key}).status_code == 422
+    assert client.post("/scored_data", json=group(4, idempotency_key=key)).status_code == 422
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_count_what_happened(client: TestClient) -> None:
+    register(client, batch_size=4)
+    client.post("/scored_data", json=group(4))
+    client.post("/scored_data", json={})
+    client.get("/batch")
+    text = client.get("/metrics").text
+    for line in (
+        "atropos_groups_posted_total 1.0",
+        "atropos_sequences_posted_total 4.0",
+        "atropos_tokens_posted_total 8.0",
+        "atropos_batches_delivered_total 1.0",
+        'atropos_refused_total{status="422"} 1.0',
+        "atropos_post_seconds_count 2.0",
+        "atropos_queued_groups 0.0",
+        "atropos_current_step 1.0",
+    ):
+        assert line in text, line
+
+
+def test_events_tell_queue_rates_and_scores() -> None:
+    async def two_events() -> list[bytes]:
+        service = RolloutService(ApiSettings())
+        events = status_events(service, 0.01)
+        first = await anext(events)
+        service.figures.count_groups([10, 20], [1.0, 0.0])
+        second = await anext(events)
+        await events.aclose()  # type: ignore[attr-defined]
+        return [first, second]
+
+    parsed = [json.loads(event.split(b"data: ")[1]) for event in asyncio.run(two_events())]
+    assert parsed[0]["score_mean"] is None and parsed[0]["queue_size"] == 0
+    assert parsed[1]["score_mean"] == 0.5 and parsed[1]["tokens_per_s"] > 0

@@ -1,0 +1,196 @@
+"""Who is let in, and what is not taken from those who are."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi.testclient import TestClient
+
+from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
+from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.config import ConfigError, resolve_config
+from tests.unit.api.support import DEADLINE_S, command, group, register, registration
+
+TOKEN = "correct-horse-battery"
+MSGPACK = {"Content-Type": "application/msgpack"}
+
+
+def api(**settings: Any) -> TestClient:
+    return TestClient(create_app(ApiSettings(**settings)))
+
+
+# --- token ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN, "Bearer ü"])
+def test_nothing_but_health_and_readiness_answers_without_the_token(header: str | None) -> None:
+    client = api(token=TOKEN)
+    headers = {} if header is None else {"Authorization": header.encode("latin-1")}
+    routes = client.app.openapi()["paths"]  # type: ignore[attr-defined]
+    for path, methods in [*routes.items(), ("/docs", {"get": {}}), ("/openapi.json", {"get": {}}), ("/nowhere", {"post": {}})]:
+        for method in methods:
+            expected = 200 if path in ("/health", "/ready") else 401
+            assert client.request(method, path, headers=headers).status_code == expected, path  # type: ignore[arg-type]
+
+
+def test_the_right_token_opens_everything() -> None:
+    client = api(token=TOKEN)
+    assert client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+def config(*flags: str, **env: str) -> RunApiConfig:
+    return resolve_config(RunApiConfig, flags, prog="run-api", env=env)[0]
+
+
+def test_the_token_comes_from_flag_file_or_environment(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    given = [config("--api-token", TOKEN), config("--api-token-file", str(tmp_path / "token")), config(ATROPOS_API_TOKEN=TOKEN)]
+    assert [one.settings().token for one in given] == [TOKEN] * 3
+    assert config().settings().token is None
+
+
+@pytest.mark.parametrize("content", ["short", "two words here", "", "ünïcödé-token"])
+def test_a_file_without_a_usable_token_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "token").write_text(content)
+    with pytest.raises(ConfigError, match="must hold one token of 8 or more"):
+        config("--api-token-file", str(tmp_path / "token"))
+    with pytest.raises(ConfigError, match="No such file"):
+        config("--api-token-file", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.2", "some.host"])
+def test_an_address_beyond_this_machine_wants_a_token_or_an_express_word(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"lets other machines in.*--api-token-file.*--allow-unauthenticated"):
+        config("--host", host)
+    for allowed in (config("--host", host, "--allow-unauthenticated"), config("--host", host, ATROPOS_API_TOKEN=TOKEN)):
+        assert allowed.host == host
+    for loopback in ("127.0.0.1", "127.0.0.5", "::1", "localhost"):
+        assert config("--host", loopback).token is None
+
+
+def test_a_dry_run_masks_the_token() -> None:
+    ended = subprocess.run(command("--dry-run", "--api-token", TOKEN), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 0 and TOKEN not in ended.stdout + ended.stderr
+
+
+# --- browsers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}])
+def test_a_web_page_can_change_nothing(headers: dict[str, str]) -> None:
+    client = api()
+    client.post("/register", json=registration(4))
+    client.post("/scored_data", json=group(4))
+    assert client.get("/batch", headers=headers).status_code == 403
+    assert client.post("/reset_data", headers=headers).status_code == 403
+    assert client.get("/status").json()["queue_size"] == 1
+
+
+def test_the_apis_own_page_may_use_it() -> None:
+    assert api().get("/status", headers={"Origin": "http://testserver", "Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+def test_gets_that_change_state_can_be_switched_off() -> None:
+    client = api(legacy_gets=False)
+    client.post("/register", json=registration(4))
+    client.post("/scored_data", json=group(4))
+    assert client.get("/batch").status_code in (404, 405) and client.get("/reset_data").status_code == 405
+    assert client.get("/status").json()["queue_size"] == 1
+    assert client.post("/reset_data").text == "Reset successful"
+
+
+# --- limits -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [{"max_queued_groups": 3}, {"max_queued_bytes": 1000}])
+def test_a_full_queue_is_429_with_a_pause_and_has_room_again_after_a_batch(limit: dict[str, int]) -> None:
+    client = api(**limit)
+    register(client, batch_size=4)
+    replies = [client.post("/scored_data", json=group(4, mark)) for mark in range(8)]
+    taken = [reply.status_code for reply in replies].index(429)
+    assert taken in (3, 4) and {reply.status_code for reply in replies[taken:]} == {429}
+    assert int(replies[-1].headers["Retry-After"]) >= 1 and "when the trainer has taken some" in replies[-1].json()["detail"]
+    assert client.post("/scored_data_list", json=[group(1)] * 9).status_code == 429
+    client.get("/batch")
+    assert client.post("/scored_data", json=group(4)).status_code == 200
+
+
+def test_a_group_of_too_many_sequences_is_refused_before_a_trainer_is_there() -> None:
+    reply = api(max_sequences=3).post("/scored_data", json=group(4))
+    assert reply.status_code == 422 and "at most 3" in reply.text
+
+
+@pytest.mark.parametrize("wrong", [-1, 100, 2**40])
+@pytest.mark.parametrize("registered", [True, False])
+def test_ids_outside_a_known_vocabulary_are_refused_with_their_position(wrong: int, registered: bool) -> None:
+    client = api(vocab_size=None if registered else 100)
+    register(client, batch_size=2, **({"vocab_size": 100} if registered else {}))
+    good = {"tokens": [[0, 99], [5, 6]], "masks": [[0, 99], [5, 6]], "scores": [0, 1]}
+    assert client.post("/scored_data", json=good).status_code == 200
+    reply = client.post("/scored_data", json=good | {"tokens": [[0, 99], [5, wrong]]})
+    assert reply.status_code == 422 and reply.json()["detail"][0]["loc"] == ["body", "tokens", 1, 1] and str(wrong) in reply.text
+
+
+# --- MessagePack ------------------------------------------------------------------------------------------------------------
+
+
+def pack(content: Any) -> bytes:
+    return msgspec.msgpack.encode(content)
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/msgpack, application/json"])
+def test_a_batch_is_the_same_in_both_formats(accept: str) -> None:
+    client = api()
+    register(client, batch_size=8)
+    full = group(4, 1, policy_versions=[[1, 2]] * 4, overrides=[{"a": 1.5}] * 4, env_id=None)
+    assert client.post("/scored_data", content=pack(full), headers=MSGPACK).json() == {"status": "received"}
+    client.post("/scored_data_list", content=pack([full]), headers=MSGPACK)
+    assert client.get("/latest_example").json() == {**dict.fromkeys(client.get("/latest_example").json()), **full}
+    reply = client.get("/batch", headers={"Accept": accept})
+    assert reply.headers["content-type"] == accept.split(",")[0]
+    batch = reply.json() if "json" in reply.headers["content-type"] else msgspec.msgpack.decode(reply.content)
+    assert [{name: item[name] for name in full} for item in batch["batch"]] == [full, full]
+    assert all(len(item) == 15 for item in batch["batch"])
+
+
+def test_a_mixed_batch_is_json() -> None:
+    client = api()
+    register(client, batch_size=8)
+    client.post("/scored_data", content=pack(group(4, 1)), headers=MSGPACK)
+    client.post("/scored_data", json=group(4, 2))
+    reply = client.get("/batch", headers={"Accept": "application/msgpack"})
+    assert [item["tokens"][0][0] for item in reply.json()["batch"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"scores": [float("nan"), 1.0]}, "scores"),
+        ({"inference_logprobs": [[0.0, float("-inf")], [0.0, 0.0]]}, "inference_logprobs"),
+        ({"distill_logprobs": [[[float("nan")]]]}, "distill_logprobs"),
+        ({"generation_params": {"temperature": float("nan")}}, "generation_params"),
+        ({"generation_params": {"seed": b"bytes"}}, "generation_params"),
+        ({"images": [msgspec.msgpack.Ext(5, b"x")]}, "images"),
+        ({"overrides": [{}, {"when": {1: 2}}]}, "overrides"),
+        ({"tokens": [[1, "2"], [1, 2]]}, "tokens"),
+    ],
+)
+def test_what_json_cannot_say_is_refused_in_messagepack_too(change: dict[str, Any], where: str) -> None:
+    client = api()
+    reply = client.post("/scored_data", content=pack(group(2, **change)), headers=MSGPACK)
+    assert reply.status_code == 422 and where in reply.text
+    assert client.get("/status").json()["queue_size"] == 0
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91" * 10_000, b"\xdd\xff\xff\xff\xff", b"{}", pack([1]), pack({"tokens": 1})])
+def test_what_is_not_messagepack_of_the_right_shape_is_422(body: bytes) -> None:
+    for path in ("/scored_data", "/scored_data_list"):
+        assert api().post(path, content=body, headers=MSGPACK).status_code == 422
+
+
+def test_sums_that_overflow_are_no_reason_to_refuse() -> None:
+    large = group(2, ref_logprobs=[[1e308, 1e308], [0.0, 0.0]])
+    assert api().post("/scored_data", content=pack(large), headers=MSGPACK).status_code == 200
