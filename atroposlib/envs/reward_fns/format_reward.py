@@ -1,0 +1,34 @@
+"""Tagged parts."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.envs.reward_fns.registry import registry
+from atroposlib.envs.reward_fns.reward_function import RewardFunction
+
+
+@registry.register
+class FormatReward(RewardFunction):
+    """1 for a completion with something between a pair of one of `preferred_tags` (or of all, with `require_all_tags`), else 0."""
+
+    def __init__(
+        self,
+        preferred_tags: Sequence[str] | None = None,
+        require_all_tags: bool = False,
+        case_sensitive: bool = False,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(weight, **kwargs)
+        self.preferred_tags = list(preferred_tags or ("think", "answer"))
+        self.require_all_tags = require_all_tags
+        self.case_sensitive = case_sensitive
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        needed = all if self.require_all_tags else any
+        return [float(needed(self._has(tag, self.get_content(each)) for tag in self.preferred_tags)) for each in completions]
+
+    def _has(self, tag: str, text: str) -> bool:
+        flags = re.DOTALL if self.case_sensitive else re.DOTALL | re.IGNORECASE
+        return re.search(rf"<{re.escape(tag)}>\s*\S.*?</{re.escape(tag)}>", text, flags) is not None
