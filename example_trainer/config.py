@@ -7,11 +7,14 @@ touched. This module imports neither torch nor vLLM, so that launchers can read 
 import importlib.util
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 
 from atroposlib.config import Config
+from example_trainer.inference_servers import Address, server_addresses
+
+Port = Annotated[int, Field(ge=1, le=65535)]
 
 
 class TrainerConfig(Config):
@@ -81,7 +84,11 @@ class TrainerConfig(Config):
     use_shared_memory: bool = Field(False, description="shared_vllm by broadcast to vLLM's weight updater threads")
     single_copy: bool = Field(False, description="shared_vllm with one copy of the weights")
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
-    vllm_port: int = Field(9001, ge=1, le=65535, description="port of the vLLM server")
+    vllm_ports: tuple[Port, ...] = Field(
+        (9001,),
+        validation_alias=AliasChoices("vllm_port", "vllm_ports"),
+        description="port of the vLLM server; several with commas are several servers, e.g. 9001,9002",
+    )
     vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to come up")
     vllm_restart_interval: int = Field(
         3, ge=1, description="mode none: policy versions between two restarts of vLLM; the last version is served too"
@@ -103,8 +110,12 @@ class TrainerConfig(Config):
     num_inference_nodes: int = Field(
         0,
         ge=0,
-        description="machines vLLM runs on beside this one; 0 is this machine alone",
+        description="machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone",
         json_schema_extra={"env": "NUM_INFERENCE_NODES"},
+    )
+    hosts_file: Path | None = Field(None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment")
+    slurm_job_nodelist: str | None = Field(
+        None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
     )
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
     bridge_lease_s: float = Field(
@@ -165,6 +176,16 @@ class TrainerConfig(Config):
         return self.weight_bridge_mode in ("lora_only", "lora_restart")
 
     @property
+    def vllm_servers(self) -> list[Address]:
+        """Every vLLM server that is fed."""
+        return server_addresses(self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist)
+
+    @property
+    def vllm_port(self) -> int:
+        """Port of the one server, for the bridges that feed one (`make_bridge` refuses them more)."""
+        return self.vllm_ports[0]
+
+    @property
     def metrics_file(self) -> Path:
         """Where the metrics rows go."""
         return self.metrics_path or self.log_dir / "metrics.jsonl"
@@ -174,6 +195,12 @@ class TrainerConfig(Config):
     def _flags_are_whole(cls, value: str) -> str:
         shlex.split(value)  # its ValueError names an open quotation
         return value
+
+    @field_validator("vllm_ports", mode="before")
+    @classmethod
+    def _one_port_or_several(cls, value: Any) -> Any:
+        """From Python and YAML also 9001 and "9001,9002"."""
+        return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
     @field_validator("optimizer")
     @classmethod
@@ -196,4 +223,10 @@ class TrainerConfig(Config):
     def _one_way_to_share(self) -> "TrainerConfig":
         if self.use_shared_memory and self.single_copy:
             raise ValueError("--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one")
+        return self
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> "TrainerConfig":
+        if not self.vllm_servers:
+            raise ValueError("--vllm-port names no port: give one, or several with commas")
         return self

@@ -243,6 +243,7 @@ def sync_row(sync: SyncReport) -> Row:
         "sync_transfer_s": sync.transfer_s,
         "sync_apply_s": sync.apply_s,
         "sync_bytes": sync.bytes_moved,
+        "servers": sync.servers,
     }
 
 

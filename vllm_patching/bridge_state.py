@@ -19,6 +19,7 @@ log = compat.init_logger("vllm.atropos_bridge")
 
 RPC_DEADLINE_S = 60.0
 WEIGHTS = "weights"  # the gate's cause while the live weights are half updated
+FENCE = "fence"  # its cause while a trainer of several servers has left this one behind
 
 
 class BridgeConflict(RuntimeError):
@@ -158,6 +159,18 @@ class BridgeState:
             self._session = None
             return {"policy_version": self.policy_version}
 
+    async def fence(self, session: str, reason: str) -> dict[str, Any]:
+        """A trainer of several servers goes on without this one: end its session, and serve no version that the others have left.
+
+        Does not wait for the lock, which a commit that hangs would hold. Raises BridgeConflict.
+        """
+        current = self._current(session)
+        if current.process is not None:
+            raise BridgeConflict(f"session {session} is a single copy's, which feeds this server only: close it instead")
+        self._session = None
+        await self.refuse_generation(FENCE, f"{reason}; a trainer's next complete sync serves a current version again")
+        return {"policy_version": self.policy_version}
+
     async def commit(self, session: str, version: int) -> dict[str, Any]:
         """Swap `version` in on every rank between two forward steps; seconds of each part. Raises BridgeConflict."""
         async with self.lock:
@@ -196,6 +209,8 @@ class BridgeState:
         """The live weights are `version`, whole and on every rank: label and serve them."""
         await compat.label_weights(self.engine, version)
         self.policy_version = session.committed = version
+        if self._session is session:  # and was not fenced off while this was under way
+            self.gate.open(FENCE)
         await self.allow_generation(WEIGHTS)
 
     async def refuse_generation(self, cause: str, reason: str) -> None:

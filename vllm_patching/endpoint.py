@@ -6,6 +6,7 @@
     POST   /v1/bridge/session/{id}/heartbeat  sign of life, renews the lease       404 if it is not the current one
     DELETE /v1/bridge/session/{id}            orderly leave
     POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
+    POST   /v1/bridge/fence                   the trainer goes on with other servers only: refuse to generate
     POST   /v1/bridge/attach                  a trainer of this machine shares the live weights itself (single copy)
     POST   /v1/bridge/pause                   it is about to step them: pause(keep)
     POST   /v1/bridge/resume                  it has: version → resume
@@ -94,6 +95,10 @@ def bridge_routes() -> APIRouter:
     @router.post("/commit")
     async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> dict[str, Any]:
         return await _whole(bridge.commit(session, policy_version))
+
+    @router.post("/fence")
+    async def fence(bridge: Bridge, session: Annotated[str, Body()], reason: Annotated[str, Body(max_length=2000)]) -> dict[str, Any]:
+        return await _whole(bridge.fence(session, reason))
 
     @router.post("/attach")
     async def attach(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:

@@ -7,9 +7,9 @@ Broadcast
        │ TCPStore listens                      │                                       │
        │ POST /v1/bridge/session   ───────────▶│── open_session ──────────────────────▶│ manifest digest compared
        │        ◀──────────────── Gloo (and NCCL) group: trainer rank 0, workers 1..TP ┤ joins once, never rejoins
-       │ store[go/k] = version                 │                                       │
+       │ store[id/go/k] = version              │                                       │
        │ bucket 0, bucket 1, ... broadcast  ──────────────────────────────────────────▶│ into the staging arena
-       │        ◀────────────────────────────────────────────────── store[ack/k/r] ────┤
+       │        ◀─────────────────────────────────────────────── store[id/ack/k/r] ────┤
        │ POST /v1/bridge/commit    ───────────▶│ pause(keep) → apply on all ranks      │
        │        ◀───── stall, apply ───────────│ → set version → resume                │
 
@@ -24,12 +24,14 @@ Single copy: the trainer's parameters are the workers' own memory, on the same m
        │ POST /v1/bridge/resume    ───────────▶│ set version → resume                  │
 
 Invariants
-- A session is one trainer start: a random id that no other process can guess. A worker joins it once; after any failure the
+- A session is one trainer's hold on one server: a random id that no other process can guess. A worker joins it once; after any failure the
   session is dead and only a new one can go on. Serving goes on with the last committed weights.
 - Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
 - Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps its deadline in
   between leaves weights that are half stepped: they are poisoned, and generation is refused until a trainer completes a sync.
 - The first commit of a session may set any policy version (a resumed trainer); after that it rises by exactly one.
+- A trainer that feeds several servers holds one session with each and commits once all have staged. One that fails is fenced off
+  (POST /v1/bridge/fence): its session ends and it refuses to generate until a trainer has committed a whole version to it.
 """
 
 import hashlib
@@ -184,19 +186,14 @@ class AttachOffer:
         return offer
 
 
-def go_key(sequence: int) -> str:
+def go_key(session: str, sequence: int) -> str:
     """Store key under which the trainer announces transfer number `sequence` of the session."""
-    return f"go/{sequence}"
+    return f"{session}/go/{sequence}"
 
 
-def ack_key(sequence: int, rank: int) -> str:
+def ack_key(session: str, sequence: int, rank: int) -> str:
     """Store key under which worker `rank` (0..TP-1) reports that transfer `sequence` is staged."""
-    return f"ack/{sequence}/{rank}"
-
-
-def join_key(rank: int) -> str:
-    """Store key under which worker `rank` reports that it is in the group."""
-    return f"join/{rank}"
+    return f"{session}/ack/{sequence}/{rank}"
 
 
 GOODBYE = "goodbye"  # value of go_key when the trainer leaves in an orderly way

@@ -86,9 +86,22 @@ def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
-def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float) -> Group:
-    """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, timedelta(seconds=timeout_s))
+def address_towards(host: str) -> str:
+    """This machine's own IPv4 address from which it would connect to `host`: loopback for loopback. Raises OSError without a route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # a datagram socket only looks up the route, nothing is sent
+        return str(probe.getsockname()[0])
+
+
+def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, address: str = "127.0.0.1") -> Group:
+    """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds.
+
+    Peers connect to this rank at `address`; left to itself Gloo takes what the host name resolves to, loopback or not.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timedelta(seconds=timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, options)
 
 
 def make_data_group(control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str) -> Group:

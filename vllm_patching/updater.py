@@ -18,7 +18,7 @@ import torch.distributed as dist
 from vllm_patching import transport
 from vllm_patching.arena import Arena, Staging
 from vllm_patching.compat import init_logger
-from vllm_patching.protocol import GOODBYE, SessionOffer, ack_key, go_key, join_key
+from vllm_patching.protocol import GOODBYE, SessionOffer, ack_key, go_key
 
 log = init_logger("vllm.atropos_bridge")
 
@@ -119,10 +119,10 @@ class WeightUpdater:
         start = time.monotonic()
         staging = self._arena.make_staging()
         store = transport.join_store(offer.address, offer.port, offer.timeout_s)
-        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
+        own_address = transport.address_towards(offer.address)
+        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s, own_address)
         data = transport.make_data_group(control, store, offer.session, rank + 1, offer.world_size, offer.timeout_s, offer.backend)
         groups = transport.Groups(control, data, offer.backend)
-        store.set(join_key(rank), "1")
         groups.barrier()
         self._show(offer, "joined")
         log.info(
@@ -155,7 +155,7 @@ class WeightUpdater:
                 self._staged = _Staged(offer.session, version, staging)
                 self._status = UpdaterStatus(rank, "staged", offer.session, version, round(seconds, 4))
             log.info("Staged policy version %d after %.3f s", version, seconds)
-            store.set(ack_key(sequence, rank), f"{seconds:.6f}")
+            store.set(ack_key(offer.session, sequence, rank), f"{seconds:.6f}")
             sequence += 1
         groups.close()
         log.info("Session %s of trainer %s ended after %d transfers", offer.session, offer.trainer, sequence)
@@ -165,10 +165,10 @@ class WeightUpdater:
         """Block until the trainer announces transfer `sequence`; None when it says goodbye or the session was replaced."""
         while self._status.session == offer.session:
             try:
-                store.wait([go_key(sequence)], timedelta(seconds=IDLE_POLL_S))
+                store.wait([go_key(offer.session, sequence)], timedelta(seconds=IDLE_POLL_S))
             except dist.DistStoreError:  # nothing announced yet
                 continue
-            announced = store.get(go_key(sequence)).decode()
+            announced = store.get(go_key(offer.session, sequence)).decode()
             return None if announced == GOODBYE else int(announced)
         return None
 

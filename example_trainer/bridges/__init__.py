@@ -29,7 +29,8 @@ class SyncReport:
     stall_s: float  # generation stood still
     transfer_s: float  # bytes travelled, generation going on
     apply_s: float  # part of the stall in which the weights changed
-    bytes_moved: int
+    bytes_moved: int  # to all servers
+    servers: int = 1  # that serve this version now
 
 
 class WeightBridge(Protocol):
@@ -72,19 +73,22 @@ BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
     "none": _restart,
     "shared_vllm --use-shared-memory": _broadcast,
 }
+FEEDS_SEVERAL = ("shared_vllm --use-shared-memory",)
 
 
 def make_bridge(config: TrainerConfig) -> WeightBridge:
     """The bridge that the flags choose. Raises BridgeError naming what is there."""
-    if config.num_inference_nodes > 0:
-        raise BridgeError(
-            f"NUM_INFERENCE_NODES={config.num_inference_nodes}: one vLLM server on one host is supported (0): "
-            "give --vllm-host and --vllm-port"
-        )
     flag = " --use-shared-memory" if config.use_shared_memory else " --single-copy" if config.single_copy else ""
     chosen = config.weight_bridge_mode + (flag if config.weight_bridge_mode == "shared_vllm" else "")
     if chosen not in BRIDGES:
         raise BridgeError(
             f"--weight-bridge-mode {chosen} is not available; choose: {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}"
+        )
+    servers = config.vllm_servers
+    if chosen not in FEEDS_SEVERAL and (len(servers) > 1 or config.num_inference_nodes):
+        names = ", ".join(f"{host}:{port}" for host, port in servers)
+        raise BridgeError(
+            f"--weight-bridge-mode {chosen} feeds the one vLLM server of --vllm-host, not {names}: "
+            f"name one with NUM_INFERENCE_NODES=0, or choose --weight-bridge-mode {FEEDS_SEVERAL[0]}"
         )
     return BRIDGES[chosen](config)

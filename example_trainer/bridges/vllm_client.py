@@ -11,6 +11,9 @@ from example_trainer.bridges import BridgeError
 log = get_logger(__name__)
 
 POLL_S = 1.0
+CONNECT_S = 5.0
+HEARTBEAT_S = 30.0
+QUICK_S = 10.0  # for questions asked on the way, where a server that is frozen must not hold the others up
 REMIND_S = 15.0
 
 
@@ -57,7 +60,7 @@ class VllmClient:
 
     def status(self) -> dict[str, Any]:
         """Bridge status; raises requests.RequestException while the server is not up, BridgeError if it refuses us."""
-        return self._call("GET", "/v1/bridge/status", raise_transport=True)
+        return self._call("GET", "/v1/bridge/status", timeout_s=QUICK_S, raise_transport=True)
 
     def models(self) -> list[str]:
         """The names that clients may ask for."""
@@ -70,13 +73,17 @@ class VllmClient:
         return self._call("POST", "/v1/bridge/session", offer)
 
     def heartbeat(self, session: str) -> dict[str, Any]:
-        return self._call("POST", f"/v1/bridge/session/{session}/heartbeat", {})
+        return self._call("POST", f"/v1/bridge/session/{session}/heartbeat", {}, timeout_s=HEARTBEAT_S)
 
     def close_session(self, session: str) -> None:
-        self._call("DELETE", f"/v1/bridge/session/{session}")
+        self._call("DELETE", f"/v1/bridge/session/{session}", timeout_s=QUICK_S)
 
     def commit(self, session: str, policy_version: int) -> dict[str, Any]:
         return self._call("POST", "/v1/bridge/commit", {"session": session, "policy_version": policy_version})
+
+    def fence(self, session: str, reason: str) -> None:
+        """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole version."""
+        self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason}, timeout_s=QUICK_S)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""
@@ -84,15 +91,23 @@ class VllmClient:
         reply = self._call("POST", "/v1/generate", body)
         return [position[str(token)] for token, position in zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)]
 
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None, *, raise_transport: bool = False) -> dict[str, Any]:
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        raise_transport: bool = False,
+    ) -> dict[str, Any]:
+        limit_s = min(timeout_s or self._timeout_s, self._timeout_s)
         try:
-            reply = self._http.request(method, self.url + path, json=body, timeout=(5, self._timeout_s))
+            reply = self._http.request(method, self.url + path, json=body, timeout=(CONNECT_S, limit_s))
         except requests.RequestException as error:
             if raise_transport:
                 raise
             raise BridgeError(
-                f"the vLLM server at {self.url} did not answer {method} {path} "
-                f"({type(error).__name__}, limit {self._timeout_s:.0f} s); see its log"
+                f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit {limit_s:.0f} s); see its log"
             ) from error
         if reply.status_code == 404 and path == "/v1/bridge/status":
             raise BridgeError(f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py")

@@ -1,0 +1,152 @@
+"""A vLLM server as the broadcast bridge sees it, without vLLM: the HTTP routes, and one updater thread a rank on real Gloo groups."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from vllm_patching import transport
+from vllm_patching.protocol import GOODBYE, Manifest, SessionOffer, ack_key, go_key, lay_out
+
+
+class FakeVllmServer:
+    """Serves the model of `source` at 127.0.0.1:`port`. `fail` names what goes wrong: "transfer" (silent), "commit", "heartbeat"."""
+
+    def __init__(self, source: str, tp_size: int = 1, dtype: str = "float32") -> None:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source)
+        self._model = model
+        tensors = tuple(lay_out([(name, [(name, tuple(p.shape), dtype)]) for name, p in model.named_parameters()]))
+        self.manifest = Manifest(source, tp_size, tensors[-1].offset + tensors[-1].nbytes, tensors)
+        self.version = 0
+        self.session: str | None = None
+        self.fenced: str | None = None
+        self.fail: str | None = None
+        self.sessions = 0
+        self._staged: dict[int, torch.Tensor] = {}
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self.port = self._http.server_port
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """As if the process were killed, but for the thread that waits in a group."""
+        self.session = None
+        self._http.shutdown()
+        self._http.server_close()
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if path.endswith("/status"):
+            workers = [{"rank": rank, "state": "joined", "error": None} for rank in range(self.manifest.tp_size)]
+            return 200, {
+                "enabled": True,
+                "model": "m",
+                "tp_size": self.manifest.tp_size,
+                "policy_version": self.version,
+                "workers": workers,
+            }
+        if path.endswith("/manifest"):
+            return 200, self.manifest.to_json()
+        if path.endswith("/session"):
+            return self._open(SessionOffer.from_json(body))
+        if path.endswith("/generate"):
+            return (503, {"error": self.fenced}) if self.fenced else (200, self._generate(body))
+        if (body.get("session") or path.split("/")[4]) != self.session:
+            return 404, {"detail": "not the current session"}
+        if path.endswith("/fence"):
+            self.session, self.fenced = None, body["reason"]
+        if path.endswith("/commit"):
+            return self._commit(body["policy_version"])
+        if path.endswith("/heartbeat") and self.fail == "heartbeat":
+            return 500, {"detail": "heartbeat broken for the test"}
+        if method == "DELETE":
+            self.session = None
+        return 200, {}
+
+    def _open(self, offer: SessionOffer) -> tuple[int, dict[str, Any]]:
+        assert offer.manifest_digest == self.manifest.digest() and offer.world_size == 1 + self.manifest.tp_size
+        self.session = offer.session
+        self.sessions += 1
+        for rank in range(self.manifest.tp_size):
+            threading.Thread(target=self._update, args=(offer, rank), daemon=True).start()
+        return 200, {}
+
+    def _update(self, offer: SessionOffer, rank: int) -> None:
+        with contextlib.suppress(RuntimeError):  # the trainer is gone
+            self._receive(offer, rank)
+
+    def _receive(self, offer: SessionOffer, rank: int) -> None:
+        store = transport.join_store(offer.address, offer.port, offer.timeout_s)
+        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
+        groups = transport.Groups(control, control, "gloo")
+        groups.barrier()
+        sequence = 0
+        while self.session == offer.session:
+            with contextlib.suppress(dist.DistStoreError):
+                store.wait([go_key(offer.session, sequence)], timedelta(seconds=0.2))
+                while self.fail == "transfer":
+                    time.sleep(0.02)
+                if store.get(go_key(offer.session, sequence)).decode() == GOODBYE:
+                    return
+                image = torch.empty(self.manifest.nbytes, dtype=torch.uint8)
+                for bucket in self.manifest.buckets(offer.bucket_bytes):
+                    groups.broadcast(image[bucket.start : bucket.end])
+                self._staged[rank] = image
+                store.set(ack_key(offer.session, sequence, rank), "1")
+                sequence += 1
+
+    @torch.no_grad()
+    def _commit(self, version: int) -> tuple[int, dict[str, Any]]:
+        if self.fail == "commit":
+            return 500, {"detail": "commit broken for the test"}
+        assert len(self._staged) == self.manifest.tp_size, "a commit came before every rank had staged"
+        parameters = dict(self._model.named_parameters())
+        for tensor in self.manifest.tensors:
+            flat = self._staged[0][tensor.offset : tensor.offset + tensor.nbytes].view(getattr(torch, tensor.dtype))
+            parameters[tensor.name].copy_(flat.view(tensor.shape))
+        self._staged.clear()
+        self.version, self.fenced = version, None
+        return 200, {"policy_version": version, "stall_s": 0.01, "apply_s": 0.001}
+
+    @torch.no_grad()
+    def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        ids = torch.tensor(body["prompt"]["prompt_token_ids"])
+        logprobs = self._model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        return {"prompt_logprobs": [None] + [{str(int(token)): float(value)} for token, value in zip(ids[1:], logprobs, strict=True)]}
+
+
+@contextlib.contextmanager
+def serving(*servers: FakeVllmServer) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _handler(server: FakeVllmServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"
+
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            status, reply = server.answer(self.command, self.path, json.loads(self.rfile.read(length) or b"{}"))
+            content = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_DELETE = do_GET
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    return Handler
