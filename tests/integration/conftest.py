@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from tests.integration.namespaces import entering, inside
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 240
@@ -24,23 +25,27 @@ START_DEADLINE_S = 240
 
 @dataclass
 class Server:
-    """A running vLLM server with the bridge on."""
+    """A running vLLM server with the bridge on; in a network namespace of its own if one is named."""
 
     port: int
     model: str
     log: Path
     process: subprocess.Popen[bytes]
+    host: str = "127.0.0.1"
+    namespace: str | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
+
+    def request(self, method: str, path: str, timeout_s: float = 60, **arguments: Any) -> requests.Response:
+        return inside(self.namespace, lambda: requests.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments))
 
     def status(self) -> dict[str, Any]:
-        return requests.get(f"{self.url}/v1/bridge/status", headers=AUTHORIZED, timeout=30).json()
+        return self.request("GET", "/v1/bridge/status", 30).json()
 
     def generate(self, prompt_token_ids: list[int], **sampling: Any) -> dict[str, Any]:
-        body = {"prompt": {"prompt_token_ids": prompt_token_ids}, **sampling}
-        reply = requests.post(f"{self.url}/generate", json=body, headers=AUTHORIZED, timeout=60)
+        reply = self.request("POST", "/generate", json={"prompt": {"prompt_token_ids": prompt_token_ids}, **sampling})
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -62,8 +67,10 @@ def save_tiny_model(folder: Path, config: PretrainedConfig) -> Path:
     return folder
 
 
-def start_server(model: Path, folder: Path, *flags: str) -> Server:
-    port = free_port()
+def start_server(
+    model: Path, folder: Path, *flags: str, port: int = 0, host: str = "127.0.0.1", namespace: str | None = None, wait: bool = True
+) -> Server:
+    port = port or free_port()
     log = folder / "vllm.log"
     environment = {
         **os.environ,
@@ -72,19 +79,40 @@ def start_server(model: Path, folder: Path, *flags: str) -> Server:
         "LOGDIR": str(folder),
     }
     command = [sys.executable, "-u", str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(model), "--port", str(port)]
-    command += ["--max-model-len", "512", "--api-key", API_KEY, *flags]
+    command += ["--max-model-len", "512", "--api-key", API_KEY, "--host", host, *flags]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder)
-    server = Server(port, str(model), log, process)
+        process = subprocess.Popen(
+            entering(namespace, command), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder
+        )
+    server = Server(port, str(model), log, process, host, namespace)
+    if wait:
+        await_server(server)
+    return server
+
+
+def await_server(server: Server) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and server.process.poll() is None:
         try:
-            if requests.get(f"{server.url}/health", timeout=5).status_code == 200:
-                return server
+            if server.request("GET", "/health", 5).status_code == 200:
+                return
         except requests.ConnectionError:
             time.sleep(0.5)
     stop_server(server)
-    raise AssertionError(f"vLLM did not start within {START_DEADLINE_S} s:\n{log.read_text()[-3000:]}")
+    raise AssertionError(f"vLLM did not start within {START_DEADLINE_S} s:\n{server.log.read_text()[-3000:]}")
+
+
+def session_members(session: int) -> list[int]:
+    """Living processes of a session (zombies are dead)."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
 
 
 def stop_server(server: Server) -> None:

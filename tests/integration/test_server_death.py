@@ -6,20 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from tests.integration.conftest import start_server
-
-
-def session_members(session: int) -> list[int]:
-    """Living processes of a session (zombies are dead)."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+from tests.integration.conftest import session_members, start_server
 
 
 def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,37 @@
+"""A trainer without training that feeds several servers, as a process of its own: python several_child.py [trainer flags]
+
+For every line on stdin it makes a new version, syncs it, and prints {"version", "servers", "parity", "seconds"}; at the end of stdin it
+leaves in an orderly way. Looks for servers that were left out at every sync.
+"""
+
+import json
+import sys
+import time
+
+import torch
+
+from atroposlib.config import load_config
+from atroposlib.logs import configure_logging
+from example_trainer.bridges import broadcast, make_bridge
+from example_trainer.config import TrainerConfig
+from tests.integration.bridge_child import change
+
+
+def main() -> None:
+    configure_logging("child")
+    config = load_config(TrainerConfig, prog="several_child")
+    broadcast.READMIT_S = 0.0
+    bridge = make_bridge(config)
+    model = bridge.connect(config.model_name, torch.device("cpu"))
+    bridge.sync(0, lambda: None)
+    print(json.dumps({"version": 0}), flush=True)
+    for version, _ in enumerate(sys.stdin, start=1):
+        start = time.monotonic()
+        report = bridge.sync(version, lambda: change(model))
+        row = {"version": version, "servers": report.servers, "seconds": time.monotonic() - start, "parity": bridge.parity_probe()}
+        print(json.dumps(row), flush=True)
+    bridge.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""One trainer feeds vLLM servers on two hosts, which are network namespaces joined by a cable; real processes, real failures."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.integration.conftest import API_KEY, REPOSITORY, Server, await_server, session_members, start_server, stop_server
+from tests.integration.namespaces import Host, entering, two_hosts
+
+CHILD = Path(__file__).with_name("several_child.py")
+PARITY = 2e-5  # as in test_bridge.py
+PROMPT = [5, 6, 7, 8]
+TIMEOUT_S = 12  # --bridge-timeout-s of the trainer
+DEADLINE_S = 3 * TIMEOUT_S + 30  # transfer, fence, the workers' states, and a slow machine
+
+
+@dataclass
+class Trainer:
+    """several_child.py on the first host."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    def sync(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self.row()
+
+    def row(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.log.read_text()[-3000:]
+        return json.loads(line)
+
+    def sync_with(self, servers: int, within_s: float = DEADLINE_S) -> int:
+        """Sync until that many servers take part; the version they serve."""
+        give_up = time.monotonic() + within_s
+        while (row := self.sync())["servers"] != servers:
+            assert time.monotonic() < give_up, self.log.read_text()[-3000:]
+            time.sleep(0.5)
+        assert row["parity"] <= PARITY
+        return row["version"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as pair:
+            yield pair
+    except PermissionError as refused:
+        pytest.skip(f"this machine lets nobody make network namespaces: {refused}")
+
+
+@pytest.fixture(scope="module")
+def servers(hosts: tuple[Host, Host], llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+    started = [start_on(host, llama_folder, tmp_path_factory.mktemp("vllm")) for host in hosts]
+    try:
+        for server in started:
+            await_server(server)
+        yield started
+    finally:
+        for server in started:
+            stop_server(server)
+
+
+@pytest.fixture
+def trainer(hosts: tuple[Host, Host], servers: list[Server], llama_folder: Path, tmp_path: Path) -> Iterator[Trainer]:
+    hosts_file = tmp_path / "hosts"
+    hosts_file.write_text("".join(f"{host.address}  # vLLM\n" for host in hosts))
+    flags = ["--model", str(llama_folder), "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", "9001"]
+    flags += ["--hosts-file", str(hosts_file), "--bridge-timeout-s", str(TIMEOUT_S), "--bridge-lease-s", "6", "--bridge-bucket-mb", "1"]
+    environment = {
+        **os.environ, "VLLM_API_KEY": API_KEY, "NUM_INFERENCE_NODES": "2", "MASTER_ADDR": hosts[0].address, "PYTHONPATH": str(REPOSITORY)
+    }  # fmt: skip
+    log = tmp_path / "trainer.log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            entering(hosts[0].namespace, [sys.executable, str(CHILD), *flags]),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+        )  # fmt: skip
+    child = Trainer(process, log)
+    try:
+        assert child.row() == {"version": 0}
+        yield child
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(60) == 0, log.read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def start_on(host: Host, model: Path, folder: Path) -> Server:
+    return start_server(model, folder, port=9001, host=host.address, namespace=host.namespace, wait=False)
+
+
+def versions(servers: list[Server]) -> list[int]:
+    return [server.status()["policy_version"] for server in servers]
+
+
+def worker_of(server: Server) -> int:
+    """The process that holds the weights: vLLM names it so."""
+    (pid,) = [pid for pid in session_members(server.process.pid) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
+    return pid
+
+
+def test_servers_on_two_hosts_serve_one_version(trainer: Trainer, servers: list[Server]) -> None:
+    for version in (1, 2):
+        assert trainer.sync_with(2) == version
+        assert versions(servers) == [version, version]
+    samples = [server.generate(PROMPT, max_tokens=8, temperature=0)["token_ids"] for server in servers]
+    assert samples[0] == samples[1]
+    assert "served by 2 of 2 servers" in trainer.log.read_text()
+
+
+def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(trainer: Trainer, servers: list[Server], hosts: tuple[Host, Host]) -> None:
+    near, far = servers
+    trainer.sync_with(2)
+    hosts[1].set_cable("down")
+    try:
+        cut = time.monotonic()
+        row = trainer.sync()
+        assert row["servers"] == 1 and time.monotonic() - cut < DEADLINE_S
+        assert near.status()["policy_version"] == row["version"]
+        assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
+        said = trainer.log.read_text()
+        assert f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said and "could not be fenced off" in said
+    finally:
+        hosts[1].set_cable("up")
+    version = trainer.sync_with(2)
+    assert versions(servers) == [version, version]
+
+
+def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(trainer: Trainer, servers: list[Server]) -> None:
+    near, far = servers
+    trainer.sync_with(2)
+    frozen = worker_of(far)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        row = trainer.sync()
+        assert row["servers"] == 1 and time.monotonic() - start < DEADLINE_S
+        for path in ("/generate", "/v1/completions"):
+            reply = far.request("POST", path, json={"model": far.model, "prompt": "x", "max_tokens": 1})
+            assert reply.status_code == 503 and "left out of the weight sync" in reply.text, reply.text
+        assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    version = trainer.sync_with(2)
+    assert versions(servers) == [version, version]
+    assert far.generate(PROMPT, max_tokens=4)["policy_versions"] == [[version, version]]
+
+
+def test_a_server_that_died_is_left_out_and_let_in_again_once_restarted(
+    trainer: Trainer, servers: list[Server], hosts: tuple[Host, Host], llama_folder: Path, tmp_path: Path
+) -> None:
+    near, far = servers
+    trainer.sync_with(2)
+    os.kill(worker_of(far), signal.SIGKILL)
+    start = time.monotonic()
+    row = trainer.sync()
+    assert row["servers"] == 1 and time.monotonic() - start < DEADLINE_S
+    assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
+    far.process.wait(60)
+    with pytest.raises(requests.ConnectionError):
+        far.status()
+    servers[1] = start_on(hosts[1], llama_folder, tmp_path)
+    await_server(servers[1])
+    assert servers[1].status()["policy_version"] == 0
+    version = trainer.sync_with(2)
+    assert versions(servers) == [version, version]
