@@ -204,9 +204,10 @@ async def run_with_retries(
                 failure = error
                 avoid = server
                 if isinstance(error, ServerUnreachableError):
-                    server.health.report_unreachable(str(error))
+                    server.health.report_unreachable(str(error), error.retry_after_s)
         if attempt < policy.attempts:
-            pause_s = policy.pause_s(attempt, failure.retry_after_s)
+            # a server that counts as dead is not where the next try goes, so its wish does not hold the call up
+            pause_s = policy.pause_s(attempt, failure.retry_after_s if avoid.health.live else 0.0)
             log.warning("%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s)
             await asyncio.sleep(pause_s)
     raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+UNAVAILABLE = 503
 
 
 class ServerError(RuntimeError):
@@ -22,7 +23,7 @@ class RetryableServerError(ServerError):
 
 
 class ServerUnreachableError(RetryableServerError):
-    """The connection was refused or broke: nothing should be sent there until the server answers again."""
+    """The connection was refused or broke, or the server said that it does not serve (503): nothing should be sent there for a while."""
 
 
 class NoLiveServerError(ServerError):
@@ -37,8 +38,11 @@ def describe(error: BaseException) -> str:
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
     """The error for a reply that is not 2xx."""
     message = f"{url} replied {status}: {' '.join(body.split())[:500]}"
+    retry_after_s = _seconds(headers.get("Retry-After", ""))
+    if status == UNAVAILABLE:
+        return ServerUnreachableError(message, retry_after_s)
     if status in RETRYABLE_STATUS or status >= 500:
-        return RetryableServerError(message, retry_after_s=_seconds(headers.get("Retry-After", "")))
+        return RetryableServerError(message, retry_after_s)
     return PermanentServerError(message)
 
 

@@ -13,6 +13,7 @@ LIVE_INTERVAL_S = 5.0
 DEAD_INTERVAL_S = 1.0
 # A busy server may miss a probe; one that misses this many in a row gets no new requests.
 FAILURES_UNTIL_DEAD = 3
+LONGEST_REST_S = 60.0
 
 # Returns None when the server is able to serve, else why not.
 Probe = Callable[[], Awaitable[str | None]]
@@ -22,7 +23,7 @@ class HealthMonitor:
     """Probes one server from the first `start` until `close`; listeners hear of every change.
 
     A monitored server counts as dead until its first probe succeeds, after three failed probes in a row, and at once after
-    a request could not connect (`report_unreachable`). An unmonitored one always counts as live.
+    a request could not connect or was answered 503 (`report_unreachable`). An unmonitored one always counts as live.
     """
 
     def __init__(self, name: str, probe: Probe, *, enabled: bool, dead_interval_s: float = DEAD_INTERVAL_S) -> None:
@@ -33,6 +34,7 @@ class HealthMonitor:
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._rest_s = 0.0
         self.live = not enabled
         self.problem = "not asked yet"
         self.listeners: list[Callable[[], None]] = []
@@ -42,11 +44,12 @@ class HealthMonitor:
         if self._enabled and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._watch(), name=f"health of {self._name}")
 
-    def report_unreachable(self, problem: str) -> None:
-        """A request could not connect: dead until the next probe, which happens now."""
+    def report_unreachable(self, problem: str, for_s: float = 0.0) -> None:
+        """A request could not connect, or the server asked to be left alone `for_s` seconds: dead until the next probe, then."""
         if not self._enabled:
             return
         self._failures = FAILURES_UNTIL_DEAD
+        self._rest_s = min(for_s, LONGEST_REST_S)
         self._become(live=False, problem=problem)
         self._wake.set()
 
@@ -70,8 +73,8 @@ class HealthMonitor:
             interval = LIVE_INTERVAL_S if problem is None else self._dead_interval_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), interval)
-                # A request has just failed to connect: leave the server the time that a dead one gets.
-                await asyncio.sleep(self._dead_interval_s)
+                # A request has just failed to connect: leave the server the time that a dead one gets, or that it asked for.
+                await asyncio.sleep(max(self._dead_interval_s, self._rest_s))
 
     def _become(self, *, live: bool, problem: str) -> None:
         changed, self.live, self.problem = live != self.live, live, problem

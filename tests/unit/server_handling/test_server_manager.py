@@ -195,6 +195,19 @@ async def test_retry_after_is_honoured(fakes: list[FakeInferenceServer], manager
     assert time.monotonic() - start >= 1.0
 
 
+async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_asks(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    """A server whose weights fell behind answers 503 with Retry-After, while its /health is well."""
+    fakes[0].fail_next(1000, 503, {"Retry-After": "60"})
+    manager = manager_of([config_of(fake, num_max_requests_at_once=8) for fake in fakes], retry=RetryPolicy(attempts=2, base_s=0.01))
+    start = time.monotonic()
+    await asyncio.gather(*(manager.sample_tokens(input_ids=[5], max_tokens=9) for _ in range(60)))
+    assert time.monotonic() - start < 30, "calls wait for a server that they do not go back to"
+    assert (fakes[1].hits["/generate"], fakes[0].hits["/generate"] <= 8) == (60, True)
+    assert not manager.servers[0].server_healthy
+
+
 async def test_a_request_that_takes_too_long_fails_with_the_limit(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
     fakes[0].delay_s = 30
     manager = manager_of(config_of(fakes[0], timeout=1), retry=RetryPolicy(attempts=1))
