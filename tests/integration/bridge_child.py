@@ -1,13 +1,20 @@
 """A trainer without training, as a process of its own that tests can kill or freeze: connects, syncs, and does what it is told.
 
-python bridge_child.py MODEL PORT ACT      ACT: sync | idle | kill-mid-transfer | freeze-mid-transfer
+python bridge_child.py MODEL PORT ACT
+ACT: sync | idle | many | kill-before-transfer | kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
 """
 
+import http.client
+import json
+import logging
 import os
 import signal
 import sys
 import time
+from functools import partial
+from typing import Any
 
+import psutil
 import torch
 
 from atroposlib.logs import configure_logging
@@ -33,9 +40,16 @@ def main(model_name: str, port: int, act: str) -> None:
     print("SYNCED 0", flush=True)
     if act == "idle":
         time.sleep(300)
-    if act.endswith("mid-transfer"):
+    if act == "many":
+        _many(bridge, model)
+    elif act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
-    bridge.sync(1, lambda: change(model))
+    elif act == "kill-after-ack":
+        _link(bridge).commit = _die
+    elif act == "kill-during-commit":
+        _link(bridge).commit = partial(_send_commit_and_die, config.vllm_port, _link(bridge)._session)
+    if act != "many":
+        bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
     bridge.close()
 
@@ -48,8 +62,24 @@ def change(model: torch.nn.Module) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
-def _stop_at_second_bucket(bridge: object, with_signal: signal.Signals) -> None:
-    groups = bridge._live_groups()  # type: ignore[attr-defined]
+def _link(bridge: Any) -> Any:
+    return bridge._links[0]
+
+
+def _die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _send_commit_and_die(port: int, session: str, version: int) -> None:
+    """The request is out, its answer will find nobody: the server is between pause and resume, or about to be."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    headers = {"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/bridge/commit", json.dumps({"session": session, "policy_version": version}), headers)
+    _die()
+
+
+def _stop_at_second_bucket(bridge: Any, with_signal: signal.Signals) -> None:
+    groups = _link(bridge)._groups
     send, sent = groups.broadcast, 0
 
     def broadcast(buffer: torch.Tensor) -> None:
@@ -61,6 +91,23 @@ def _stop_at_second_bucket(bridge: object, with_signal: signal.Signals) -> None:
         send(buffer)
 
     groups.broadcast = broadcast
+
+
+def _many(bridge: Any, model: torch.nn.Module) -> None:
+    """Syncs 1 to 200; what this process holds after the first 20 and at the end."""
+    logging.getLogger().setLevel(logging.WARNING)  # nobody reads the pipe meanwhile
+
+    @torch.no_grad()
+    def nudge() -> None:
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 1e-3)
+
+    for version in range(1, 201):
+        bridge.sync(version, nudge)
+        if version in (20, 200):
+            process = psutil.Process()
+            held = {"memory": process.memory_info().rss, "files": process.num_fds(), "threads": process.num_threads()}
+            print(f"SYNCED {version} {json.dumps(held)}", flush=True)
 
 
 if __name__ == "__main__":

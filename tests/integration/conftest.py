@@ -115,6 +115,11 @@ def session_members(session: int) -> list[int]:
     return found
 
 
+def workers_of(server: Server) -> list[int]:
+    """The processes that hold the weights: vLLM names them so."""
+    return [pid for pid in session_members(server.process.pid) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
+
+
 def stop_server(server: Server) -> None:
     if server.process.poll() is None:
         os.killpg(server.process.pid, signal.SIGTERM)

@@ -5,13 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import requests
 
-from tests.integration.conftest import API_KEY, AUTHORIZED, Server
+from tests.integration.conftest import API_KEY, AUTHORIZED, Server, session_members
 
 CHILD = Path(__file__).with_name("bridge_child.py")
 PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
@@ -28,11 +30,11 @@ def start_child(server: Server, act: str, model: str | None = None) -> subproces
     )
 
 
-def read_until(child: subprocess.Popen[str], word: str) -> None:
+def read_until(child: subprocess.Popen[str], word: str) -> str:
     assert child.stdout is not None and child.stderr is not None
     for line in child.stdout:
         if line.startswith(word):
-            return
+            return line
     raise AssertionError(f"{word} never came:\n{child.stderr.read()[-2000:]}")
 
 
@@ -85,7 +87,7 @@ def test_sync_changes_what_is_sampled_despite_the_prefix_cache(server: Server) -
     assert before != after
 
 
-@pytest.mark.parametrize("act", ["idle", "kill-mid-transfer"])
+@pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])
 def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(server: Server, act: str) -> None:
     child = start_child(server, act)
     read_until(child, "SYNCED 0")
@@ -97,6 +99,76 @@ def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_on
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
     assert time.monotonic() - start < 5
     assert sync_and_probe(server) <= PARITY
+
+
+def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server: Server) -> None:
+    child = start_child(server, "kill-during-commit")
+    read_until(child, "SYNCED 0")
+    child.wait(30)
+    assert child.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while server.status()["policy_version"] != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
+    assert server.status()["paused"] is False
+    assert sync_and_probe(server) <= PARITY
+
+
+def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(server: Server) -> None:
+    child = start_child(server, "many")
+    with Load(server, clients=3) as load:
+        held = {}
+        for version in (20, 200):
+            ours = json.loads(read_until(child, f"SYNCED {version} ").split(maxsplit=2)[2])
+            held[version] = {"trainer": ours, "server": held_by(session_members(server.process.pid))}
+    code, out, err = finish(child, 120)
+    assert code == 0 and float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
+    assert load.failures == [] and len(load.versions) > 20
+    assert all(first <= last for first, last in load.versions)
+    # 180 leaked staging buffers would be 300 MB, 180 leaked threads or sockets 180 of them
+    for side in ("trainer", "server"):
+        grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}
+        assert grown["memory"] < 80e6 and grown["files"] < 20 and grown["threads"] < 20, (side, held)
+
+
+def held_by(pids: list[int]) -> dict[str, int]:
+    processes = [psutil.Process(pid) for pid in pids]
+    return {
+        "memory": sum(process.memory_info().rss for process in processes),
+        "files": sum(process.num_fds() for process in processes),
+        "threads": sum(process.num_threads() for process in processes),
+    }
+
+
+class Load:
+    """Clients that generate without a pause; `versions` are the policy versions of what they got."""
+
+    def __init__(self, server: Server, clients: int) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
+        self.failures: list[str] = []
+        self.versions: list[list[int]] = []
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 16, "ignore_eos": True}
+            reply = self._server.request("POST", "/generate", json=body)
+            if reply.status_code != 200:
+                self.failures.append(reply.text)
+            else:
+                self.versions += reply.json()["policy_versions"]
 
 
 def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) -> None:

@@ -1,56 +1,19 @@
 """One trainer feeds vLLM servers on two hosts, which are network namespaces joined by a cable; real processes, real failures."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
 
-from tests.integration.conftest import API_KEY, REPOSITORY, Server, await_server, session_members, start_server, stop_server
-from tests.integration.namespaces import Host, entering, two_hosts
+from tests.integration.conftest import Server, await_server, start_server, stop_server, workers_of
+from tests.integration.namespaces import Host, two_hosts
+from tests.integration.trainer_process import DEADLINE_S, TrainerProcess, trainer_process
 
-CHILD = Path(__file__).with_name("several_child.py")
-PARITY = 2e-5  # as in test_bridge.py
 PROMPT = [5, 6, 7, 8]
-TIMEOUT_S = 12  # --bridge-timeout-s of the trainer
-DEADLINE_S = 3 * TIMEOUT_S + 30  # transfer, fence, the workers' states, and a slow machine
-
-
-@dataclass
-class Trainer:
-    """several_child.py on the first host."""
-
-    process: subprocess.Popen[str]
-    log: Path
-
-    def sync(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return self.row()
-
-    def row(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, self.log.read_text()[-3000:]
-        return json.loads(line)
-
-    def sync_with(self, servers: int, within_s: float = DEADLINE_S) -> int:
-        """Sync until that many servers take part; the version they serve."""
-        give_up = time.monotonic() + within_s
-        while (row := self.sync())["servers"] != servers:
-            assert time.monotonic() < give_up, self.log.read_text()[-3000:]
-            time.sleep(0.5)
-        assert row["parity"] <= PARITY
-        return row["version"]
 
 
 @pytest.fixture(scope="module")
@@ -75,30 +38,15 @@ def servers(hosts: tuple[Host, Host], llama_folder: Path, tmp_path_factory: pyte
 
 
 @pytest.fixture
-def trainer(hosts: tuple[Host, Host], servers: list[Server], llama_folder: Path, tmp_path: Path) -> Iterator[Trainer]:
+def trainer(hosts: tuple[Host, Host], servers: list[Server], llama_folder: Path, tmp_path: Path) -> Iterator[TrainerProcess]:
+    """On the first host."""
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("".join(f"{host.address}  # vLLM\n" for host in hosts))
-    flags = ["--model", str(llama_folder), "--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", "9001"]
-    flags += ["--hosts-file", str(hosts_file), "--bridge-timeout-s", str(TIMEOUT_S), "--bridge-lease-s", "6", "--bridge-bucket-mb", "1"]
-    environment = {
-        **os.environ, "VLLM_API_KEY": API_KEY, "NUM_INFERENCE_NODES": "2", "MASTER_ADDR": hosts[0].address, "PYTHONPATH": str(REPOSITORY)
-    }  # fmt: skip
-    log = tmp_path / "trainer.log"
-    with log.open("w") as errors:
-        process = subprocess.Popen(
-            entering(hosts[0].namespace, [sys.executable, str(CHILD), *flags]),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
-        )  # fmt: skip
-    child = Trainer(process, log)
-    try:
-        assert child.row() == {"version": 0}
-        yield child
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(60) == 0, log.read_text()[-3000:]
-    finally:
-        process.kill()
-        process.wait()
+    with trainer_process(
+        str(llama_folder), tmp_path, "--vllm-port", "9001", "--hosts-file", str(hosts_file),
+        namespace=hosts[0].namespace, NUM_INFERENCE_NODES="2", MASTER_ADDR=hosts[0].address,
+    ) as process:  # fmt: skip
+        yield process
 
 
 def start_on(host: Host, model: Path, folder: Path) -> Server:
@@ -109,13 +57,7 @@ def versions(servers: list[Server]) -> list[int]:
     return [server.status()["policy_version"] for server in servers]
 
 
-def worker_of(server: Server) -> int:
-    """The process that holds the weights: vLLM names it so."""
-    (pid,) = [pid for pid in session_members(server.process.pid) if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
-    return pid
-
-
-def test_servers_on_two_hosts_serve_one_version(trainer: Trainer, servers: list[Server]) -> None:
+def test_servers_on_two_hosts_serve_one_version(trainer: TrainerProcess, servers: list[Server]) -> None:
     for version in (1, 2):
         assert trainer.sync_with(2) == version
         assert versions(servers) == [version, version]
@@ -124,7 +66,9 @@ def test_servers_on_two_hosts_serve_one_version(trainer: Trainer, servers: list[
     assert "served by 2 of 2 servers" in trainer.log.read_text()
 
 
-def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(trainer: Trainer, servers: list[Server], hosts: tuple[Host, Host]) -> None:
+def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
+    trainer: TrainerProcess, servers: list[Server], hosts: tuple[Host, Host]
+) -> None:
     near, far = servers
     trainer.sync_with(2)
     hosts[1].set_cable("down")
@@ -142,10 +86,10 @@ def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(trainer: Trainer
     assert versions(servers) == [version, version]
 
 
-def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(trainer: Trainer, servers: list[Server]) -> None:
+def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(trainer: TrainerProcess, servers: list[Server]) -> None:
     near, far = servers
     trainer.sync_with(2)
-    frozen = worker_of(far)
+    frozen = workers_of(far)[0]
     os.kill(frozen, signal.SIGSTOP)
     try:
         start = time.monotonic()
@@ -163,11 +107,11 @@ def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_u
 
 
 def test_a_server_that_died_is_left_out_and_let_in_again_once_restarted(
-    trainer: Trainer, servers: list[Server], hosts: tuple[Host, Host], llama_folder: Path, tmp_path: Path
+    trainer: TrainerProcess, servers: list[Server], hosts: tuple[Host, Host], llama_folder: Path, tmp_path: Path
 ) -> None:
     near, far = servers
     trainer.sync_with(2)
-    os.kill(worker_of(far), signal.SIGKILL)
+    os.kill(workers_of(far)[0], signal.SIGKILL)
     start = time.monotonic()
     row = trainer.sync()
     assert row["servers"] == 1 and time.monotonic() - start < DEADLINE_S

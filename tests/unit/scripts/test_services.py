@@ -139,7 +139,7 @@ def test_waiting_ends_at_its_deadline_and_says_for_whom(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, EXITED_ON_SIGINT), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_its_services(tmp_path: Path, number: signal.Signals, expected: int) -> None:
-    launcher = start_shell(f"own_run $1; start_service family $1/f.log {sys.executable} -c \"$2\"; monitor 10 family", tmp_path, FAMILY)
+    launcher = start_shell(f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY)
     family = await_record(tmp_path, "family")
     wait_until(lambda: len(group_of(family)) == 2)
     members = group_of(family)
@@ -163,7 +163,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> None:
-    launcher = start_shell(f"own_run $1; start_service deaf $1/deaf.log {sys.executable} -c \"$2\"; monitor 10 deaf", tmp_path, STUBBORN)
+    launcher = start_shell(f'own_run $1; start_service deaf $1/deaf.log {sys.executable} -c "$2"; monitor 10 deaf', tmp_path, STUBBORN)
     deaf = await_record(tmp_path, "deaf")
     log = tmp_path / "deaf.log"
     wait_until(lambda: log.exists() and "deaf" in log.read_text())
@@ -205,7 +205,7 @@ def test_a_recycled_pid_is_not_hit(tmp_path: Path) -> None:
 
 
 def test_stop_ends_children_whose_leader_was_killed(tmp_path: Path) -> None:
-    launcher = start_shell(f"own_run $1; start_service family $1/f.log {sys.executable} -c \"$2\"; monitor 10 family", tmp_path, FAMILY)
+    launcher = start_shell(f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY)
     leader = await_record(tmp_path, "family")
     wait_until(lambda: len(group_of(leader)) == 2)
     child = next(pid for pid in group_of(leader) if pid != leader)
@@ -223,7 +223,7 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
         "print('mapped', flush=True); time.sleep(60)"
     )
     launcher = start_shell(
-        f"own_run $1; start_service holder $1/h.log {sys.executable} -c \"$2\"; sleep 1; monitor 10 holder", tmp_path, script
+        f'own_run $1; start_service holder $1/h.log {sys.executable} -c "$2"; sleep 1; monitor 10 holder', tmp_path, script
     )
     holder = await_record(tmp_path, "holder")
     wait_until(lambda: "mapped" in (tmp_path / "h.log").read_text())
