@@ -1,7 +1,8 @@
 """reward.png from a run's files: `python -m example_trainer.plot metrics.jsonl --evaluations evaluations.jsonl --out reward.png`.
 
 Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with `policy_version` and
-`accuracy`; without it the accuracies of metrics.jsonl are drawn.
+`accuracy`; without it the accuracies of metrics.jsonl are drawn. Several metrics files are compared: one curve of rewards each, labelled by
+its folder, e.g. `python -m example_trainer.plot runs/*/metrics.jsonl --out compare.png`.
 """
 
 import argparse
@@ -25,8 +26,21 @@ def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     )
     if measured:
         axes.plot([v for v, _ in measured], [a for _, a in measured], "o-", color="tab:orange", label="held-out accuracy (greedy)")
-    axes.set_xlabel("training step")
     axes.set_ylabel("reward, accuracy")
+    _save(figure, axes, out, title)
+
+
+def plot_comparison(runs: dict[str, list[dict[str, Any]]], out: Path, title: str = "") -> None:
+    """Write a PNG with the rewards of several runs' rows, by label."""
+    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
+    for label, metrics in runs.items():
+        axes.plot([row["step"] for row in metrics], [row["reward_mean"] for row in metrics], label=label)
+    axes.set_ylabel("mean reward of sampled answers")
+    _save(figure, axes, out, title)
+
+
+def _save(figure: Any, axes: Any, out: Path, title: str) -> None:
+    axes.set_xlabel("training step")
     axes.grid(alpha=0.3)
     axes.legend()
     axes.set_title(title)
@@ -45,20 +59,24 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Command line; 1 with a line on stderr if there is nothing to draw."""
     parser = argparse.ArgumentParser(prog="plot", description=__doc__.splitlines()[0])
-    parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run")
-    parser.add_argument("--evaluations", type=Path, help="evaluations.jsonl of a run")
+    parser.add_argument("metrics", type=Path, nargs="+", help="metrics.jsonl of a run, or of several to compare")
+    parser.add_argument("--evaluations", type=Path, help="evaluations.jsonl of one run")
     parser.add_argument("--out", type=Path, default=Path("reward.png"))
     parser.add_argument("--title", default="")
     arguments = parser.parse_args(argv)
-    missing = [path for path in (arguments.metrics, arguments.evaluations) if path is not None and not path.is_file()]
+    missing = [path for path in (*arguments.metrics, arguments.evaluations) if path is not None and not path.is_file()]
     if missing:
         print(f"plot: error: {missing[0]} does not exist; give the files of a run's folder", file=sys.stderr)
         return 1
-    metrics = read_rows(arguments.metrics)
-    if not metrics:
-        print(f"plot: error: {arguments.metrics} has no rows yet; wait for the first step", file=sys.stderr)
+    runs = {path.parent.name: read_rows(path) for path in arguments.metrics}
+    if empty := [path for path in arguments.metrics if not runs[path.parent.name]]:
+        print(f"plot: error: {empty[0]} has no rows yet; wait for the first step", file=sys.stderr)
         return 1
-    plot_rewards(metrics, read_rows(arguments.evaluations) if arguments.evaluations else metrics, arguments.out, arguments.title)
+    if len(runs) > 1:
+        plot_comparison(runs, arguments.out, arguments.title)
+    else:
+        (metrics,) = runs.values()
+        plot_rewards(metrics, read_rows(arguments.evaluations) if arguments.evaluations else metrics, arguments.out, arguments.title)
     return 0
 
 

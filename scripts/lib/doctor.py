@@ -142,6 +142,8 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
     for server in servers:
         yield checks.check_server(mode, server.where, server.local, server.listener, server.status)
         if server.running:
+            if config.mode == "lora" and server.listener:
+                yield checks.check_adapters(server.where, server.listener.command)
             yield checks.check_ranks(config.tensor_parallel_size, server.status.body["tp_size"])
 
 
@@ -154,7 +156,6 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
     else:
         yield checks.check_cores(ranks, len(os.sched_getaffinity(0)))
     model = read_model(config.model) if config.model else None
-    arena = 0
     if model is None:
         yield Finding(
             "warn",
@@ -169,14 +170,13 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
             yield checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
         elif not gpus:
             yield checks.check_memory(available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running)
-            arena = model.parameters * checks.DTYPE_BYTES[dtype] if mode.same_devices and not running else 0
         if mode.owns_vllm:
             folder = nearest_folder(config.save_path)
             yield checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
         for server in servers:
             if server.manifest:
                 yield checks.check_same_model(model, server.manifest)
-    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, ranks, arena)
+    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, ranks)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------------

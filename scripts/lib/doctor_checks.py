@@ -48,7 +48,7 @@ class Mode:
 MODES = {
     "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False),
     "single_copy": Mode(trainer=12, vllm_copies=1, same_devices=True, bridge=True, owns_vllm=False),
-    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=True, owns_vllm=False),
+    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=False),
     "lora_restart": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
     "restart": Mode(trainer=16, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
 }
@@ -243,6 +243,15 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
     return Finding("ok", where, shown)
 
 
+def check_adapters(where: str, command: str) -> Finding:
+    """Whether the vLLM that runs with `command` takes LoRA adapters."""
+    if "--enable-lora" not in command:
+        return Finding(
+            "fail", "adapters", f"vLLM at {where} runs without --enable-lora", "restart it with --enable-lora --max-lora-rank 16"
+        )
+    return Finding("ok", "adapters", f"vLLM at {where} takes them")
+
+
 def check_ranks(asked: int, served: int) -> Finding:
     if asked != served:
         return Finding("fail", "ranks", f"--tensor-parallel-size {asked}, and vLLM runs with {served}", "restart vLLM, or give what it has")
@@ -301,9 +310,9 @@ def check_cores(tensor_parallel: int, cores: int) -> Finding:
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-def check_shared_memory(free: int, tensor_parallel: int, arena: int) -> Finding:
-    """/dev/shm holds vLLM's queues between ranks and, on a CPU, the arena of a single copy."""
-    need = 64 * MIB + (QUEUE_BYTES if tensor_parallel > 1 else 0) + arena
+def check_shared_memory(free: int, tensor_parallel: int) -> Finding:
+    """/dev/shm holds vLLM's queues between ranks; weights that are shared are not in it."""
+    need = 64 * MIB + (QUEUE_BYTES if tensor_parallel > 1 else 0)
     shown = f"{_size(free)} free, {_size(need)} needed"
     if free < need:
         return Finding("fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)")

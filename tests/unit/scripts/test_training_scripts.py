@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.config import resolve_config
+from example_trainer.config import TrainerConfig
+
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("run_gsm8k_*.sh"))
 MODES = {
     "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
+    "run_gsm8k_restart.sh": "--weight-bridge-mode none",
 }
 
 
@@ -80,6 +84,14 @@ def test_each_script_gives_the_trainer_its_mode(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
+def test_the_trainer_knows_every_flag_that_it_is_given(script: str) -> None:
+    words = settings(script)["trainer"].split(" ", 2)[2]
+    words = re.sub(r"(--vllm-flags=)(.*?) (?=--model-name)", r"'\1\2' ", words)  # one word, of several flags
+    config, _ = resolve_config(TrainerConfig, shlex.split(words), prog="grpo")
+    assert config.training_steps == 100
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
 def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
     plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")
     assert mode["env"] == plain["env"]
@@ -101,6 +113,13 @@ def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     found = settings("run_gsm8k_broadcast.sh", gpus=3)
     assert found["vllm"].startswith("vllm 4,6:") and found["trainer"].startswith("trainer 7:")
+
+
+def test_a_trainer_that_owns_vllm_is_given_its_flags_and_gpus() -> None:
+    alone, two = (settings("run_gsm8k_restart.sh", "--dataset", "arithmetic", gpus=gpus)["trainer"] for gpus in (0, 2))
+    assert "--vllm-flags=--max-model-len 256 --dtype float32" in alone and "--vllm-gpu" not in alone
+    assert two.startswith("trainer 1:") and "--vllm-gpu 0 " in two
+    assert "--vllm-restart-interval 1 " in alone and "--vllm-restart-interval 10 " in settings("run_gsm8k_restart.sh")["trainer"]
 
 
 def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understood() -> None:

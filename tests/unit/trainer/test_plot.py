@@ -39,3 +39,12 @@ def test_nothing_to_draw_is_one_line(content: str | None, says: str, tmp_path: P
     assert plot.main([str(metrics), "--out", str(tmp_path / "reward.png")]) == 1
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1 and not (tmp_path / "reward.png").exists()
+
+
+def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:
+    files = []
+    for run in ("broadcast", "lora"):
+        (tmp_path / run).mkdir()
+        files.append(str(write_rows(tmp_path / run / "metrics.jsonl", [{"step": n, "reward_mean": n / 5} for n in (1, 2)])))
+    assert plot.main([*files, "--out", str(tmp_path / "compare.png")]) == 0
+    assert (tmp_path / "compare.png").stat().st_size > 5000
