@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
 
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
-distribution that was really sampled from), the bridge's worker class, and on CPUs float32, eager mode, a KV block of 32 tokens and a
+distribution that was really sampled from), the bridge's worker class (with --enable-lora: vLLM's own, and room for the adapters of
+two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
 modest KV cache.
 The only module outside vllm_patching/ that imports vLLM.
 """
@@ -64,6 +65,8 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
     defaults = {"--port": str(DEFAULT_PORT), "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
     if cpu:
         defaults |= {"--dtype": "float32", "--block-size": "32"}
+    if "--enable-lora" in given and "--max-loras" not in given:
+        defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}  # the next policy is loaded while requests of the last one run
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
     if cpu and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
@@ -98,7 +101,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def _configure_bridge(args: Any, guarded: bool) -> None:
-    if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1":
+    """Choose the worker and its settings for `shared_vllm`, or for LoRA adapters where --enable-lora is given."""
+    if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
         print(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr
         )
@@ -112,6 +116,10 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         _refuse(
             f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or keep --host 127.0.0.1"
         )
+    _share_cores(args.tensor_parallel_size)
+    if args.enable_lora:
+        print(f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr)
+        return
     if args.quantization:
         _refuse(
             f"--quantization {args.quantization}: the weight bridge carries unquantised weights only; "
@@ -121,12 +129,6 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
     path = Path(os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json").resolve()
     _check_writable(path)
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(path)}}
-    if args.tensor_parallel_size > 1:
-        # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // args.tensor_parallel_size)
-        groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)
 
 
@@ -142,6 +144,15 @@ def _check_writable(path: Path) -> None:
             f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a folder this user may write to; "
             "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
         )
+
+
+def _share_cores(ranks: int) -> None:
+    """vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand."""
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // ranks)
+        groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
 
 
 def _is_loopback(host: str) -> bool:

@@ -75,6 +75,7 @@ class BridgeState:
         return {
             "enabled": self.enabled,
             "model": self._model,
+            "served_model": self._model,
             "dtype": compat.served_dtype(self.engine),
             "tp_size": self._tp_size,
             "policy_version": self.policy_version,

@@ -98,6 +98,38 @@ def served_dtype(engine: Any) -> str:
     return str(engine.model_config.dtype).removeprefix("torch.")
 
 
+async def load_adapter(models: Any, name: str, path: str) -> Any:
+    """Load an adapter folder into every worker and enter it in vLLM's table; its LoRARequest. Raises ValueError with vLLM's reason."""
+    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+
+    answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
+    if not isinstance(answer, str):
+        raise ValueError(answer.error.message)
+    return models.lora_requests[name]
+
+
+async def unload_adapter(models: Any, name: str) -> None:
+    """Take an adapter's name out of vLLM's table; requests that run with it go on. Raises ValueError with vLLM's reason."""
+    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
+
+    answer = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+    if not isinstance(answer, str):
+        raise ValueError(answer.error.message)
+
+
+def adapters_in_use(engine: Any) -> set[str]:
+    """Names of the adapters that unfinished requests sample from."""
+    adapters = (request.lora_request for request in engine.output_processor.request_states.values())
+    return {adapter.lora_name for adapter in adapters if adapter is not None}
+
+
+def add_base_names(models: Any, names: list[str]) -> None:
+    """Let vLLM know its base model by further names, after its own."""
+    path_type = type(models.base_model_paths[0])
+    root = models.base_model_paths[0].model_path
+    models.base_model_paths.extend(path_type(name=name, model_path=root) for name in names if not models.is_base_model(name))
+
+
 def api_keys(args: Any) -> list[str]:
     """The keys that vLLM itself accepts: --api-key, else VLLM_API_KEY."""
     from vllm import envs

@@ -10,6 +10,7 @@
     POST   /v1/bridge/attach                  a trainer of this machine shares the live weights itself (single copy)
     POST   /v1/bridge/pause                   it is about to step them: pause(keep)
     POST   /v1/bridge/resume                  it has: version → resume
+    *      /v1/bridge/adapter...              LoRA adapters: adapter_routes.py
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
 
 `/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be served, gate.py answers
@@ -25,6 +26,8 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm_patching import compat
+from vllm_patching.adapter_routes import adapter_routes
+from vllm_patching.adapters import Adapters
 from vllm_patching.bridge_state import BridgeConflict, BridgeState
 from vllm_patching.gate import Gate, GateMiddleware
 from vllm_patching.generate import GenerateError, run_generate
@@ -42,23 +45,28 @@ class BridgeEndpoints:
         app.state.gate = Gate()
         app.add_middleware(GateMiddleware, gate=app.state.gate)
         app.include_router(bridge_routes())
+        app.include_router(adapter_routes())
         app.include_router(generate_routes())
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         enabled = "atropos_bridge" in (args.additional_config or {})
         state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled, state.gate)
+        models = state.openai_serving_models
+        state.adapters = Adapters(engine_client, models, args.model, args.max_lora_rank) if args.enable_lora else None
         state.generate_keys = compat.api_keys(args)
         await state.bridge.start()
         log.info(
             "Uvicorn running on http://%s:%d (bridge %s)",
             args.host,
             args.port,
-            "on" if enabled else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1",
+            "on" if enabled else "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1",
         )
 
 
 def _bridge(request: Request) -> BridgeState:
     state: BridgeState = request.app.state.bridge
+    if request.app.state.adapters is not None:
+        raise HTTPException(409, "this server takes LoRA adapters (--weight-bridge-mode lora_only): restart it without --enable-lora")
     if not state.enabled:
         raise HTTPException(409, "the weight bridge is off: start the server with VLLM_ENABLE_SHARED_WEIGHTS=1")
     return state
@@ -74,7 +82,8 @@ def bridge_routes() -> APIRouter:
     @router.get("/status")
     async def status(request: Request) -> dict[str, Any]:
         state: BridgeState = request.app.state.bridge
-        return await state.status()
+        adapters: Adapters | None = request.app.state.adapters
+        return await state.status() | (adapters.status() if adapters else {})
 
     @router.get("/manifest")
     async def manifest(bridge: Bridge) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`/generate`: token ids in, token ids, log-probabilities and policy versions out; nothing is tokenised twice.
 
 Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "prompt_logprobs": k, ...any vLLM sampling parameter}
+          with LoRA, "model" chooses: absent or "default" is the current adapter, "base" the model without one
           without "max_tokens" a sequence may grow to the model's limit
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
@@ -15,6 +16,7 @@ from typing import Any
 from fastapi import Request
 
 from vllm_patching import compat
+from vllm_patching.adapters import AdapterRefused, Adapters
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 
@@ -32,8 +34,9 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     prompt = _prompt(body)
     params = _sampling_params(body)
     bridge = request.app.state.bridge
+    adapter, adapter_version = _adapter(request, body)
     started = bridge.policy_version
-    generating = asyncio.create_task(_final_output(bridge.engine, prompt, params))
+    generating = asyncio.create_task(_final_output(bridge.engine, prompt, params, adapter))
     hung_up = asyncio.create_task(_disconnected(request))
     try:
         done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,7 +55,21 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     refusal = bridge.gate.reason()
     if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
         raise GenerateError(refusal, 503)
-    return _reply(output, params, started, bridge.policy_version)
+    reply = _reply(output, params, started, bridge.policy_version)
+    if adapter_version is not None:  # a request keeps its adapter to the end
+        reply["policy_versions"] = [[adapter_version, adapter_version] for _ in output.outputs]
+    return reply
+
+
+def _adapter(request: Request, body: dict[str, Any]) -> tuple[Any, int | None]:
+    """The adapter that the request samples from, and its policy version; nothing and None on a server without LoRA."""
+    adapters: Adapters | None = request.app.state.adapters
+    if adapters is None:
+        return None, None
+    try:
+        return adapters.resolve(body.get("model"))
+    except AdapterRefused as refused:
+        raise GenerateError(str(refused), refused.status) from refused
 
 
 def _prompt(body: dict[str, Any]) -> Any:
@@ -78,8 +95,8 @@ def _sampling_params(body: dict[str, Any]) -> Any:
         raise GenerateError(str(error), 422) from error
 
 
-async def _final_output(engine: Any, prompt: Any, params: Any) -> Any:
-    outputs = [output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}")]
+async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:
+    outputs = [output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)]
     return outputs[-1]
 
 

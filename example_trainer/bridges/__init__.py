@@ -69,9 +69,16 @@ def _restart(config: TrainerConfig) -> WeightBridge:
     return RestartBridge(config)
 
 
+def _lora(config: TrainerConfig) -> WeightBridge:
+    from example_trainer.bridges.lora import LoraBridge
+
+    return LoraBridge(config)
+
+
 BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
     "none": _restart,
     "shared_vllm --use-shared-memory": _broadcast,
+    "lora_only": _lora,
 }
 FEEDS_SEVERAL = ("shared_vllm --use-shared-memory",)
 

@@ -27,8 +27,11 @@ class VllmClient:
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
-    def wait_until_ready(self, deadline_s: float) -> dict[str, Any]:
-        """The bridge status once the server answers with its bridge on. Raises BridgeError at the deadline."""
+    def wait_until_ready(self, deadline_s: float, *, lora: bool = False) -> dict[str, Any]:
+        """The bridge status once the server answers with its bridge on: for LoRA adapters if `lora`, else for whole weights.
+
+        Raises BridgeError at the deadline, and at once for a server of the other kind.
+        """
         log.info("Waiting for the vLLM server at %s, at most %.0f s", self.url, deadline_s)
         start = reminded = time.monotonic()
         while True:
@@ -46,7 +49,12 @@ class VllmClient:
                     reminded = time.monotonic()
                     log.info("Still waiting for the vLLM server at %s (%.0f of %.0f s)", self.url, waited, deadline_s)
                 time.sleep(POLL_S)
-        if not status["enabled"]:
+        takes_adapters = "max_lora_rank" in status
+        if lora and not takes_adapters:
+            raise BridgeError(f"the vLLM server at {self.url} takes no LoRA adapters: restart it with --enable-lora")
+        if takes_adapters and not lora:
+            raise BridgeError(f"the vLLM server at {self.url} takes LoRA adapters only: restart it without --enable-lora")
+        if not lora and not status["enabled"]:
             raise BridgeError(f"the vLLM server at {self.url} runs without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
         log.info(
             "vLLM server at %s is ready after %.1f s: model %s, TP=%d, policy version %d",
@@ -84,6 +92,19 @@ class VllmClient:
     def fence(self, session: str, reason: str) -> None:
         """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole version."""
         self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason}, timeout_s=QUICK_S)
+
+    def open_adapter_session(self, offer: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/adapter/session", offer)
+
+    def adapter_heartbeat(self, session: str) -> dict[str, Any]:
+        return self._call("POST", f"/v1/bridge/adapter/session/{session}/heartbeat", {})
+
+    def close_adapter_session(self, session: str) -> None:
+        self._call("DELETE", f"/v1/bridge/adapter/session/{session}")
+
+    def load_adapter(self, session: str, name: str, path: str, policy_version: int) -> dict[str, Any]:
+        body = {"session": session, "name": name, "path": path, "policy_version": policy_version}
+        return self._call("POST", "/v1/bridge/adapter", body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""

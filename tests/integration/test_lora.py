@@ -1,0 +1,230 @@
+"""LoRA on a real vLLM: every version is served as trained, environments follow without a restart, and nothing bad is ever served."""
+
+import contextlib
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from example_trainer.adapters import adapter_tensors
+from example_trainer.bridges import BridgeError
+from example_trainer.bridges.lora import LoraBridge
+from example_trainer.config import TrainerConfig
+from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
+
+CPU = torch.device("cpu")
+PARITY = 2e-5  # fp32 on both sides; the same adapter differs by about 1e-6 on this model, the versions below by more than 1e-2
+PROMPT = list(range(5, 45))  # longer than a KV block, so that the prefix cache takes part
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = start_server(llama_folder, tmp_path_factory.mktemp("vllm_lora"), "--enable-lora", "--max-lora-rank", "16")
+    yield found
+    stop_server(found)
+
+
+def lora_bridge(model: str, port: int, save_path: Path, **changes: Any) -> LoraBridge:
+    settings: dict[str, Any] = dict(
+        model_name=model, weight_bridge_mode="lora_only", lora_r=8, vllm_port=port, vllm_api_key=API_KEY, save_path=save_path,
+        bridge_timeout_s=60, bridge_lease_s=20,
+    )  # fmt: skip
+    return LoraBridge(TrainerConfig(**settings | changes))
+
+
+@contextlib.contextmanager
+def trainer(server: Server, save_path: Path, **changes: Any) -> Iterator[tuple[LoraBridge, PreTrainedModel]]:
+    bridge = lora_bridge(server.model, server.port, save_path, **changes)
+    with contextlib.closing(bridge):
+        yield bridge, bridge.connect(server.model, CPU)
+
+
+@torch.no_grad()
+def move(model: PreTrainedModel, seed: int) -> None:
+    """An update that no one could mistake for none."""
+    torch.manual_seed(seed)
+    for tensor in adapter_tensors(model).values():
+        tensor.add_(torch.randn_like(tensor) * 0.05)
+
+
+def complete(server: Server, model: str | None, **sampling: Any) -> dict[str, Any]:
+    """One greedy completion through the OpenAI route; without `model`, none is named."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0} | ({"model": model} if model else {}) | sampling
+    reply = requests.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+    return {"status": reply.status_code, **reply.json()}
+
+
+def served_names(server: Server) -> list[str]:
+    return [card["id"] for card in requests.get(f"{server.url}/v1/models", headers=AUTHORIZED, timeout=DEADLINE_S).json()["data"]]
+
+
+def test_every_version_is_served_as_trained_and_environments_follow(server: Server, tmp_path: Path) -> None:
+    untouched = complete(server, "base")["choices"][0]["logprobs"]
+    with trainer(server, tmp_path) as (bridge, model):
+        seen = []
+        for version in range(1, 5):
+            report = bridge.sync(version, partial(move, model, version))
+            assert bridge.parity_probe() <= PARITY
+            print(f"version {version}: written {report.transfer_s:.3f} s, loaded {report.apply_s:.3f} s, {report.bytes_moved} bytes")
+
+            status = server.status()
+            name = status["served_model"]
+            assert status["policy_version"] == version and name.startswith(f"policy-v{version}-")
+            ours = server.generate(PROMPT, max_tokens=8, temperature=0, logprobs=0)
+            assert ours["policy_versions"] == [[version, version]]
+            sampled = [next(iter(entry.values())) for (entry,) in ours["logprobs"][0]]
+            for alias in (None, "default", server.model, name):  # whatever an environment was told when it started
+                reply = complete(server, alias)
+                assert reply["model"] == name, alias
+                assert reply["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(sampled, abs=1e-5)
+            chat = {"model": "default", "messages": [{"role": "user", "content": "2 + 2 ="}], "max_tokens": 2}
+            assert requests.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()["model"] == name
+
+            assert complete(server, "base")["choices"][0]["logprobs"] == untouched
+            assert server.generate(PROMPT, max_tokens=1, model="base")["policy_versions"] == [[0, 0]]
+            assert served_names(server) == [server.model, "default", "base", name]
+            if seen:
+                assert complete(server, seen[-1])["status"] == 404
+                assert sorted(folder.name for folder in (tmp_path / "adapters").iterdir()) == sorted([seen[-1], name])
+            seen.append(name)
+
+
+def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Server, tmp_path: Path) -> None:
+    long = dict(max_tokens=300, temperature=0, ignore_eos=True)
+    with trainer(server, tmp_path) as (bridge, model):
+        bridge.sync(1, lambda: move(model, 1))
+        alone = server.generate(PROMPT, **long)["token_ids"]
+        replies: dict[str, dict[str, Any]] = {}
+        runs = [
+            threading.Thread(target=lambda: replies.update(generate=server.generate(PROMPT, **long))),
+            threading.Thread(target=lambda: replies.update(openai=complete(server, "default", return_token_ids=True, **long))),
+        ]
+        for run in runs:
+            run.start()
+        first = server.status()["served_model"]
+        wait_until(lambda: server.status()["adapters_in_use"] == [first])
+        for version in (2, 3):
+            bridge.sync(version, partial(move, model, version))
+            assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[version, version]]
+        assert (tmp_path / "adapters" / first).is_dir() or not server.status()["adapters_in_use"]
+        for run in runs:
+            run.join(DEADLINE_S)
+        assert replies["generate"]["token_ids"] == alone and replies["generate"]["policy_versions"] == [[1, 1]]
+        assert replies["openai"]["choices"][0]["token_ids"] == alone[0] and replies["openai"]["model"] == first
+        wait_until(lambda: f"Unloaded {first}" in server.log.read_text())
+        assert bridge.parity_probe() <= PARITY
+
+
+def wait_until(holds: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_once(server: Server, tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert child.stdout is not None and child.stderr is not None
+    assert any(line.startswith("SERVED 1") for line in child.stdout), child.stderr.read()[-2000:]
+    with pytest.raises(BridgeError, match="holds session .* stop it, or wait for its lease to end"):
+        lora_bridge(server.model, server.port, tmp_path).connect(server.model, CPU)
+    left = server.status()["served_model"]
+    leftover = tmp_path / "adapters" / f".policy-v2-aaaaaa.partial-{child.pid}"
+    leftover.mkdir()
+    child.kill()
+    child.wait(30)
+    assert complete(server, "default")["model"] == left
+    assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[1, 1]]
+    with trainer(server, tmp_path) as (bridge, model):
+        bridge.sync(0, lambda: None)  # a fresh run: its version 0 is another adapter than any before
+        assert server.status()["served_model"] != left and not leftover.exists()
+        assert bridge.parity_probe() <= PARITY
+
+
+def save_foreign_adapter(folder: Path, model_folder: str, rank: int = 8, base: str | None = None) -> Path:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(r=rank, target_modules=["q_proj", "o_proj"]))
+    model.peft_config["default"].base_model_name_or_path = base or model_folder
+    model.save_pretrained(folder)
+    return folder
+
+
+def post_adapter(server: Server, path: Path, name: str = "policy-v9-bad") -> requests.Response:
+    body = {"name": name, "path": str(path), "policy_version": 9}
+    return requests.post(f"{server.url}/v1/bridge/adapter", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+
+
+def test_a_bad_adapter_is_refused_and_the_one_before_still_served(server: Server, qwen_folder: Path, tmp_path: Path) -> None:
+    with trainer(server, tmp_path) as (bridge, model):
+        bridge.sync(5, lambda: move(model, 5))
+        assert post_adapter(server, tmp_path, "policy-v6-stranger").status_code == 409  # a trainer lives
+    before = server.status()["served_model"], complete(server, "default")["choices"][0]["logprobs"]
+    other = tmp_path / "other"  # other shapes under the served model's name
+    AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_dict() | {"hidden_size": 256})).save_pretrained(other)
+    truncated = save_foreign_adapter(tmp_path / "truncated", server.model)
+    os.truncate(truncated / "adapter_model.safetensors", 500)
+    cases = {
+        save_foreign_adapter(tmp_path / "r32", server.model, rank=32): "rank 32 is more than this server's --max-lora-rank 16",
+        save_foreign_adapter(tmp_path / "qwen", str(qwen_folder)): f"this server serves {server.model}",
+        save_foreign_adapter(tmp_path / "wide", str(other), base=server.model): "vLLM cannot load",
+        truncated: "vLLM cannot load",
+        tmp_path / "nowhere": "cannot be read as a PEFT adapter folder",
+    }
+    for attempt, (folder, message) in enumerate(cases.items()):
+        reply = post_adapter(server, folder, f"policy-v9-bad{attempt}")
+        assert reply.status_code == 422 and message in reply.text, (folder, reply.text)
+        assert (server.status()["served_model"], complete(server, "default")["choices"][0]["logprobs"]) == before
+        assert served_names(server)[-1] == before[0]
+    good = save_foreign_adapter(tmp_path / "good", server.model)
+    assert post_adapter(server, good, before[0]).status_code == 422  # a name that was used
+    assert post_adapter(server, good, "policy-v9-byhand").status_code == 200
+    assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[9, 9]]
+
+
+def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(server: Server, tmp_path: Path) -> None:
+    with trainer(server, tmp_path) as (bridge, model):
+        bridge.sync(0, lambda: None)
+        name = server.status()["served_model"]
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # the adapter has about 200 kB: the write fails half-way
+        try:
+            with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.* vLLM goes on with {name}"):
+                bridge.sync(1, lambda: move(model, 1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert complete(server, "default")["model"] == name
+        assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [name]
+
+
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(server: Server, qwen_folder: Path, tmp_path: Path) -> None:
+    for changes, message in [
+        (dict(lora_r=32), "rank 32 is more than this server's --max-lora-rank 16"),
+        (dict(model_name=str(qwen_folder)), "give both the same name or path"),
+    ]:
+        with pytest.raises(BridgeError, match=message):
+            lora_bridge(server.model, server.port, tmp_path, **changes).connect(server.model, CPU)
+    whole = {"session": "s", "policy_version": 1}
+    reply = requests.post(f"{server.url}/v1/bridge/commit", json=whole, headers=AUTHORIZED, timeout=DEADLINE_S)
+    assert reply.status_code == 409 and "restart it without --enable-lora" in reply.text
+    assert requests.post(f"{server.url}/v1/bridge/adapter", json={}, timeout=DEADLINE_S).status_code == 401
+
+
+def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, tmp_path: Path) -> None:
+    with pytest.raises(BridgeError, match="takes no LoRA adapters: restart it with --enable-lora"):
+        lora_bridge(vllm_server.model, vllm_server.port, tmp_path).connect(vllm_server.model, CPU)
+    assert "--enable-lora --max-lora-rank" in post_adapter(vllm_server, tmp_path).text
