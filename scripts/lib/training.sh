@@ -160,7 +160,7 @@ device_settings() {
 # service_settings: what ties the four services together; runs/NAME/ takes all that they write.
 service_settings() {
   api=http://127.0.0.1:$api_port vllm=http://127.0.0.1:$vllm_port
-  api_flags=(--port "$api_port")
+  api_flags=(--port "$api_port" --journal "$run_dir/rollouts.db")
   vllm_flags+=(--seed "$seed" "${server_flags[@]}")
   if [[ $vllm_owner == launcher ]]; then
     vllm_flags+=(--model "$model" --host 127.0.0.1 --port "$vllm_port")
