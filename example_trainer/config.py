@@ -214,7 +214,7 @@ class TrainerConfig(Config):
     def _bf16_is_never_stepped_as_it_is(cls, value: object) -> object:
         if value in ("plain", "none"):
             raise ValueError(
-                "plain bfloat16 steps do not train: at RL learning rates over 99 % of the updates are rounded away; "
+                "plain bfloat16 steps do not train: at RL learning rates nearly all of each update is rounded away; "
                 "choose master (a float32 copy) or stochastic (rounding by chance)"
             )
         return value

@@ -44,7 +44,8 @@ class WeightBridge(Protocol):
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         """Run `update`, which changes the model's weights, and make the result what vLLM serves, as `policy_version`.
 
-        What `update` raises comes out as it is, with vLLM serving what it served before.
+        What `update` raises comes out as it is, with vLLM serving what it served before; or, where weights are shared and already half
+        updated, refusing to generate until a trainer's next whole sync.
         """
 
     def parity_probe(self) -> float:
@@ -75,10 +76,17 @@ def _lora(config: TrainerConfig) -> WeightBridge:
     return LoraBridge(config)
 
 
+def _single_copy(config: TrainerConfig) -> WeightBridge:
+    from example_trainer.bridges.single_copy import SingleCopyBridge
+
+    return SingleCopyBridge(config)
+
+
 BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
     "none": _restart,
     "shared_vllm --use-shared-memory": _broadcast,
     "lora_only": _lora,
+    "shared_vllm --single-copy": _single_copy,
 }
 FEEDS_SEVERAL = ("shared_vllm --use-shared-memory",)
 

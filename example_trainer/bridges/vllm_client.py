@@ -106,6 +106,15 @@ class VllmClient:
         body = {"session": session, "name": name, "path": path, "policy_version": policy_version}
         return self._call("POST", "/v1/bridge/adapter", body)
 
+    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/attach", offer)
+
+    def pause(self, session: str, policy_version: int, deadline_s: float) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/pause", {"session": session, "policy_version": policy_version, "deadline_s": deadline_s})
+
+    def resume(self, session: str, policy_version: int | None) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/resume", {"session": session, "policy_version": policy_version})
+
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""
         body = {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}

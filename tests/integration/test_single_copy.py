@@ -1,0 +1,181 @@
+"""Single copy on a real vLLM: the trainer steps the live weights, and dies, freezes or fails wherever it hurts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server
+from tests.integration.test_bridge import PARITY, PROMPT, finish, read_until, sync_and_probe
+from tests.integration.test_bridge import start_child as start_broadcast
+
+DEADLINE_S = 60
+
+
+def start_child(server: Server, act: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.single_child", server.model, str(server.port), act],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "VLLM_API_KEY": API_KEY},
+    )
+
+
+def train_and_probe(server: Server) -> str:
+    """A whole trainer's life of three updates; its output, after checking that vLLM agreed with it after each."""
+    code, out, err = finish(start_child(server, "sync"), 120)
+    assert code == 0, err[-2000:]
+    differences = [float(value) for value in re.findall(r"PARITY (\S+)", out)]
+    assert len(differences) == 3 and max(differences) <= PARITY, differences
+    return out
+
+
+def generate(server: Server, max_tokens: int = 4) -> requests.Response:
+    body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": max_tokens, "ignore_eos": True}
+    return requests.post(f"{server.url}/generate", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
+
+
+def wait_until_refused(server: Server) -> dict[str, Any]:
+    deadline = time.monotonic() + DEADLINE_S
+    while (status := server.status())["poisoned"] is None:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.1)
+    return status
+
+
+def check_refusal(server: Server, fragment: str) -> None:
+    """Generation is refused with the reason; everything else answers."""
+    assert fragment in wait_until_refused(server)["poisoned"]
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+        reply = requests.post(server.url + path, json={"prompt": "x", "max_tokens": 1}, headers=AUTHORIZED, timeout=30)
+        assert reply.status_code == 503 and fragment in reply.text and reply.headers["retry-after"], reply.text
+    assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
+
+
+@pytest.fixture(params=["vllm_server", "vllm_server_tp2"])
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(request.param)
+    return found
+
+
+def test_updates_in_place_are_served_without_moving_bytes(server: Server) -> None:
+    out = train_and_probe(server)
+    moved = [int(value) for value in re.findall(r"BYTES (\d+)", out)]
+    if server.status()["tp_size"] == 1:
+        assert moved == [0, 0, 0]
+    else:  # five norms of 128 and the biases of two row-split layers' inputs that every rank holds alike, in float32
+        assert moved == [5 * 128 * 4] * 3
+    assert generate(server).json()["policy_versions"] == [[3, 3]]
+
+
+def test_weights_are_in_memory_once(vllm_server: Server) -> None:
+    child = start_child(vllm_server, "idle")
+    read_until(child, "SYNCED 0")
+    held = {pid: pss for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (pss := shared_kb(pid, vllm_server, child.pid))}
+    child.kill()
+    child.wait()
+    assert child.pid in held and len(held) == 2, held
+    parameters = 2 * 1000 * 128 + 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) + 5 * 128
+    assert sum(held.values()) == pytest.approx(4 * parameters / 1024, rel=0.02)  # kB; two copies would be twice that
+
+
+def shared_kb(pid: int, server: Server, child: int) -> int:
+    """Proportional share of the weights' memory file that process `pid` holds, in kB, if it is the server's or the child's."""
+    try:
+        if pid != child and os.getsid(pid) != server.process.pid:
+            return 0
+        smaps = Path(f"/proc/{pid}/smaps").read_text()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return sum(int(pss) for pss in re.findall(r"memfd:atropos-weights.*?\nPss: +(\d+) kB", smaps, re.DOTALL))
+
+
+def test_trainer_killed_between_updates_leaves_its_last_version_served(server: Server) -> None:
+    child = start_child(server, "idle")
+    read_until(child, "SYNCED 0")
+    child.kill()
+    child.wait()
+    assert generate(server).json()["policy_versions"] == [[0, 0]]
+    train_and_probe(server)  # at once: no lease to wait for
+
+
+@pytest.mark.parametrize("act", ["kill-mid-update", "kill-before-resume"])
+def test_half_updated_weights_are_never_served(server: Server, act: str) -> None:
+    child = start_child(server, act)
+    read_until(child, "SYNCED 0")
+    child.wait(DEADLINE_S)
+    assert child.returncode == -signal.SIGKILL
+    check_refusal(server, "died while it updated the weights to policy version 1")
+    train_and_probe(server)
+    assert server.status()["refusing"] is None
+    assert generate(server).json()["policy_versions"] == [[3, 3]]
+
+
+def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server: Server) -> None:
+    child = start_child(vllm_server, "freeze-mid-update")
+    replies: list[requests.Response] = []
+    read_until(child, "MID-UPDATE")
+    waiting = threading.Thread(target=lambda: replies.append(generate(vllm_server, 400)))
+    waiting.start()
+    time.sleep(1)
+    child.kill()
+    child.wait()
+    waiting.join(DEADLINE_S)
+    assert replies[0].status_code == 503 and "half updated" in replies[0].text
+    train_and_probe(vllm_server)
+
+
+def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(server: Server) -> None:
+    child = start_child(server, "freeze-mid-update")
+    read_until(child, "MID-UPDATE")
+    check_refusal(server, "fell silent while it updated the weights to policy version 1")
+    train_and_probe(server)
+    prompt = [5 + i % 50 for i in range(40)]
+    before = server.generate(prompt, max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
+    child.send_signal(signal.SIGCONT)
+    code, _, err = finish(child, 90)
+    assert code != 0 and "BridgeError" in err
+    after = server.generate(prompt[:], max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
+    assert before == after
+
+
+def test_failed_update_is_reported_at_once(vllm_server: Server) -> None:
+    code, _, err = finish(start_child(vllm_server, "fail-mid-update"))
+    assert code != 0 and "the update failed half way" in err
+    check_refusal(vllm_server, "left in the middle of policy version 1")
+    train_and_probe(vllm_server)
+
+
+def test_second_trainer_is_refused_while_one_lives(server: Server) -> None:
+    child = start_child(server, "idle")
+    read_until(child, "SYNCED 0")
+    for second in (start_child(server, "sync"), start_broadcast(server, "sync")):
+        code, _, err = finish(second)
+        assert code != 0 and "holds session" in err, err[-2000:]
+    child.kill()
+    child.wait()
+
+
+def test_broadcast_and_single_copy_take_turns(server: Server) -> None:
+    train_and_probe(server)
+    assert sync_and_probe(server) <= PARITY
+    train_and_probe(server)
+    assert sync_and_probe(server) <= PARITY
+
+
+def test_broadcast_heals_what_a_single_copy_left(vllm_server: Server) -> None:
+    child = start_child(vllm_server, "kill-mid-update")
+    child.communicate(timeout=DEADLINE_S)
+    check_refusal(vllm_server, "died while it updated")
+    assert sync_and_probe(vllm_server) <= PARITY
+    assert vllm_server.status()["refusing"] is None
