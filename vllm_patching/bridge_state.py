@@ -157,7 +157,7 @@ class BridgeState:
             log.info("Trainer %s closes session %s at policy version %d", current.trainer, session, self.policy_version)
             if current.pause is not None:
                 await self.abandon(current, f"trainer {current.trainer} left in the middle of policy version {current.pause.version}")
-            self._session = None
+            self._session = self._late_writer = None  # it writes no more
             return {"policy_version": self.policy_version}
 
     async def fence(self, session: str, reason: str) -> dict[str, Any]:
