@@ -25,6 +25,7 @@ import requests
 from pydantic import Field, SecretStr
 
 from atroposlib.config import Config, load_config
+from example_trainer.inference_servers import Address, server_addresses
 from scripts.lib import doctor_checks as checks
 from scripts.lib.doctor_checks import MIB, MODES, Answer, Finding, Gpu, Listener, Model
 from vllm_patching.protocol import Manifest
@@ -42,7 +43,10 @@ class DoctorConfig(Config):
     model: str | None = Field(None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked")
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM servers")
     vllm_port: str = Field("9001", pattern=r"^\d{1,5}(,\d{1,5})*$", description="their ports, separated by commas")
-    hosts_file: Path | None = Field(None, description="file with a HOST or HOST:PORT a line, for servers on other machines")
+    hosts_file: Path | None = Field(None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment")
+    slurm_job_nodelist: str | None = Field(
+        None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
+    )
     api_port: int = Field(8000, ge=1, le=65535, description="port of the batching API")
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's, one rank a GPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -95,7 +99,11 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     """Every check that applies, in the order in which they are worth reading."""
     gpus, driver_cuda = find_gpus(config.cuda_visible_devices)
     listeners = find_listeners()
-    servers = [look_at(host, port, config, listeners) for host, port in addresses(config)]
+    try:
+        servers = [look_at(host, port, config, listeners) for host, port in addresses(config)]
+    except ValueError as error:  # flags, hosts file and NUM_INFERENCE_NODES contradict each other
+        servers = []
+        yield Finding("fail", "servers", str(error))
     yield from versions(config, gpus, driver_cuda)
     yield from settings(config, gpus, servers)
     yield from ports(config, listeners, servers)
@@ -128,7 +136,7 @@ def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server
     command = " ".join(server.listener.command for server in servers if server.listener)
     yield checks.check_allocator(mode.same_devices, len(gpus), config.cuda_alloc_conf, command)
     remote = [server.where.split(":")[0] for server in servers if not server.local]
-    yield checks.check_nodes(config.num_inference_nodes, remote)
+    yield checks.check_hosts(remote, mode.same_devices)
     if config.mode == "broadcast":
         yield checks.check_master(config.master_addr, resolve(config.master_addr), remote)
 
@@ -182,16 +190,10 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
 # --- looking -----------------------------------------------------------------------------------------------------------
 
 
-def addresses(config: DoctorConfig) -> list[tuple[str, int]]:
-    """Host and port of each server: --vllm-port on --vllm-host, then those of the hosts file."""
-    default = int(config.vllm_port.split(",")[0])
-    found = [(config.vllm_host, int(port)) for port in config.vllm_port.split(",")]
-    if config.hosts_file is not None:
-        for line in config.hosts_file.read_text().splitlines():
-            host, _, port = line.split("#")[0].strip().partition(":")
-            if host:
-                found.append((host, int(port or default)))
-    return found
+def addresses(config: DoctorConfig) -> list[Address]:
+    """The servers that a trainer with these flags would feed. Raises ValueError."""
+    ports = [int(port) for port in config.vllm_port.split(",")]
+    return server_addresses(config.vllm_host, ports, config.num_inference_nodes, config.hosts_file, config.slurm_job_nodelist)
 
 
 def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Listener]) -> Server:

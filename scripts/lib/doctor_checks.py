@@ -183,13 +183,13 @@ def check_master(address: str, resolved: str | None, remote_hosts: Sequence[str]
     return Finding("ok", "MASTER_ADDR", f"{address} ({resolved})")
 
 
-def check_nodes(nodes: int, hosts: Sequence[str]) -> Finding:
-    """NUM_INFERENCE_NODES counts machines beside this one; the hosts file names them."""
-    if nodes and nodes != len(hosts):
+def check_hosts(remote: Sequence[str], shared_memory: bool) -> Finding:
+    """A single copy is shared memory: it cannot cross machines."""
+    if remote and shared_memory:
         return Finding(
-            "fail", "hosts", f"NUM_INFERENCE_NODES={nodes}, and {len(hosts)} hosts are named", "name as many in the hosts file, or unset it"
+            "fail", "hosts", f"{', '.join(remote)}: one copy is shared within a machine", "drop the remote hosts, or take broadcast"
         )
-    return Finding("ok", "hosts", ", ".join(hosts) or "this machine alone")
+    return Finding("ok", "hosts", ", ".join(remote) or "this machine alone")
 
 
 # --- ports and servers --------------------------------------------------------------------------------------------------

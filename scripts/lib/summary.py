@@ -31,6 +31,13 @@ def reward_line(metrics: list[dict[str, Any]]) -> str:
     return f"Mean sampled reward: {first['reward_mean']:.2f} at step {first['step']}, {last['reward_mean']:.2f} at step {last['step']}"
 
 
+def trained_line(checkpoints: Path) -> str:
+    """The folder of what was trained, and what it is: an adapter is no whole model."""
+    if (checkpoints / "final_adapter").is_dir():
+        return "checkpoints/final_adapter  the trained adapter, a PEFT folder"
+    return "checkpoints/final_model    the trained model, a Hugging Face folder"
+
+
 def minutes(seconds: int) -> str:
     """412 -> `6 min 52 s`."""
     return f"{seconds // 60} min {seconds % 60} s"
@@ -50,11 +57,12 @@ def summary(run_dir: Path, seconds: int) -> str:
             f"  runs/{name}/reward.png                 reward and accuracy by step",
             f"  runs/{name}/metrics.jsonl              every figure of every step",
             f"  runs/{name}/samples.jsonl              what the model answered, and its rewards",
-            f"  runs/{name}/checkpoints/final_model    the trained model, a Hugging Face folder",
+            f"  runs/{name}/{trained_line(run_dir / 'checkpoints')}",
             f"  runs/{name}/*.log, *.yaml              each service's log and configuration",
             "What to try next:",
             "  scripts/quickstart.sh --seed 2                                    the same with other samples",
             "  scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k   a larger model, real problems (a GPU helps)",
+            "  scripts/run_gsm8k_lora.sh --dataset arithmetic                    the same by another weight bridge (docs/bridges.md)",
             "  README.md, 'Go on'                                                your own model, your own environment",
         ]
     )

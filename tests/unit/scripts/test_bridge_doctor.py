@@ -54,7 +54,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (doctor_checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
         (doctor_checks.check_master("nowhere", None, []), "nowhere has no address here"),
         (doctor_checks.check_master("localhost", "127.0.0.1", ["node2"]), "localhost is 127.0.0.1, which node2 cannot reach"),
-        (doctor_checks.check_nodes(2, ["node2"]), "NUM_INFERENCE_NODES=2, and 1 hosts are named"),
+        (doctor_checks.check_hosts(["node2"], shared_memory=True), "node2: one copy is shared within a machine: drop the remote hosts"),
         (
             doctor_checks.check_api(8000, OTHER, Answer(404)),
             "held by python -m http.server (pid 7): end that, or choose another --api-port",
@@ -123,7 +123,7 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
         doctor_checks.check_allocator(False, 1, "expandable_segments:True", ""),
         doctor_checks.check_allocator(True, 0, "expandable_segments:True", ""),
         doctor_checks.check_master("localhost", "127.0.0.1", []),
-        doctor_checks.check_nodes(0, []),
+        doctor_checks.check_hosts([], True),
         doctor_checks.check_api(8000, None, Answer(0)),
         doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "AtroposLib API"})),
         doctor_checks.check_master_port(0, None),
@@ -215,6 +215,14 @@ def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         code, shown = run_doctor("--mode", "restart", "--api-port", str(held.getsockname()[1]))
     assert code == 1 and "wanted by the batching API, held by" in shown and "mend what failed" in shown
+
+
+def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("127.0.0.1:1\n127.0.0.2:1\n")
+    flags = ["--mode", "broadcast", "--hosts-file", str(tmp_path / "hosts")]
+    code, shown = run_doctor(*flags, NUM_INFERENCE_NODES="1")
+    assert code == 1 and "names 2 host(s), NUM_INFERENCE_NODES is 1" in shown
+    assert "127.0.0.2:1" in run_doctor(*flags, NUM_INFERENCE_NODES="2")[1]
 
 
 def test_every_line_says_its_level_and_the_last_counts_them() -> None:

@@ -29,3 +29,9 @@ def test_summary_names_the_run_and_its_figures(tmp_path: Path) -> None:
     assert "Mean sampled reward: 0.10 at step 1, 0.30 at step 3" in text
     assert "Took 6 min 52 s" in text
     assert "runs/mine/reward.png" in text
+    assert "checkpoints/final_model    the trained model" in text
+
+
+def test_an_adapter_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "final_adapter").mkdir()
+    assert summary.trained_line(tmp_path).startswith("checkpoints/final_adapter  the trained adapter")
