@@ -150,8 +150,6 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
     for server in servers:
         yield checks.check_server(mode, server.where, server.local, server.listener, server.status)
         if server.running:
-            if config.mode == "lora" and server.listener:
-                yield checks.check_adapters(server.where, server.listener.command)
             yield checks.check_ranks(config.tensor_parallel_size, server.status.body["tp_size"])
 
 

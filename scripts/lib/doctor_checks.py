@@ -43,12 +43,13 @@ class Mode:
     same_devices: bool  # trainer and vLLM on the same GPUs
     bridge: bool  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
     owns_vllm: bool  # the trainer starts it
+    adapters: bool = False  # the server must run with --enable-lora, and in no other mode
 
 
 MODES = {
     "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False),
     "single_copy": Mode(trainer=12, vllm_copies=1, same_devices=True, bridge=True, owns_vllm=False),
-    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=False),
+    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=False, adapters=True),
     "lora_restart": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
     "restart": Mode(trainer=16, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
 }
@@ -230,6 +231,9 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
         return Finding("fail", where, "vLLM refuses the key", "set VLLM_API_KEY to the server's --api-key")
     if status.status != 200 or not isinstance(status.body, dict):
         return Finding("fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py")
+    if mode.adapters != ("max_lora_rank" in status.body):
+        how = "with --enable-lora --max-lora-rank 16" if mode.adapters else "without --enable-lora"
+        return Finding("fail", where, "vLLM takes " + ("no adapters" if mode.adapters else "adapters only"), f"restart it {how}")
     if mode.bridge and not status.body["enabled"]:
         return Finding("fail", where, "vLLM runs without the weight bridge", "restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
     if status.body["poisoned"]:
@@ -241,15 +245,6 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
                 "fail", where, f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s", "stop that trainer, or wait"
             )
     return Finding("ok", where, shown)
-
-
-def check_adapters(where: str, command: str) -> Finding:
-    """Whether the vLLM that runs with `command` takes LoRA adapters."""
-    if "--enable-lora" not in command:
-        return Finding(
-            "fail", "adapters", f"vLLM at {where} runs without --enable-lora", "restart it with --enable-lora --max-lora-rank 16"
-        )
-    return Finding("ok", "adapters", f"vLLM at {where} takes them")
 
 
 def check_ranks(asked: int, served: int) -> Finding:

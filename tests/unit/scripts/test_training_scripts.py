@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("run_gsm8k_*.sh"))
 MODES = {
     "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
+    "run_gsm8k_lora.sh": "--weight-bridge-mode lora_only",
     "run_gsm8k_restart.sh": "--weight-bridge-mode none",
 }
 
