@@ -17,6 +17,7 @@ MODES = {
     "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
     "run_gsm8k_lora.sh": "--weight-bridge-mode lora_only",
     "run_gsm8k_restart.sh": "--weight-bridge-mode none",
+    "run_gsm8k_single_copy.sh": "--weight-bridge-mode shared_vllm --single-copy",
 }
 
 
@@ -108,6 +109,13 @@ def test_gpus_are_spread_over_vllm_and_trainer() -> None:
     assert three["trainer"].startswith("trainer 2:") and "gloo" not in three["trainer"]
     small = settings("run_gsm8k_broadcast.sh", "--dataset", "arithmetic", gpus=3)
     assert "--tensor-parallel-size" not in small["vllm"] and small["trainer"].startswith("trainer 1:")
+
+
+def test_a_single_copy_is_trained_where_vllm_serves_it() -> None:
+    for gpus, where in ((1, "0"), (2, "0"), (3, "0,1")):
+        found = settings("run_gsm8k_single_copy.sh", gpus=gpus)
+        assert found["vllm"].startswith(f"vllm {where}:") and found["trainer"].startswith(f"trainer {where}:")
+        assert "gloo" not in found["trainer"]
 
 
 def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
