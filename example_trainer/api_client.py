@@ -106,6 +106,10 @@ class ApiClient:
                 self._sleep(pause)
                 pause = min(pause * 1.5, POLL_LAST_S)
 
+    def unacknowledged(self) -> list[int]:
+        """Leases of the batches fetched so far that the API still keeps; a checkpoint holds them, and its resumer registers them."""
+        return list(self._holding)
+
     def acknowledge(self) -> None:
         """Every batch fetched so far is trained on, and where that is needed in a checkpoint: the API may forget it."""
         if self._holding:

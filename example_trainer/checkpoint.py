@@ -48,12 +48,16 @@ class CheckpointError(TrainerError):
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to the batching API."""
+    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to the batching API.
+
+    `leases` are the batches it has trained on that the API may not know to be done with.
+    """
 
     step: int = 0
     policy_version: int = 0
     updates: int = 0
     run: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    leases: list[int] = field(default_factory=list, compare=False)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
-        api.register(starting_step=progress.step, run=progress.run)
+        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases)
         api.report_step(progress.step, progress.policy_version)
 
         proven = False
@@ -94,7 +94,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             differentiated = time.monotonic()
 
             updates = progress.updates + (figures is not None)
-            progress = replace(progress, step=step, policy_version=progress.policy_version + 1, updates=updates)
+            version = progress.policy_version + 1
+            progress = replace(progress, step=step, policy_version=version, updates=updates, leases=api.unacknowledged())
             sync = bridge.sync(progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler))
             serves_it = sync.policy_version == progress.policy_version
             if serves_it and not proven:

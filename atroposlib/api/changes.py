@@ -122,7 +122,6 @@ class Snapshot(Change):
     instance: str
     trainer: int
     next_id: int
-    next_lease: int
     queue: QueueDump[Rollout]
     leases: list[Lease[Rollout]]
     answered: list[tuple[str, list[int | None]]]

@@ -32,11 +32,10 @@ class Lease(Struct, Generic[R]):
 
 
 class LeaseBook(Generic[R]):
-    """All leases by their ids, oldest first."""
+    """All leases, oldest first. Their ids are random, so that a trainer can name them to another API without harm."""
 
-    def __init__(self, leases: Iterable[Lease[R]] = (), next_id: int = 1) -> None:
+    def __init__(self, leases: Iterable[Lease[R]] = ()) -> None:
         self._leases = {lease.lease_id: lease for lease in leases}
-        self.next_id = next_id
 
     def __iter__(self) -> Iterator[Lease[R]]:
         return iter(self._leases.values())
@@ -46,7 +45,6 @@ class LeaseBook(Generic[R]):
 
     def open(self, lease_id: int, trainer: int, groups: list[Group[R]]) -> Lease[R]:
         """The trainer holds a batch."""
-        self.next_id = max(self.next_id, lease_id + 1)
         self._leases[lease_id] = Lease(lease_id, trainer, groups)
         return self._leases[lease_id]
 

@@ -53,6 +53,7 @@ class RolloutService:
         self.latest: Body | None = None
         self.held_bytes = 0
         self.journal_error: str | None = None
+        self.new_lease: Callable[[], int] = _random_id
         self._clock = clock
         self._bodies: dict[int, Body] = {}
         self._posting: dict[str, asyncio.Future[Any]] = {}
@@ -78,7 +79,7 @@ class RolloutService:
 
     async def register(self, registration: Registration) -> tuple[int, int]:
         """The trainer's uuid, and how many groups of another run were forgotten."""
-        trainer = secrets.randbelow(UUID_LIMIT - 1) + 1
+        trainer = _random_id()
         async with self._deciding:
             forgotten = await self._commit(changes.TrainerRegistered(registration, trainer))
         self.figures.forgotten += forgotten
@@ -109,7 +110,7 @@ class RolloutService:
             await self._before_delivery()
             lease = self.state.leases.lost_in_transit(trainer, holding)
             if lease is None:
-                delivery = self.state.next_delivery(trainer)
+                delivery = self.state.next_delivery(trainer, self.new_lease())
                 if delivery is None:
                     return None
                 lease = await self._commit(delivery[0])
@@ -395,6 +396,10 @@ class RolloutService:
     def _log_failure(self, error: JournalError | None) -> None:
         if error is not None:
             log.warning("%s", error)
+
+
+def _random_id() -> int:
+    return secrets.randbelow(UUID_LIMIT - 1) + 1
 
 
 def _instance() -> str:

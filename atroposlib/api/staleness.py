@@ -29,11 +29,11 @@ class WaitingVersions:
 
     def before(self, version: int) -> list[int]:
         """Orders of the waiting groups that were sampled before `version`, oldest first."""
-        found: list[tuple[int, int]] = []
+        found: dict[tuple[int, int], None] = {}  # a group that was lent and came back may stand there twice
         while self._oldest_first and self._oldest_first[0][0] < version:
             sampled, order = heapq.heappop(self._oldest_first)
             if self._version_of.get(order) == sampled:
-                found.append((sampled, order))
+                found[sampled, order] = None
         for entry in found:
             heapq.heappush(self._oldest_first, entry)
         return [order for _, order in found]

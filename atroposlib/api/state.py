@@ -86,8 +86,10 @@ class RolloutState:
         """What the post with this key was answered, if it was accepted."""
         return self._answered.get(key)
 
-    def next_delivery(self, trainer: int = 0) -> tuple[Change, Batch] | None:
+    def next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
         """The next batch for a lease of `trainer`, or (0) to be taken for good; None: not yet. Returned batches go first.
+
+        `new_lease` is the id of its lease, unless it has one.
 
         Raises NotRegistered.
         """
@@ -98,8 +100,7 @@ class RolloutState:
         chosen = self.queue.choose()
         if chosen is None:
             return None
-        lease = self.leases.next_id if trainer else 0
-        return changes.BatchTaken([group.order for group in chosen], lease, trainer), chosen
+        return changes.BatchTaken([group.order for group in chosen], new_lease, trainer), chosen
 
     def stale(self, max_staleness: int) -> list[int]:
         """Orders of waiting groups that were sampled more than so many policy versions ago."""
@@ -122,7 +123,7 @@ class RolloutState:
         """The state as one change; shares nothing that changes later."""
         leases = [Lease(lease.lease_id, lease.trainer, list(lease.groups), lease.returned) for lease in self.leases]
         answered = list(self._answered.items())
-        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, self.leases.next_id, self.queue.dump(), leases, answered)
+        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, self.queue.dump(), leases, answered)
 
     # --- changes ----------------------------------------------------------------------------------------------------------
 
@@ -188,9 +189,11 @@ class RolloutState:
         return dropped
 
     def _on_registered(self, registration: Registration, trainer: int) -> int:
-        """How many groups of another run were forgotten. Batches of the trainer before wait again."""
+        """How many groups of another run were forgotten. Batches of the trainer before wait again, unless this one has trained on them."""
         before = self.queue.registration
         self.trainer = trainer
+        for lease in self.leases.close(registration.trained_leases):
+            self._forget(lease.groups)
         self._wait_again(self.leases.give_back([lease.lease_id for lease in self.leases]), step=False)
         forgotten: list[Group[Rollout]] = []
         if before is not None and not is_same_run(before, registration):
@@ -215,7 +218,7 @@ class RolloutState:
         self._clear(snapshot.instance)
         self.trainer, self.next_id = snapshot.trainer, snapshot.next_id
         self.queue.load(snapshot.queue)
-        self.leases = LeaseBook(snapshot.leases, snapshot.next_lease)
+        self.leases = LeaseBook(snapshot.leases)
         self._answered = OrderedDict(snapshot.answered)
         returned = [group for lease in self.leases if lease.returned for group in lease.groups]
         for group in (*snapshot.queue.waiting, *returned):

@@ -16,7 +16,8 @@ Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON
 class Registration(Struct):
     """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens.
 
-    `run` names the run across restarts of its trainer: groups of another run are forgotten. Token ids must be below `vocab_size`.
+    `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are those whose batches the
+    checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids must be below `vocab_size`.
     """
 
     wandb_group: str
@@ -29,6 +30,7 @@ class Registration(Struct):
     num_steps: Integer
     run: Annotated[str, Meta(max_length=200)] | None = None
     vocab_size: Count | None = None
+    trained_leases: list[Integer] = []
 
 
 class Registered(Struct):

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from fastapi.testclient import TestClient
 from atroposlib.api import service
 from atroposlib.api.journal import Journal, JournalError
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
 from tests.unit.api.support import group, marks, register, register_env, registration
 
 
@@ -21,8 +21,10 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "groups.db"
 
 
-def api(path: Path, **settings: Any) -> TestClient:
-    return TestClient(create_app(ApiSettings(**settings), journal=path))
+def api(path: Path, first_lease: int = 1) -> TestClient:
+    app = create_app(journal=path)
+    app.state.service.new_lease = count(first_lease).__next__
+    return TestClient(app)
 
 
 def lease(client: TestClient, trainer: int, *holding: int) -> tuple[int | None, list[int] | None]:
@@ -58,7 +60,7 @@ def test_everything_is_as_it_was_after_a_restart(path: Path, end: Callable[[Path
         paths = ["/status", "/info", "/wandb_info", f"/status-env?env_id={env_id}", "/evaluations?policy_version=5"]
         before = {path: client.get(path).json() for path in paths}
         path = end(path) if end is crashed else path
-    with api(path) as client:
+    with api(path, first_lease=3) as client:
         assert {path: client.get(path).json() for path in before} == before
         assert lease(client, uuid, 2) == (3, [6, 7])
         assert client.post("/scored_data", json=group(1, 10, env_id=env_id)).json() == {"status": "buffered", "buffer_size": 0}

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ class Clock:
 def api(**settings: Any) -> tuple[TestClient, Clock]:
     app = create_app(ApiSettings(env_timeout_s=60, trainer_timeout_s=60, **settings))
     clock = app.state.service._clock = Clock()
+    app.state.service.new_lease = count(1).__next__
     return TestClient(app), clock
 
 

@@ -30,7 +30,7 @@ def posted(first: int, *sizes: int, key: str | None = None, version: int | None 
 
 def lend(state: RolloutState, trainer: int = 1) -> list[int] | None:
     """The ids of the next batch, on a lease."""
-    delivery = state.next_delivery(trainer)
+    delivery = state.next_delivery(trainer, max((lease.lease_id for lease in state.leases), default=0) + 1)
     if delivery is None:
         return None
     state.apply(delivery[0])
@@ -49,6 +49,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.living: dict[int, list[int]] = {}  # lease -> ids, as the present trainer knows them
         self.trainer = 0
         self.next_id = 1
+        self.leases_given = 0
         self.happen(changes.Founded("here"))
 
     def happen(self, change: Change) -> Any:
@@ -60,11 +61,12 @@ class AnyHistory(RuleBasedStateMachine):
         finally:
             self.gone = self.state.take_gone()
 
-    @rule(batch_size=st.integers(4, 12), step=st.integers(0, 3), name=st.sampled_from(["a", "a", "b"]))
-    def register(self, batch_size: int, step: int, name: str) -> None:
+    @rule(batch_size=st.integers(4, 12), name=st.sampled_from(["a", "a", "b"]), data=st.data())
+    def register(self, batch_size: int, name: str, data: st.DataObject) -> None:
         self.trainer += 1
+        trained = data.draw(st.lists(st.sampled_from(sorted(self.living)), unique=True)) if self.living else []
         self.living = {}
-        self.happen(changes.TrainerRegistered(run(batch_size, starting_step=step, run=name), self.trainer))
+        self.happen(changes.TrainerRegistered(run(batch_size, run=name, trained_leases=[*trained, 99]), self.trainer))
         self.done += self.gone
 
     @rule(size=st.integers(2, 6), minimum=st.sampled_from([None, 0.25]))
@@ -93,7 +95,8 @@ class AnyHistory(RuleBasedStateMachine):
         if registration is None:
             return
         self.happen(changes.TrainerPolled())
-        delivery = self.state.next_delivery(self.trainer if leased else 0)
+        self.leases_given += 1
+        delivery = self.state.next_delivery(*((self.trainer, self.leases_given) if leased else ()))
         if delivery is None:
             return
         change, groups = delivery
@@ -166,6 +169,13 @@ def test_a_replaced_trainers_batches_are_lent_again_whole_and_in_order() -> None
     state.apply(posted(6, 8))
     assert [lend(state, 2) for _ in range(4)] == [first, second, [6], None]
     assert state.queue.current_step == 4
+
+
+def test_a_trainer_that_resumes_gets_only_what_its_checkpoint_does_not_contain() -> None:
+    state = founded(registered(1), posted(1, 8, 8))
+    lend(state), lend(state)
+    state.apply(registered(2, starting_step=1, trained_leases=[1]))
+    assert state.take_gone() == [1] and [lend(state, 2), lend(state, 2)] == [[2], None]
 
 
 def test_a_batch_of_another_size_comes_apart_for_a_trainer_that_wants_other_batches() -> None:

@@ -5,9 +5,12 @@ import time
 from typing import Any
 
 import pytest
+import requests
 
+from atroposlib.api.settings import ApiSettings
 from example_trainer.api_client import ApiClient, ApiError
 from tests.unit.trainer.fakes import FakeApi, item, serve
+from tests.unit.trainer.test_trainer_with_api import real_api
 
 REGISTRATION = {"batch_size": 2, "num_steps": 3}
 
@@ -106,3 +109,104 @@ def test_a_server_that_is_not_the_api_is_named() -> None:
         client(url).wait_until_up()
     with pytest.raises(ApiError, match="--atropos-url http://exa mple cannot be used"):
         client("http://exa mple").wait_until_up()
+
+
+# --- against the real API ---------------------------------------------------------------------------------------------------
+
+RUN = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 2,
+    "max_token_len": 8,
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": 0,
+    "num_steps": 9,
+}
+
+
+def trainer_of(url: str, *, first_batches: int = 0, token: str | None = None, **registered: Any) -> tuple[ApiClient, list[float]]:
+    """A registered trainer, and the first scores of so many batches that it fetched."""
+    trainer = ApiClient(url, RUN, patience_s=5, token=token)
+    trainer.register(0, run="r", **registered)
+    return trainer, [trainer.fetch_batch(5)[0]["scores"][0] for _ in range(first_batches)]
+
+
+def post_groups(url: str, count: int) -> None:
+    for number in range(count):
+        group = {key: value for key, value in item([float(number), -1.0]).items() if value is not None}
+        requests.post(f"{url}/scored_data", json=group, timeout=10).raise_for_status()
+
+
+def test_what_was_not_acknowledged_goes_to_the_trainer_that_goes_on() -> None:
+    with real_api() as url:
+        post_groups(url, 4)
+        trainer, fetched = trainer_of(url, first_batches=1)
+        trainer.acknowledge()
+        trainer.fetch_batch(5)
+        trainer.fetch_batch(5)
+        trainer.close()  # as by a kill: two batches are not acknowledged
+        assert fetched == [0.0]
+        assert trainer_of(url, first_batches=3)[1] == [1.0, 2.0, 3.0]
+
+
+def test_a_checkpoint_that_was_written_but_not_acknowledged_is_not_repeated() -> None:
+    with real_api() as url:
+        post_groups(url, 3)
+        trainer, _ = trainer_of(url, first_batches=2)
+        in_checkpoint = trainer.unacknowledged()
+        trainer.close()
+        assert len(in_checkpoint) == 2
+        assert trainer_of(url, first_batches=1, trained_leases=in_checkpoint)[1] == [2.0]
+
+
+def test_a_fresh_run_does_not_get_the_groups_of_another() -> None:
+    with real_api() as url:
+        post_groups(url, 1)
+        trainer_of(url)[0].close()
+        trainer = ApiClient(url, RUN, patience_s=5)
+        trainer.register(0, run="another")
+        with pytest.raises(ApiError, match="no batch"):
+            trainer.fetch_batch(0.1)
+
+
+def test_a_trainer_that_was_replaced_is_told_so() -> None:
+    with real_api() as url:
+        old, _ = trainer_of(url)
+        trainer_of(url)
+        with pytest.raises(ApiError, match="another trainer has registered .* end one of the two"):
+            old.fetch_batch(5)
+
+
+def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() -> None:
+    with real_api() as url:
+        post_groups(url, 1)
+        trainer = ApiClient(url, RUN, patience_s=5)
+        trainer._heartbeat._interval_s = 0.05
+        trainer.register(0)
+        beats: list[None] = []
+        beat, trainer._heartbeat._beat = trainer._heartbeat._beat, lambda: beats.append(beat())  # type: ignore[func-returns-value]
+        trainer.fetch_batch(5)
+        thread, end = trainer._heartbeat._thread, time.monotonic() + 30
+        while len(beats) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert thread is not None and thread.is_alive()
+        trainer.close()
+        assert not thread.is_alive()
+
+
+def test_the_token_is_sent_and_a_wrong_one_names_the_remedy() -> None:
+    with real_api(ApiSettings(token="right-token")) as url:
+        trainer_of(url, token="right-token")
+        with pytest.raises(ApiError, match="wants its token: set ATROPOS_API_TOKEN"):
+            trainer_of(url, token="wrong-token")
+
+
+def test_an_api_without_leases_gives_its_batches_for_good() -> None:
+    api = FakeApi(batches)
+    with serve(api) as url:
+        trainer = client(url)
+        trainer.register(0)
+        assert trainer.fetch_batch(5) and trainer.fetch_batch(5)
+        assert api.delivered == 2 and trainer.unacknowledged() == []
+        trainer.acknowledge()

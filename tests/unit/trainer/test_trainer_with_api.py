@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 import uvicorn
 
 from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 from example_trainer import grpo
 from example_trainer.config import TrainerConfig
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
@@ -20,8 +22,8 @@ STEPS = 4
 
 
 @contextlib.contextmanager
-def real_api() -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(create_app(), host="127.0.0.1", port=0, log_level="warning"))
+def real_api(settings: ApiSettings | None = None) -> Iterator[str]:
+    server = uvicorn.Server(uvicorn.Config(create_app(settings), host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
@@ -93,3 +95,55 @@ def test_steps_policies_and_evaluations_stay_in_line(tmp_path: Path) -> None:
     assert environment.policies == [0, 1, 2, 3, 4]
     assert [(row["policy_version"], row["accuracy"]) for row in rows] == [(1, None), (2, 0.2), (3, None), (4, 0.4)]
     assert all(row["staleness_mean"] == 0 and row["loss"] is not None for row in rows)
+
+
+@pytest.mark.parametrize(("ack_after", "steps", "again"), [("checkpoint", 8, [2, 3, 4, 5, 6, 7]), ("step", 7, [3, 4, 5, 6, 7])])
+def test_a_killed_run_resumes_with_the_batches_since_its_checkpoint(tmp_path: Path, ack_after: str, steps: int, again: list[int]) -> None:
+    model = model_folder(tmp_path / "model")
+
+    def config(steps: int, resume: str | None, folder: str) -> TrainerConfig:
+        return TrainerConfig.model_validate(
+            dict(
+                model_name=model,
+                atropos_url=url,
+                training_steps=steps,
+                batch_size=4,
+                gradient_accumulation_steps=1,
+                save_path=tmp_path / "checkpoints",
+                log_dir=tmp_path / folder,
+                checkpoint_interval=2,
+                ack_after=ack_after,
+                resume=resume,
+                fetch_timeout=30,
+                eval_deadline=0,
+            )
+        )
+
+    def rewards(folder: str) -> list[float]:
+        rows = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [round(json.loads(row)["reward_mean"] * 4 - 1) for row in rows]
+
+    class Killed(Exception):
+        """Stands for SIGKILL."""
+
+    class DyingBridge(RecordingBridge):
+        def sync(self, policy_version: int, update: Any) -> Any:
+            report = super().sync(policy_version, update)
+            if policy_version == 4:
+                raise Killed
+            return report
+
+    with real_api() as url:
+        post_numbered(url, 8)
+        with contextlib.suppress(Killed):
+            grpo.run(config(8, None, "first"), DyingBridge())
+        grpo.run(config(steps, "latest", "second"), RecordingBridge())
+    assert rewards("first") == [0, 1, 2]
+    assert rewards("second") == again
+
+
+def post_numbered(url: str, count: int) -> None:
+    """Groups whose scores sum to their number + 1."""
+    for number in range(count):
+        group = item([float(number), 1.0, 0.0, 0.0], seed=number)
+        requests.post(url + "/scored_data", json={key: value for key, value in group.items() if value is not None}, timeout=10)
