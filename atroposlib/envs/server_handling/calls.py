@@ -27,6 +27,8 @@ class InferenceCalls(ABC):
     """
 
     max_n_completions: int | None = None
+    # A tokenizer that is there already; else `tokenizer_id` says which to load.
+    tokenizer: Any = None
 
     @property
     @abstractmethod

@@ -145,7 +145,7 @@ class Dispatcher:
 
     @property
     def _timeout_s(self) -> float:
-        return max(server.config.timeout for server in self._servers)
+        return max(server.timeout_s for server in self._servers)
 
     @property
     def _names(self) -> str:
@@ -215,10 +215,10 @@ async def run_with_retries(
 
 async def _bounded(operation: Callable[["APIServer"], Awaitable[T]], server: "APIServer", what: str) -> T:
     try:
-        async with asyncio.timeout(server.config.timeout):
+        async with asyncio.timeout(server.timeout_s):
             return await operation(server)
     except TimeoutError:
-        raise RetryableServerError(f"{what} took longer than the timeout of {server.config.timeout} s at {server.name}") from None
+        raise RetryableServerError(f"{what} took longer than the timeout of {server.timeout_s:g} s at {server.name}") from None
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -34,25 +34,18 @@ from atroposlib.envs.server_handling.sequence_book import (
     extended_prompt,
     fresh_prompt,
 )
+from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.tokenizers import load_tokenizer
 
-__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode", "refuse_tool_parser"]
-
-
-def refuse_tool_parser(tool_parser: str | None) -> None:
-    """Raise NotImplementedError for any tool parser: replies would otherwise pass unparsed without a word."""
-    if tool_parser is not None:
-        raise NotImplementedError(
-            f"tool_parser {tool_parser!r} is not available: leave it unset and parse the reply's text, "
-            "e.g. with atroposlib.utils.tool_call_parser.parse_tool_call"
-        )
+__all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
 
 class ManagedServer:
     """Chat and text completions whose tokens are kept as nodes; one instance a rollout or a group.
 
     `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its text instead of
-    one node a completion. Concurrent calls are safe: nodes appear whole, in the order of the calls.
+    one node a completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into OpenAI's form and back.
+    Concurrent calls are safe: nodes appear whole, in the order of the calls.
     """
 
     def __init__(
@@ -63,9 +56,9 @@ class ManagedServer:
         tool_parser: str | None = None,
         preserve_think_blocks: bool = False,
     ) -> None:
-        refuse_tool_parser(tool_parser)
         self.server = server
-        self.tokenizer = tokenizer or load_tokenizer(server.tokenizer_id)
+        self.tokenizer = tokenizer or server.tokenizer or load_tokenizer(server.tokenizer_id)
+        self.translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser is not None else None
         self.track_tree = track_tree
         self.preserve_think_blocks = preserve_think_blocks
         self._book: SequenceBook = TreeBook() if track_tree else ListBook()
@@ -83,6 +76,26 @@ class ManagedServer:
         """Forget all nodes."""
         self._book.clear()
 
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation; tool calls in it are the text that they were parsed from."""
+        if self.translator is not None:
+            messages = self.translator.convert_messages_for_template(messages)
+        return render_chat(
+            self.tokenizer,
+            messages,
+            preserve_think_blocks=self.preserve_think_blocks,
+            tools=tools,
+            template_arguments=template_arguments,
+        )
+
+    # The ancestor's name, which its users' tests call.
+    _convert_messages_to_prompt = render
+
     async def chat_completion(
         self,
         *,
@@ -96,26 +109,18 @@ class ManagedServer:
     ) -> ChatCompletion:
         """A reply in OpenAI's form; its tokens become nodes.
 
-        `tools` are shown to the model by the template; calls to them stay in the reply's text. `extra_body` may hold
-        chat_template_kwargs and further sampling parameters. A reply cut by a stop string keeps that string, as sampled.
+        `tools` are shown to the model by the template; calls to them stay in the reply's text unless there is a `tool_parser`.
+        `extra_body` may hold chat_template_kwargs and further sampling parameters. tool_choice "required" is asked for, not enforced.
         """
-        if tool_choice not in (None, "auto", "none"):
-            raise ValueError(f"tool_choice {tool_choice!r} is not supported; use 'auto' or 'none'")
+        if tool_choice not in (None, "auto", "none", "required"):
+            raise ValueError(f"tool_choice {tool_choice!r} is not supported; use 'auto', 'required' or 'none'")
+        parses = self.translator is not None and bool(tools) and tool_choice != "none"
         extra = dict(extra_body or {})
-        text = render_chat(
-            self.tokenizer,
-            messages,
-            preserve_think_blocks=self.preserve_think_blocks,
-            tools=None if tool_choice == "none" else tools,
-            template_arguments=extra.pop("chat_template_kwargs", None),
-        )
-        prompt, sampled, texts = await self._sample(text, n or 1, split, {**extra, **sampling}, templated=True)
+        text = self.render(messages, tools, extra.pop("chat_template_kwargs", None))
+        sampling = {**extra, **sampling}
+        prompt, sampled, texts = await self._sample(text, n or 1, split, sampling, templated=True, shows_special=parses)
         choices = [
-            Choice(
-                index=index,
-                finish_reason=_reason(sequence),
-                message=ChatCompletionMessage(role="assistant", content=reply),
-            )
+            self._choice(index, sequence, reply, tools if parses else None)
             for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
         ]
         return ChatCompletion(
@@ -151,20 +156,42 @@ class ManagedServer:
         prompt: str | None = None,
         input_ids: list[int] | None = None,
         top_k: int = 1,
+        n: int = 1,
         split: Split = "train",
     ) -> dict[str, Any]:
-        """The server's log-probabilities of a conversation, a text or ids (exactly one of them); makes no node."""
+        """The server's log-probabilities of a conversation, a text or ids (exactly one of them); makes no node. `n` can only be 1."""
         if sum(given is not None for given in (messages, prompt, input_ids)) != 1:
             raise ValueError("get_logprobs needs exactly one of messages, prompt, input_ids")
-        if messages is not None:
-            text = render_chat(self.tokenizer, messages, preserve_think_blocks=self.preserve_think_blocks)
-            input_ids = fresh_prompt(text, self.tokenizer, templated=True).tokens
-        elif prompt is not None:
-            input_ids = fresh_prompt(prompt, self.tokenizer, templated=False).tokens
-        return await self.server.get_logprobs(input_ids=input_ids, top_k=top_k, split=split)
+        if n != 1:
+            raise ValueError(f"n {n}: the log-probabilities of a prompt are one set")
+        if input_ids is not None:
+            return await self.server.get_logprobs(input_ids=input_ids, top_k=top_k, split=split)
+        text = prompt if messages is None else self.render(messages)
+        assert text is not None
+        ids = fresh_prompt(text, self.tokenizer, templated=messages is not None).tokens
+        return await self.server.get_logprobs(prompt=text, input_ids=ids, top_k=top_k, split=split)
+
+    def _choice(self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[Any] | None) -> Choice:
+        """A reply in OpenAI's form; one that was cut says so even if it holds a call."""
+        reason: Literal["stop", "length", "tool_calls"] = _reason(sequence)
+        content, calls = reply, None
+        if self.translator is not None and tools:
+            parsed, calls, _ = self.translator.parse_model_output(reply, tools=tools)
+            content = parsed or ""
+            reason = "tool_calls" if calls and reason == "stop" else reason
+        message = ChatCompletionMessage(role="assistant", content=content, tool_calls=calls)  # type: ignore[arg-type]
+        return Choice(index=index, finish_reason=reason, message=message)
+
+    def _visible_text(self, sequence: SampledSequence, shows_special: bool) -> str:
+        """The text of what was sampled, without special tokens; or, since those may mark a tool call, without the one that ends it."""
+        ids = sequence.token_ids
+        if shows_special and not self.tokenizer.decode(ids[-1:], skip_special_tokens=True):
+            ids = ids[:-1]
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=not shows_special)
+        return text
 
     async def _sample(
-        self, text: str, n: int, split: Split, sampling: dict[str, Any], *, templated: bool
+        self, text: str, n: int, split: Split, sampling: dict[str, Any], *, templated: bool, shows_special: bool = False
     ) -> tuple[Prompt, SampledTokens, list[str]]:
         """Sample n continuations of `text`, keep them as nodes, and return them with their visible texts."""
         if sampling.get("stream"):
@@ -176,7 +203,7 @@ class ManagedServer:
             fresh_prompt(text, self.tokenizer, templated=templated) if parent is None else extended_prompt(text, parent, self.tokenizer)
         )
         sampled = await self.server.sample_tokens(prompt=text, input_ids=prompt.tokens, n=n, split=split, **parameters)
-        texts = [self.tokenizer.decode(sequence.token_ids, skip_special_tokens=True) for sequence in sampled.sequences]
+        texts = [self._visible_text(sequence, shows_special) for sequence in sampled.sequences]
         nodes = [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)]
         self._book.record(call, parent, nodes)
         return prompt, sampled, texts

@@ -57,6 +57,11 @@ class APIServer(InferenceCalls):
         return self.config.model_name
 
     @property
+    def timeout_s(self) -> float:
+        """Seconds that one request may take."""
+        return self.config.timeout
+
+    @property
     def server_healthy(self) -> bool:
         """Whether the server answered lately."""
         return self.health.live

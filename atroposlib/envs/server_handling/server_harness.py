@@ -33,9 +33,15 @@ def create_completion(text: str | Sequence[str], n: int = 1, finish_reason: Lite
 
 
 class ServerHarness(APIServer):
-    """Canned replies by prompt. A prompt without one raises KeyError, which no retry hides."""
+    """Canned replies by prompt. A prompt without one raises KeyError, which no retry hides.
+
+    Tests may put their own `tokenizer` and `config` in place; of the latter only `model_name` is used.
+    """
 
     supports_token_ids: ClassVar[bool] = True
+    server_healthy: Any = True
+    name = "ServerHarness"
+    timeout_s = 60.0
 
     def __init__(
         self,
@@ -72,6 +78,10 @@ class ServerHarness(APIServer):
         ]
         self._tokens[prompt] = self._tokens[str(prompt_tokens)] = SampledTokens(prompt_tokens, sequences)
 
+    @property
+    def tokenizer_id(self) -> str:
+        return self.model_name
+
     async def probe(self) -> str | None:
         return None
 
@@ -85,7 +95,7 @@ class ServerHarness(APIServer):
         return _reply(self._tokens, arguments.get("prompt") or str(arguments["input_ids"]))
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError("ServerHarness has no canned prompt log-probabilities")
+        raise NotImplementedError("ServerHarness does not implement get_logprobs: it has no canned prompt log-probabilities")
 
 
 def _chat_key(messages: Messages) -> str:

@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
-from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer, refuse_tool_parser
+from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_config import (
@@ -19,7 +21,9 @@ from atroposlib.envs.server_handling.server_config import (
     ServerType,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.topology import server_configs
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -28,7 +32,12 @@ __all__ = ["APIServerConfig", "ServerBaseline", "ServerManager", "ServerManagerC
 T = TypeVar("T")
 
 # A new backend is one file and one line here.
-SERVER_TYPES: dict[ServerType, type[APIServer]] = {"openai": OpenAIServer, "vllm": VLLMServer}
+SERVER_TYPES: dict[ServerType, type[APIServer]] = {
+    "openai": OpenAIServer,
+    "vllm": VLLMServer,
+    "sglang": SGLangServer,
+    "trl": TrlVllmServer,
+}
 
 
 def make_server(
@@ -40,8 +49,6 @@ def make_server(
     """The client for `config`: of `server_class`, or, when that is the abstract one, by `config.server_type`."""
     if server_class is not APIServer:
         return server_class(config, reasoning_config, retry)
-    if config.server_type not in SERVER_TYPES:
-        raise ValueError(f"server_type '{config.server_type}' is not available; choose one of: {', '.join(sorted(SERVER_TYPES))}")
     return SERVER_TYPES[config.server_type](config, reasoning_config, retry)
 
 
@@ -49,8 +56,13 @@ class ServerManager(InferenceCalls):
     """The environment's `self.server`.
 
     `configs` is a list (one server each), one APIServerConfig (that server), or a ServerBaseline (see `topology.py`).
-    Raises ValueError for a topology or server type that cannot be, NotImplementedError for a proxy or a tool parser.
+    With `proxy_url` (or ATROPOS_PROXY_URL) managed servers are sessions of that proxy. Raises ValueError for a topology or server type
+    that cannot be.
     """
+
+    retry = RetryPolicy()
+    tool_parser: str | None = None
+    proxy_url: str | None = None
 
     def __init__(
         self,
@@ -67,14 +79,14 @@ class ServerManager(InferenceCalls):
         retry: RetryPolicy | None = None,
         environment: ServerEnvironment | None = None,
     ) -> None:
-        self._environment = environment or ServerEnvironment()
-        if use_proxy or proxy_url or self._environment.proxy_url:
-            raise NotImplementedError(
-                f"a managed proxy ({proxy_url or self._environment.proxy_url}) is not available; unset proxy_url and ATROPOS_PROXY_URL"
-            )
+        if environment is not None:
+            self._environment = environment
+        self.proxy_url = proxy_url or self._environment.proxy_url
+        if use_proxy and not self.proxy_url:
+            raise ValueError("use_proxy needs proxy_url, or ATROPOS_PROXY_URL")
         self.max_n_completions = max_n_completions
         self.retry = retry or RetryPolicy()
-        refuse_tool_parser(tool_parser)
+        self.tool_parser = tool_parser
         self.servers: list[APIServer] = (
             [ServerHarness()]
             if testing
@@ -83,7 +95,14 @@ class ServerManager(InferenceCalls):
                 for config in server_configs(configs, slurm, self._environment)
             ]
         )
-        self._dispatchers: dict[tuple[APIServer, ...], dict[Split, Dispatcher]] = {}
+
+    @functools.cached_property
+    def _environment(self) -> ServerEnvironment:
+        return ServerEnvironment()
+
+    @functools.cached_property
+    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher]]:
+        return {}
 
     @property
     def tokenizer_id(self) -> str:
@@ -136,13 +155,18 @@ class ServerManager(InferenceCalls):
         base_url: str | None = None,
         preserve_think_blocks: bool = False,
         track_tree: bool = False,
-    ) -> "AsyncIterator[ManagedServer | DummyManagedServer]":
+    ) -> AsyncIterator[Any]:
         """A client that keeps token ids and log-probabilities of all it samples; see `ManagedServer`.
 
         Its requests stay with the server that took the first one while that is live. `base_url` pins one server.
         Raises NotImplementedError when no server gives token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
-        servers = self._at(base_url) if base_url else self.servers
+        if self.proxy_url:
+            parser = self.tool_parser or "hermes"
+            async with await create_proxy_session(self.proxy_url, base_url, parser, track_tree, preserve_think_blocks) as session:
+                yield session
+            return
+        servers = self.servers_at(base_url) if base_url else self.servers
         able = [server for server in servers if server.supports_token_ids]
         if not able and self._environment.allow_dummy_managed_server:
             yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree)
@@ -154,9 +178,10 @@ class ServerManager(InferenceCalls):
             )
         route = StickyRoute(self, able)
         tokenizer = tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
-        yield ManagedServer(route, tokenizer, track_tree, preserve_think_blocks=preserve_think_blocks)
+        yield ManagedServer(route, tokenizer, track_tree, self.tool_parser, preserve_think_blocks)
 
-    def _at(self, base_url: str) -> list[APIServer]:
+    def servers_at(self, base_url: str) -> list[APIServer]:
+        """The servers at `base_url`. Raises ValueError when there is none."""
         found = [server for server in self.servers if server.config.base_url.rstrip("/") == base_url.rstrip("/")]
         if not found:
             raise ValueError(f"no inference server at {base_url}; there are: {', '.join(server.name for server in self.servers)}")

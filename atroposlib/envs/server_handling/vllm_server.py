@@ -59,7 +59,7 @@ class VLLMServer(OpenAIServer):
 
     def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
         if not config.base_url:
-            raise ValueError("server_type 'vllm' needs a base_url, e.g. http://localhost:9001/v1")
+            raise ValueError(f"server_type '{config.server_type}' needs a base_url, e.g. http://localhost:9001/v1")
         super().__init__(config, reasoning_config, retry)
         self.root_url = self.base_url.removesuffix("/v1")
 
@@ -67,15 +67,20 @@ class VLLMServer(OpenAIServer):
     def health_url(self) -> str:
         return f"{self.root_url}/health"
 
+    @property
+    def generate_url(self) -> str:
+        """Where tokens are sampled."""
+        return f"{self.root_url}/generate"
+
     async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
         body = await self._body(arguments) | {"logprobs": 0}
         reply = self._decode(await self._generate(body), GenerateReply)
         expected = arguments.get("n") or 1
         counts = {len(reply.token_ids), len(reply.finish_reasons), len(reply.logprobs), len(reply.policy_versions or reply.token_ids)}
         if counts != {expected}:
-            raise PermanentServerError(f"{self.root_url}/generate was asked for {expected} sequences, its lists hold {sorted(counts)}")
+            raise PermanentServerError(f"{self.generate_url} was asked for {expected} sequences, its lists hold {sorted(counts)}")
         if UNFINISHED & set(reply.finish_reasons):
-            raise RetryableServerError(f"{self.root_url}/generate gave up a sequence before its end: {reply.finish_reasons}")
+            raise RetryableServerError(f"{self.generate_url} gave up a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class VLLMServer(OpenAIServer):
         return body | {"prompt": {"prompt_token_ids": ids}}
 
     async def _generate(self, body: dict[str, Any]) -> bytes:
-        url = f"{self.root_url}/generate"
+        url = self.generate_url
         try:
             async with self.http.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as reply:
                 content = await reply.read()
@@ -118,7 +123,7 @@ class VLLMServer(OpenAIServer):
         try:
             return msgspec.json.decode(content, type=shape)
         except msgspec.DecodeError as error:
-            raise PermanentServerError(f"{self.root_url}/generate replied in another shape than this client reads: {error}") from error
+            raise PermanentServerError(f"{self.generate_url} replied in another shape than this client reads: {error}") from error
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
         ids, positions = reply.token_ids[index], reply.logprobs[index]
@@ -127,7 +132,7 @@ class VLLMServer(OpenAIServer):
             or len(ids) != len(positions)
             or any(len(maps) != 1 or token not in maps[0] for token, maps in zip(ids, positions, strict=False))
         ):
-            raise PermanentServerError(f"{self.root_url}/generate did not give one log-probability for each of {len(ids)} sampled tokens")
+            raise PermanentServerError(f"{self.generate_url} did not give one log-probability for each of {len(ids)} sampled tokens")
         return SampledSequence(
             token_ids=ids,
             logprobs=[maps[0][token] for token, maps in zip(ids, positions, strict=True)],

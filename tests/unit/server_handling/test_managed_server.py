@@ -270,15 +270,15 @@ async def test_template_arguments_and_sampling_parameters_take_their_ways(setup:
     assert sent == {"logprobs": 0, "n": 1, "top_k": 5, "top_p": 0.5}
 
 
-async def test_tools_are_shown_to_the_model_unless_the_choice_is_none(setup: Setup) -> None:
+async def test_tools_are_shown_to_the_model_whatever_the_choice(setup: Setup) -> None:
     setup.fake.tokenizer = make_tiny_tokenizer(chat_template="{{ tools | length if tools else 0 }}")
     managed = setup.managed()
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
-    for choice, shown in (("auto", "1"), ("none", "0"), (None, "1")):
+    for choice, shown in (("auto", "1"), ("none", "1"), (None, "1")):
         await managed.chat_completion(messages=[user("hi")], tools=[tool], tool_choice=choice)
         assert managed.current_nodes[-1].full_text.startswith(shown)
-    with pytest.raises(ValueError, match="tool_choice 'required' is not supported"):
-        await managed.chat_completion(messages=[user("hi")], tools=[tool], tool_choice="required")
+    with pytest.raises(ValueError, match="tool_choice 'sometimes' is not supported"):
+        await managed.chat_completion(messages=[user("hi")], tools=[tool], tool_choice="sometimes")
 
 
 async def test_prompt_logprobs_of_a_conversation(setup: Setup) -> None:
@@ -302,9 +302,9 @@ async def test_the_adapter_looks_like_the_sdk(setup: Setup) -> None:
         await client.post("/x")
 
 
-def test_a_tool_parser_is_refused_in_words() -> None:
-    with pytest.raises(NotImplementedError, match="tool_parser 'hermes' is not available"):
-        ManagedServer(ServerHarness(), TOKENIZER, tool_parser="hermes")
+def test_an_unknown_tool_parser_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="tool_parser 'hermis' is not known; did you mean 'hermes'"):
+        ManagedServer(ServerHarness(), TOKENIZER, tool_parser="hermis")
 
 
 async def test_streaming_is_refused_in_words(setup: Setup) -> None:

@@ -1,0 +1,277 @@
+"""ManagedServer over HTTP: agents that speak OpenAI's API, in any process, are sampled from with their tokens kept.
+
+    POST /sessions/create ─▶ uuid      POST /<uuid>/v1/chat/completions (OpenAI's form)      GET /<uuid>/nodes ─▶ tokens, masks, logprobs
+    DELETE /<uuid>                     POST /<uuid>/v1/chat/completions/render (the prompt)  GET /sessions /servers /v1/models /health
+
+    python -m atroposlib.envs.server_handling.managed_server_proxy --config servers.json --port 9100
+
+`servers.json` is {"model_name", "tokenizer_name", "servers": [{"base_url", "server_type", ...}]}. Loopback by default; with `--token`
+every request but /health needs it. A session that is not used for `--session-timeout` seconds is forgotten. Errors have OpenAI's form.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager, StickyRoute
+from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utils.tokenizers import load_tokenizer
+
+log = get_logger(__name__)
+
+DEFAULT_MAX_TOKENS = 1024
+SESSION_TIMEOUT_S = 3600.0
+
+
+class SessionRequest(BaseModel):
+    """Body of /sessions/create."""
+
+    tool_parser: str | None = "hermes"
+    track_tree: bool = False
+    base_url: str | None = None
+    preserve_think_blocks: bool = False
+
+
+class ChatRequest(BaseModel):
+    """A chat request in OpenAI's form; further sampling parameters are passed on as they come."""
+
+    model_config = ConfigDict(extra="allow")
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float = 1.0
+    n: int = Field(default=1, ge=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What `ManagedServer.chat_completion` is called with."""
+        limit = self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
+        given = self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True)
+        return given | {"max_tokens": limit}
+
+
+@dataclass
+class Session:
+    """One conversation's (or rollout's) ManagedServer."""
+
+    managed: ManagedServer
+    tool_parser: str | None
+    base_url: str | None
+    created_at: float = field(default_factory=time.time)
+    used_at: float = field(default_factory=time.monotonic)
+    uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
+
+    def description(self, model_name: str) -> dict[str, Any]:
+        """Its entry in /sessions."""
+        about = {"uuid": self.uuid, "model_name": model_name, "tool_parser": self.tool_parser}
+        return about | {"base_url": self.base_url, "created_at": self.created_at}
+
+
+class ProxyError(Exception):
+    """A reply in OpenAI's form for errors."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Sessions:
+    """The sessions of one proxy; those unused for `timeout_s` seconds are dropped as others come."""
+
+    def __init__(self, manager: ServerManager, tokenizer: Any, timeout_s: float) -> None:
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self.timeout_s = timeout_s
+        self.by_id: dict[str, Session] = {}
+
+    def create(self, request: SessionRequest) -> Session:
+        """A new session. Raises ProxyError for a server or a tool parser that there is not."""
+        now = time.monotonic()
+        self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
+        try:
+            servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
+            route = StickyRoute(self.manager, servers)
+            managed = ManagedServer(route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks)
+        except ValueError as error:
+            raise ProxyError(400, str(error)) from error
+        session = Session(managed, request.tool_parser, request.base_url)
+        self.by_id[session.uuid] = session
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """The session. Raises ProxyError when there is none."""
+        if session_id not in self.by_id:
+            raise ProxyError(404, f"no session {session_id}: it was never created, was deleted, or was not used for {self.timeout_s:g} s")
+        self.by_id[session_id].used_at = time.monotonic()
+        return self.by_id[session_id]
+
+
+def create_app(
+    server_manager: ServerManager,
+    tokenizer: Any,
+    model_name: str = "default",
+    token: str = "",
+    session_timeout_s: float = SESSION_TIMEOUT_S,
+) -> FastAPI:
+    """The proxy before `server_manager`'s servers."""
+    app = FastAPI(title="Atropos managed-server proxy")
+    sessions = Sessions(server_manager, tokenizer, session_timeout_s)
+
+    @app.middleware("http")
+    async def authorise(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token and request.url.path != "/health" and not hmac.compare_digest(given.encode(), token.encode()):
+            return _error(401, "the Authorization header lacks the right bearer token")
+        return await call_next(request)
+
+    @app.exception_handler(ProxyError)
+    async def proxy_error(request: Request, error: ProxyError) -> Response:
+        return _error(error.status, str(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        return _error(400, problems)
+
+    @app.exception_handler(ServerError)
+    async def server_error(request: Request, error: ServerError) -> Response:
+        return _error(400 if isinstance(error, PermanentServerError) else 502, str(error))
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "model": model_name, "sessions": len(sessions.by_id)}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": model_name, "object": "model", "owned_by": "atropos"}]}
+
+    @app.get("/servers")
+    async def servers() -> dict[str, Any]:
+        known = [
+            {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
+            for server in server_manager.servers
+        ]
+        return {"servers": known}
+
+    @app.get("/sessions")
+    async def list_sessions() -> dict[str, Any]:
+        return {"sessions": [session.description(model_name) for session in sessions.by_id.values()]}
+
+    @app.post("/sessions/create")
+    async def create_session(request: SessionRequest) -> dict[str, Any]:
+        return sessions.create(request).description(model_name)
+
+    @app.post("/{session_id}/v1/chat/completions")
+    async def chat(session_id: str, request: ChatRequest) -> dict[str, Any]:
+        managed = sessions.get(session_id).managed
+        _require_messages(request)
+        try:
+            reply = await managed.chat_completion(**request.arguments())
+        except ValueError as error:
+            raise ProxyError(400, str(error)) from error
+        return reply.model_dump(exclude_none=True) | {"model": model_name}
+
+    @app.post("/{session_id}/v1/chat/completions/render")
+    async def render(session_id: str, request: ChatRequest) -> dict[str, Any]:
+        managed = sessions.get(session_id).managed
+        _require_messages(request)
+        text = managed.render(request.messages, request.tools)
+        ids = managed.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt_text": text, "token_ids": ids, "num_tokens": len(ids)}
+
+    @app.get("/{session_id}/nodes")
+    async def nodes(session_id: str) -> dict[str, Any]:
+        return {"nodes": [node.model_dump() for node in sessions.get(session_id).managed.current_nodes]}
+
+    @app.delete("/{session_id}")
+    async def delete(session_id: str) -> dict[str, Any]:
+        sessions.get(session_id).managed.reset()
+        del sessions.by_id[session_id]
+        return {"status": "deleted", "uuid": session_id}
+
+    return app
+
+
+def _require_messages(request: ChatRequest) -> None:
+    if not request.messages:
+        raise ProxyError(400, "messages is empty; a chat completion needs at least one")
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+class ProxyConfig(Config):
+    """Flags of the proxy."""
+
+    servers: Path | None = Field(
+        default=None, description="JSON file with model_name, tokenizer_name and servers (also --config, if it is .json)."
+    )
+    host: str = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
+    port: int = Field(default=9100, ge=0, le=65535, description="Port to listen on.")
+    token: str = Field(default="", repr=False, description="Bearer token that every request but /health must carry.")
+    session_timeout: float = Field(default=SESSION_TIMEOUT_S, gt=0, description="Seconds after which an unused session is forgotten.")
+
+
+def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
+    """(model name, tokenizer name, servers) of the JSON file. Raises ValueError that says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text())
+        name = content["model_name"]
+        servers = [APIServerConfig(**{"model_name": name, "server_type": "vllm", **server}) for server in content["servers"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: {error!r}; expected model_name, tokenizer_name and a list of servers with base_url") from error
+    return name, content.get("tokenizer_name") or name, servers
+
+
+async def _serve(config: ProxyConfig) -> None:
+    assert config.servers is not None
+    model_name, tokenizer_name, servers = read_servers(config.servers)
+    manager = ServerManager(servers)
+    app = create_app(manager, load_tokenizer(tokenizer_name), model_name, config.token, config.session_timeout)
+    log.info("Proxy for %s listens on http://%s:%d", ", ".join(server.name for server in manager.servers), config.host, config.port)
+    try:
+        await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()
+    finally:
+        await manager.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until interrupted."""
+    import sys
+
+    arguments = ["--servers" if argument == "--config" else argument for argument in (sys.argv[1:] if argv is None else argv)]
+    config = load_config(ProxyConfig, arguments, prog="managed_server_proxy")
+    configure_logging("proxy")
+    if config.servers is None:
+        raise SystemExit("managed_server_proxy: name the servers with --config servers.json")
+    if config.host not in ("127.0.0.1", "localhost", "::1") and not config.token:
+        raise SystemExit(f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1")
+    try:
+        asyncio.run(_serve(config))
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"managed_server_proxy: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

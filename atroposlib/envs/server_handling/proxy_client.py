@@ -1,0 +1,101 @@
+"""A ManagedServer that lives in a proxy (`managed_server_proxy.py`): the same calls, over HTTP."""
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from atroposlib.envs.server_handling.errors import ServerUnreachableError, describe, status_error
+from atroposlib.envs.server_handling.sequence_book import SequenceNode
+
+REQUEST_TIMEOUT_S = 1200.0
+
+
+class ProxyManagedServer:
+    """One session of the proxy. `get_state` is current after every call: the nodes are fetched with each reply."""
+
+    def __init__(self, proxy_url: str, session_uuid: str, model_name: str = "default", token: str = "") -> None:
+        self.proxy_url = proxy_url.rstrip("/")
+        self.session_uuid = session_uuid
+        self.model_name = model_name
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._nodes: list[SequenceNode] = []
+
+    def get_url(self) -> str:
+        """Address for an OpenAI client that is to talk to this session."""
+        return f"{self.proxy_url}/{self.session_uuid}/v1"
+
+    @property
+    def current_nodes(self) -> list[SequenceNode]:
+        """The nodes so far."""
+        return self._nodes
+
+    def get_state(self) -> dict[str, Any]:
+        """As `ManagedServer.get_state`; calls made by others, through `get_url`, show after `fetch_state`."""
+        return {"nodes": self._nodes}
+
+    async def fetch_state(self) -> dict[str, Any]:
+        """Ask the proxy for the nodes."""
+        reply = await request(f"{self.proxy_url}/{self.session_uuid}/nodes", "GET", None, self._headers)
+        self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
+        return self.get_state()
+
+    async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any) -> ChatCompletion:
+        """As `ManagedServer.chat_completion`, with every sampling parameter."""
+        body = {key: value for key, value in arguments.items() if value is not None} | {"messages": list(messages)}
+        reply = await request(f"{self.get_url()}/chat/completions", "POST", body, self._headers)
+        await self.fetch_state()
+        return ChatCompletion.model_validate(reply)
+
+    async def completion(self, **arguments: Any) -> Completion:
+        """The proxy speaks chat only."""
+        raise NotImplementedError("a managed proxy has no text completions; use chat_completion")
+
+    def reset(self) -> None:
+        """Forget the nodes here; `cleanup` ends the session."""
+        self._nodes = []
+
+    async def cleanup(self) -> None:
+        """End the session."""
+        await request(f"{self.proxy_url}/{self.session_uuid}", "DELETE", None, self._headers)
+        self.reset()
+
+    async def __aenter__(self) -> "ProxyManagedServer":
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.cleanup()
+
+
+async def create_proxy_session(
+    proxy_url: str,
+    base_url: str | None = None,
+    tool_parser: str | None = "hermes",
+    track_tree: bool = False,
+    preserve_think_blocks: bool = False,
+    token: str = "",
+) -> ProxyManagedServer:
+    """A new session of the proxy at `proxy_url`."""
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    body = {"tool_parser": tool_parser, "track_tree": track_tree, "base_url": base_url, "preserve_think_blocks": preserve_think_blocks}
+    reply = await request(f"{proxy_url.rstrip('/')}/sessions/create", "POST", body, headers)
+    return ProxyManagedServer(proxy_url, reply["uuid"], reply["model_name"], token)
+
+
+async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) -> dict[str, Any]:
+    """One JSON request. Raises a ServerError for what is not 200."""
+    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    try:
+        async with (
+            aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+            session.request(method, url, json=body, headers=headers) as reply,
+        ):
+            if reply.status != 200:
+                raise status_error(url, reply.status, await reply.text(), reply.headers)
+            content: dict[str, Any] = await reply.json()
+            return content
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServerUnreachableError(f"{url}: {describe(error)}") from error

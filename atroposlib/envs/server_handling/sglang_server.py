@@ -1,0 +1,99 @@
+"""An SGLang server: token ids by its own /generate, chat and text completions as any OpenAI server.
+
+POST <base_url without /v1>/generate   {"input_ids", "sampling_params", "return_logprob": true}
+reply (a list when n > 1)              {"meta_info": {"output_token_logprobs": [[logprob, id, text], ...], "finish_reason": {"type": ...}}}
+"""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from atroposlib.envs.server_handling.errors import PermanentServerError
+from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_ALIASES, SETTLED, VLLMServer
+
+# (log-probability, or None for the first token of a prompt; token id; text)
+TokenLogprob = tuple[float | None, int, str | None]
+
+
+class FinishReason(msgspec.Struct):
+    """Why a sequence ended."""
+
+    type: str
+
+
+class MetaInfo(msgspec.Struct):
+    """What SGLang says about one sequence. `weight_version` is a policy version where weights are synchronised under numbers."""
+
+    finish_reason: FinishReason | str | None = None
+    output_token_logprobs: list[TokenLogprob] = []
+    input_token_logprobs: list[TokenLogprob] = []
+    input_top_logprobs: list[list[TokenLogprob] | None] = []
+    weight_version: str | None = None
+
+
+class Sequence(msgspec.Struct):
+    """One sequence of a reply."""
+
+    meta_info: MetaInfo
+
+
+class SGLangServer(VLLMServer):
+    """Raises ValueError when the configuration has no base_url."""
+
+    supports_token_ids: ClassVar[bool] = True
+
+    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+        n = arguments.get("n") or 1
+        ids, sampling = await self._prompt_ids(arguments), sampling_params(arguments)
+        sequences = await self._sequences({"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
+        if len(sequences) != n:
+            raise PermanentServerError(f"{self.generate_url} was asked for {n} sequences and gave {len(sequences)}")
+        return SampledTokens(ids, [self._sampled(sequence.meta_info) for sequence in sequences])
+
+    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        top_k = max(1, arguments.get("top_k", 1))
+        ids = await self._prompt_ids(arguments)
+        body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+        (sequence,) = await self._sequences(body | {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
+        ranked = [_known(position or []) for position in sequence.meta_info.input_top_logprobs]
+        if len(ranked) != len(ids):
+            raise PermanentServerError(f"{self.generate_url} gave {len(ranked)} prompt positions for {len(ids)} tokens")
+        return {
+            "prompt_tokens": ids,
+            "prompt_topk_token_ids": [[token for _, token in position] for position in ranked],
+            "prompt_topk_logprobs": [[logprob for logprob, _ in position] for position in ranked],
+        }
+
+    async def _prompt_ids(self, arguments: dict[str, Any]) -> list[int]:
+        ids: list[int] = (await self._body(arguments))["prompt"]["prompt_token_ids"]
+        return ids
+
+    async def _sequences(self, body: dict[str, Any]) -> list[Sequence]:
+        reply: list[Sequence] | Sequence = self._decode(await self._generate(body), list[Sequence] | Sequence)  # type: ignore[arg-type]
+        return reply if isinstance(reply, list) else [reply]
+
+    def _sampled(self, info: MetaInfo) -> SampledSequence:
+        if not info.output_token_logprobs:
+            raise PermanentServerError(f"{self.generate_url} gave no output_token_logprobs; is that SGLang?")
+        pairs = _known(info.output_token_logprobs)
+        reason = info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"
+        version = int(info.weight_version) if info.weight_version and info.weight_version.isdecimal() else None
+        return SampledSequence(
+            token_ids=[token for _, token in pairs],
+            logprobs=[logprob for logprob, _ in pairs],
+            finish_reason=reason,
+            policy_versions=None if version is None else (version, version),
+        )
+
+
+def sampling_params(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a call in SGLang's words."""
+    limits = [arguments[name] for name in ("max_tokens", *MAX_TOKENS_ALIASES) if arguments.get(name) is not None]
+    given = {**(arguments.get("extra_body") or {}), **{key: value for key, value in arguments.items() if key not in SETTLED}}
+    given.pop("max_tokens", None)
+    return {**given, **({"max_new_tokens": limits[-1]} if limits else {})}
+
+
+def _known(entries: list[TokenLogprob]) -> list[tuple[float, int]]:
+    return [(logprob, token) for logprob, token, _ in entries if logprob is not None]

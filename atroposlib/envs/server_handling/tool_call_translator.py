@@ -1,0 +1,162 @@
+"""Tool calls between the text that a model writes and OpenAI's `tool_calls`; needs no vLLM.
+
+    reply text ──parse_model_output──▶ content, tool_calls          messages with tool_calls ──convert_messages_for_template──▶ text
+
+The text that a call was parsed from is kept by the call's id, so that the conversation is rendered back to exactly what the model
+wrote, and a ManagedServer recognises it as the continuation of what it sampled.
+"""
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from openai.types.chat import ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+
+from atroposlib.config import nearest
+
+# Environments ask for this before they parse tool calls; here it takes no vLLM.
+VLLM_AVAILABLE = True
+
+# (content before the calls, [(name, arguments)])
+Parsed = tuple[str, list[tuple[str, Any]]]
+
+HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+
+
+def parse_hermes(text: str) -> Parsed:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left open."""
+    calls = [call for body in HERMES_CALL.findall(text) for call in _calls(body)]
+    return text.partition("<tool_call>")[0], calls
+
+
+def parse_llama_json(text: str) -> Parsed:
+    """Llama 3: the whole reply is `{"name": ..., "parameters": {...}}`, or several with `;` between, perhaps after <|python_tag|>."""
+    before, tag, after = text.rpartition("<|python_tag|>")
+    bodies = (after if tag else text).strip()
+    if not bodies.startswith("{"):
+        return text, []
+    return before.strip(), [call for body in _json_values(bodies) for call in _named(body)]
+
+
+def parse_mistral(text: str) -> Parsed:
+    """`[TOOL_CALLS] [{"name": ..., "arguments": {...}}]`."""
+    before, tag, after = text.partition("[TOOL_CALLS]")
+    return (before.strip(), _calls(after)) if tag else (text, [])
+
+
+PARSERS: dict[str, Callable[[str], Parsed]] = {
+    "hermes": parse_hermes,
+    "qwen": parse_hermes,
+    "qwen25": parse_hermes,
+    "llama3_json": parse_llama_json,
+    "llama4_json": parse_llama_json,
+    "mistral": parse_mistral,
+}
+
+
+def _calls(body: str) -> list[tuple[str, Any]]:
+    return [call for value in _json_values(body.strip()) for call in _named(value)]
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """The JSON values that stand in `text` one after the other; what follows the first thing that is none is left out."""
+    decoder, position = json.JSONDecoder(strict=False), 0
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except json.JSONDecodeError:
+            return
+        yield from value if isinstance(value, list) else [value]
+        while position < len(text) and text[position] in " \n\t\r;":
+            position += 1
+
+
+def _named(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        yield value["name"], value.get("arguments", value.get("parameters", {}))
+
+
+class CalledFunction(Function):
+    """OpenAI's object; environments of the ancestor read it as a dict."""
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+class ToolCall(ChatCompletionMessageFunctionToolCall):
+    """OpenAI's object; environments of the ancestor read it as a dict."""
+
+    function: CalledFunction
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self, key)
+
+
+class ToolCallTranslator:
+    """One conversation's translator. Raises ValueError for a parser that is not known."""
+
+    def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
+        if parser_name not in PARSERS:
+            raise ValueError(
+                f"tool_parser '{parser_name}' is not known{nearest(parser_name, list(PARSERS))}; choose one of: {', '.join(PARSERS)}"
+            )
+        self.tokenizer = tokenizer
+        self.parser_name = parser_name
+        self.parser = PARSERS[parser_name]
+        self.call_id_to_raw_text: dict[str, str] = {}
+
+    def parse_model_output(
+        self, raw_text: str, tool_choice: str | None = None, tools: Sequence[Any] | None = None
+    ) -> tuple[str | None, list[ToolCall] | None, str]:
+        """(content, tool calls or None, "tool_calls" or "stop"); without `tools`, or under tool_choice "none", the text as it is."""
+        if tool_choice == "none" or not tools:
+            return raw_text, None, "stop"
+        content, found = self.parser(raw_text)
+        if not found:
+            return raw_text, None, "stop"
+        calls = [_tool_call(name, arguments) for name, arguments in found]
+        self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
+        return content.strip() or None, calls, "tool_calls"
+
+    def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
+        """What the model wrote to make these calls; those of unknown origin in the form of Hermes."""
+        texts: list[str] = []
+        for call in tool_calls:
+            text = self.call_id_to_raw_text.get(call.get("id", "")) or _hermes_text(call["function"])
+            if text not in texts or call.get("id", "") not in self.call_id_to_raw_text:
+                texts.append(text)
+        return "\n".join(texts)
+
+    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """`messages` with tool calls as the text of their message."""
+        return [self._as_text(message) if message.get("tool_calls") else dict(message) for message in messages]
+
+    def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
+        """The text of `token_ids`; with tools special tokens are kept, since they may mark a call."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools)
+        return text
+
+    def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        calls = [call if isinstance(call, Mapping) else call.model_dump() for call in message["tool_calls"]]
+        text = self.reconstruct_raw_text_from_tool_calls(calls)
+        content = message.get("content") or ""
+        whole = text if content.strip() in text else f"{content}\n{text}"
+        return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": whole}
+
+
+def _tool_call(name: str, arguments: Any) -> ToolCall:
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=CalledFunction(name=name, arguments=written))
+
+
+def _hermes_text(function: Mapping[str, Any]) -> str:
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except json.JSONDecodeError:
+        pass  # arguments that are no JSON are shown as the text they are
+    body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"

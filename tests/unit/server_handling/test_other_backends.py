@@ -1,0 +1,109 @@
+"""SGLang and TRL: clients written against their documented replies, on fake servers that give those."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from atroposlib.envs.server_handling.errors import PermanentServerError
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
+
+TOKENIZER = make_tiny_tokenizer()
+YES = [*TOKENIZER.encode("yes"), TOKENIZER.eos_token_id]
+Handler = Callable[[dict[str, Any]], Any]
+
+
+@contextlib.asynccontextmanager
+async def manager(folder: Path, server_type: str, path: str, handler: Handler) -> AsyncIterator[ServerManager]:
+    """A manager of one fake server that answers POST `path` by `handler`."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(handler(await request.json()))
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post(path, answer), web.get("/health", health), web.get("/health/", health)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    tokenizer = str(save_tiny_tokenizer(folder / "tokenizer"))
+    config = APIServerConfig.model_validate({"server_type": server_type, "base_url": url, "model_name": "m", "tokenizer_name": tokenizer})
+    servers = ServerManager([config])
+    try:
+        yield servers
+    finally:
+        await servers.close()
+        await runner.cleanup()
+
+
+def sglang(body: dict[str, Any]) -> Any:
+    if "logprob_start_len" in body:
+        top = [None, *([[-0.1, token, None], [-2.0, token + 1, None]] for token in body["input_ids"][1:])]
+        return {"text": "", "meta_info": {"input_top_logprobs": top, "finish_reason": None}}
+    assert body["return_logprob"] and body["sampling_params"]["max_new_tokens"] == 8 and "max_tokens" not in body["sampling_params"]
+    info = {
+        "output_token_logprobs": [[-0.5, token, None] for token in YES],
+        "finish_reason": {"type": "stop", "matched": TOKENIZER.eos_token_id},
+        "weight_version": "3",
+    }
+    n = body["sampling_params"].get("n", 1)
+    return [{"text": "yes", "meta_info": info}] * n if n > 1 else {"text": "yes", "meta_info": info}
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_sglang_gives_tokens_log_probabilities_and_versions(tmp_path: Path, n: int) -> None:
+    async with manager(tmp_path, "sglang", "/generate", sglang) as servers, servers.managed_server() as managed:
+        reply = await managed.chat_completion(messages=[{"role": "user", "content": "?"}], n=n, max_tokens=8)
+        nodes = managed.get_state()["nodes"]
+    assert [choice.message.content for choice in reply.choices] == ["yes"] * n and len(nodes) == n
+    assert nodes[0].tokens[-len(YES) :] == YES and nodes[0].logprobs[-len(YES) :] == [-0.5] * len(YES)
+    assert nodes[0].metadata == {"finish_reason": "stop", "policy_versions": [3, 3]}
+
+
+async def test_sglang_gives_prompt_log_probabilities(tmp_path: Path) -> None:
+    async with manager(tmp_path, "sglang", "/generate", sglang) as servers:
+        found = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=2)
+    assert found["prompt_topk_token_ids"] == [[], [6, 7], [7, 8]] and found["prompt_topk_logprobs"][1] == [-0.1, -2.0]
+
+
+async def test_reply_without_log_probabilities_is_no_sglang(tmp_path: Path) -> None:
+    async with manager(tmp_path, "sglang", "/generate", lambda body: {"meta_info": {}}) as servers:
+        with pytest.raises(PermanentServerError, match="no output_token_logprobs; is that SGLang"):
+            await servers.sample_tokens(prompt="?", max_tokens=8)
+
+
+async def test_trl_chats_and_completes_by_its_template(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def trl(body: dict[str, Any]) -> Any:
+        seen.append(body)
+        return {"completion_ids": [YES, YES[:-1]][: body["n"]]}
+
+    async with manager(tmp_path, "trl", "/generate/", trl) as servers:
+        reply = await servers.chat_completion(messages=[{"role": "user", "content": "?"}], n=2, temperature=0.5)
+        text = await servers.completion(prompt="say", max_tokens=4)
+        with pytest.raises(PermanentServerError, match="gave no logprobs.*update TRL"):
+            await servers.sample_tokens(prompt="?")
+    assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [("yes", "stop"), ("yes", "length")]
+    assert text.choices[0].text == "yes"
+    assert seen[0]["prompts"] == ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"] and seen[0]["temperature"] == 0.5
+    assert seen[1]["prompts"] == ["say"] and seen[1]["max_tokens"] == 4 and seen[1]["top_k"] == -1
+
+
+async def test_trl_of_today_feeds_a_managed_server(tmp_path: Path) -> None:
+    def trl(body: dict[str, Any]) -> Any:
+        ids = TOKENIZER.encode(body["prompts"][0])
+        return {"prompt_ids": [ids], "completion_ids": [YES] * body["n"], "logprobs": [[-0.25] * len(YES)] * body["n"]}
+
+    async with manager(tmp_path, "trl", "/generate/", trl) as servers, servers.managed_server() as managed:
+        await managed.chat_completion(messages=[{"role": "user", "content": "?"}], n=2)
+        nodes = managed.get_state()["nodes"]
+    assert len(nodes) == 2 and nodes[0].logprobs[-1] == -0.25 and nodes[0].masked_tokens[-len(YES) :] == YES
