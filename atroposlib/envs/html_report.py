@@ -21,27 +21,31 @@ def write_html(jsonl: Path, page: Path) -> None:
         out.write(f"<h1>{html.escape(jsonl.stem)}</h1>")
         with jsonl.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines):
-                out.write(group_html(json.loads(line), number))
+                try:
+                    out.write(group_html(json.loads(line), number))
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{jsonl}:{number + 1} is no group with messages and scores ({error!r})") from error
 
 
 def group_html(group: Mapping[str, Any], number: int) -> str:
     """One collapsible section for `group`."""
     scores = group["scores"]
     mean = sum(scores) / len(scores) if scores else 0.0
-    samples = "".join(_sample_html(text, score) for text, score in zip(_conversations(group), scores, strict=True))
+    # A file may hold fewer messages than scores, or more: what has both is shown.
+    samples = "".join(_sample_html(text, score) for text, score in zip(_conversations(group), scores, strict=False))
     return f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
 
 
 def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    for index in range(len(group["scores"])):
+    for index in range(len(group.get("messages") or group["scores"])):
         messages = group["messages"][index] if group.get("messages") else [{"role": "tokens", "content": str(group["tokens"][index])}]
         yield messages if isinstance(messages, list) else [{"role": "text", "content": messages}]
 
 
 def _sample_html(messages: list[Mapping[str, Any]], score: float) -> str:
-    parts = [
-        f"<p class=role>{html.escape(str(message['role']))}</p><pre>{html.escape(_text(message['content']))}</pre>" for message in messages
-    ]
+    roles = [html.escape(str(message["role"]).capitalize()) for message in messages]
+    texts = [html.escape(_text(message["content"])) for message in messages]
+    parts = [f"<p class=role>{role}</p><pre>{text}</pre>" for role, text in zip(roles, texts, strict=True)]
     return f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>{''.join(parts)}</details>"
 
 

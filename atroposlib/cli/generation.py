@@ -1,0 +1,161 @@
+"""What `atropos-sft-gen` and `atropos-dpo-gen` share: they stand where a trainer would, and keep what environments send as text.
+
+environments ──groups──▶ batching API ──GET /batch──▶ fetch_groups ──▶ records ──▶ FILE, one JSON object a line
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import requests
+from pydantic import Field
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.records import append_jsonl
+from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utils.tokenizers import load_tokenizer
+
+log = get_logger(__name__)
+
+POLL_S = 1.0
+REPORT_S = 10.0
+REQUEST_TIMEOUT_S = 30.0
+NOT_TRAINED = -100
+
+
+class GenerationConfig(Config):
+    """What both commands can be told."""
+
+    api_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
+    token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")
+    group_size: int = Field(default=2, ge=1, description="Samples in a group of the environments.")
+    max_token_len: int = Field(default=2048, ge=1, description="Longest sequence that is taken.")
+    tokenizer: str = Field(default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Tokenizer to write tokens as text.")
+    save_messages: bool = Field(default=False, description="Keep messages instead of prefix and completion.")
+    num_seqs_to_save: int = Field(default=100, ge=1, description="Records to write.")
+    allow_negative_scores: bool = Field(default=False, description="Also keep samples with scores below 0.")
+    minimum_score_diff_max_min: float = Field(default=0.0, ge=0, description="Least difference of a group's best and worst score.")
+    append_to_previous: bool = Field(default=False, description="Append to FILE if it exists.")
+    tasks_per_step: int = Field(default=64, ge=1, description="Groups a batch.")
+    take_over: bool = Field(default=False, description="Go on although a trainer has registered with this API: it loses its batches.")
+    timeout: float = Field(default=1800.0, gt=0, description="Seconds to wait for the API, and for each batch.")
+
+
+C = TypeVar("C", bound=GenerationConfig)
+
+
+class GenerationError(Exception):
+    """The command cannot go on; the message is one line."""
+
+
+def run(config_cls: type[C], prog: str, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]) -> NoReturn:
+    """The command: FILE and flags from the command line, records until there are enough, an exit code."""
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"):
+        raise SystemExit(f"usage: {prog} FILE [flags]; --help lists the flags")
+    path = None if arguments[0].startswith("-") else Path(arguments.pop(0))
+    config = load_config(config_cls, arguments, prog=f"{prog} FILE")
+    configure_logging(prog)
+    assert path is not None
+    try:
+        count = generate(config, path, records_of)
+    except (GenerationError, EnvError, OSError) as error:
+        raise SystemExit(f"{prog}: {error}") from None
+    log.info("Wrote %d records to %s", count, path)
+    raise SystemExit(0)
+
+
+def generate(config: C, path: Path, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]) -> int:
+    """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of the API."""
+    if path.exists() and not config.append_to_previous:
+        raise GenerationError(f"{path} exists; name another file, or pass --append-to-previous")
+    tokenizer = load_tokenizer(config.tokenizer)
+    written = 0
+    for group in fetch_groups(config):
+        for record in records_of(config, group, tokenizer):
+            append_jsonl(path, record)
+            written += 1
+            if written == config.num_seqs_to_save:
+                return written
+        log.info("%d of %d records", written, config.num_seqs_to_save)
+    return written
+
+
+def fetch_groups(config: GenerationConfig) -> Iterator[dict[str, Any]]:
+    """Groups without end, as a trainer that trains on nothing gets them. Raises GenerationError."""
+    with requests.Session() as session:
+        session.trust_env = False
+        session.headers.update({"Authorization": f"Bearer {config.token}"} if config.token else {})
+        _register(config, session)
+        while True:
+            yield from _next_batch(config, session)
+
+
+def _register(config: GenerationConfig, session: requests.Session) -> None:
+    info = _call(config, session, "GET", "/info")
+    if info["batch_size"] > 0 and not config.take_over:
+        raise GenerationError(f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run")
+    body = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": config.group_size * config.tasks_per_step,
+        "max_token_len": config.max_token_len,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": -1,
+        "starting_step": 0,
+        "num_steps": 0,
+    }
+    _call(config, session, "POST", "/register", body)
+
+
+def _next_batch(config: GenerationConfig, session: requests.Session) -> list[dict[str, Any]]:
+    start = reported = time.monotonic()
+    while time.monotonic() - start < config.timeout:
+        batch: list[dict[str, Any]] | None = _call(config, session, "GET", "/batch")["batch"]
+        if batch:
+            return batch
+        if time.monotonic() - reported >= REPORT_S:
+            reported = time.monotonic()
+            log.info("Waiting for a batch from %s, %.0f s of at most %.0f s so far", config.api_url, reported - start, config.timeout)
+        time.sleep(POLL_S)
+    raise GenerationError(f"no batch from {config.api_url} within {config.timeout:g} s; is an environment running?")
+
+
+def _call(config: GenerationConfig, session: requests.Session, method: str, path: str, body: Any = None) -> dict[str, Any]:
+    url = config.api_url.rstrip("/") + path
+    try:
+        reply = session.request(method, url, json=body, timeout=REQUEST_TIMEOUT_S)
+        reply.raise_for_status()
+        content: dict[str, Any] = reply.json()
+    except (requests.RequestException, ValueError) as error:
+        raise GenerationError(f"{url}: {error}; start the API with `run-api`, or correct --api-url") from error
+    return content
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def ranked(config: GenerationConfig, group: Mapping[str, Any]) -> list[int]:
+    """The group's samples, best first; none when its scores differ too little."""
+    scores: Sequence[float] = group["scores"]
+    if not scores or max(scores) - min(scores) < config.minimum_score_diff_max_min:
+        return []
+    return sorted(range(len(scores)), key=lambda index: -scores[index])
+
+
+def prompt_and_completion(group: Mapping[str, Any], index: int, tokenizer: Any) -> tuple[str, str]:
+    """A sample's text up to the first token that is trained on, and from there on."""
+    tokens, mask = group["tokens"][index], group["masks"][index]
+    first = next((place for place, value in enumerate(mask) if value != NOT_TRAINED), len(tokens))
+    return tokenizer.decode(tokens[:first]), tokenizer.decode(tokens[first:])
+
+
+def messages_of(group: Mapping[str, Any], index: int) -> list[Any]:
+    """A sample's messages. Raises GenerationError when the environment sends none."""
+    if not group.get("messages"):
+        raise GenerationError("the environment sends no messages: start it with --env.include_messages true, or leave out --save-messages")
+    found: list[Any] = group["messages"][index]
+    return found

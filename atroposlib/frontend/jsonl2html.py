@@ -1,0 +1,34 @@
+"""`python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]`: a page out of a file of groups. See `atroposlib.envs.html_report`."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atroposlib.envs.html_report import group_html, write_html
+
+
+def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
+    """One group as HTML; an empty text when it has no messages."""
+    return group_html(group, index) if group.get("messages") and group.get("scores") else ""
+
+
+def generate_html(input_path: str, output_path: str | None = None) -> Path:
+    """Write the page of `input_path`, beside it unless told where, and return its path. Raises OSError, or ValueError naming the line."""
+    page = Path(output_path) if output_path else Path(input_path).with_suffix(".html")
+    write_html(Path(input_path), page)
+    return page
+
+
+def main() -> None:
+    """Command line."""
+    if not 2 <= len(sys.argv) <= 3:
+        raise SystemExit("usage: python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]")
+    try:
+        print(generate_html(*sys.argv[1:]))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"jsonl2html: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

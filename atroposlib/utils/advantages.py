@@ -1,0 +1,57 @@
+"""Statistics and advantages of rewards, per step of a trajectory, by numpy alone."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def allclose_to_first(
+    values: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False, return_vector: bool = False
+) -> bool | np.ndarray:
+    """Whether every entry of a rectangular `values` is close to its first; with `return_vector` one answer an entry."""
+    array = np.asarray(values)
+    close = np.isclose(array, array[0], rtol=rtol, atol=atol, equal_nan=equal_nan)
+    each: np.ndarray = np.asarray(close.reshape(len(array), -1).all(axis=1))
+    return each if return_vector else bool(each.all())
+
+
+def compute_stats(data: Sequence[Any]) -> dict[str, float]:
+    """`mean` and population variance `var` of all numbers in a nested, possibly jagged list. Raises ValueError when there is none."""
+    numbers = list(_numbers(data))
+    if not numbers:
+        raise ValueError("compute_stats got no numbers")
+    return {"mean": float(np.mean(numbers)), "var": float(np.var(numbers))}
+
+
+def compute_discounted_returns(rewards: Any, gamma: float) -> np.ndarray:
+    """The return at each step: its reward and `gamma` times the next step's return."""
+    returns = np.asarray(rewards, dtype=np.float64).copy()
+    for step in range(len(returns) - 2, -1, -1):
+        returns[step] += gamma * returns[step + 1]
+    return returns
+
+
+def compute_grpo_process_supervision_advantages(
+    rewards: Sequence[Sequence[Any]], gamma: float | None = None, std_tol: float = 1e-8
+) -> list[np.ndarray]:
+    """The returns (discounted by `gamma`, if given) of rewards normalised over all steps of all trajectories.
+
+    Raises ValueError when their standard deviation is below `std_tol`.
+    """
+    stats = compute_stats(rewards)
+    deviation = stats["var"] ** 0.5
+    if deviation < std_tol:
+        raise ValueError(f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they say nothing apart")
+    normalised = [(np.asarray(trajectory, dtype=np.float64) - stats["mean"]) / deviation for trajectory in rewards]
+    return [compute_discounted_returns(trajectory, 1.0 if gamma is None else gamma) for trajectory in normalised]
+
+
+def _numbers(data: Any) -> Iterator[float]:
+    if isinstance(data, (int, float)):
+        yield data
+    elif isinstance(data, (list, tuple, np.ndarray)):
+        for entry in data:
+            yield from _numbers(entry)
+    else:
+        raise ValueError(f"expected numbers and lists of them, found {data!r}")
