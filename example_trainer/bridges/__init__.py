@@ -65,9 +65,9 @@ def _broadcast(config: TrainerConfig) -> WeightBridge:
 
 
 def _restart(config: TrainerConfig) -> WeightBridge:
-    from example_trainer.bridges.restart import RestartBridge
+    from example_trainer.bridges.restart import LoraRestartBridge, RestartBridge
 
-    return RestartBridge(config)
+    return LoraRestartBridge(config) if config.trains_adapter else RestartBridge(config)
 
 
 def _lora(config: TrainerConfig) -> WeightBridge:
@@ -84,6 +84,7 @@ def _single_copy(config: TrainerConfig) -> WeightBridge:
 
 BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
     "none": _restart,
+    "lora_restart": _restart,
     "shared_vllm --use-shared-memory": _broadcast,
     "lora_only": _lora,
     "shared_vllm --single-copy": _single_copy,

@@ -15,6 +15,9 @@ def parity(model: PreTrainedModel, vllm: VllmClient) -> float:
     tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
     served = torch.tensor(vllm.prompt_logprobs(tokens), dtype=torch.float64)
     ids = torch.tensor([tokens], device=model.device)
+    was_training = model.training
+    model.eval()  # no dropout of an adapter, as in vLLM
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    model.train(was_training)
     ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].double().cpu()
     return float((ours - served).abs().max())

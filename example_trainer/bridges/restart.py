@@ -1,6 +1,6 @@
-"""`--weight-bridge-mode none`: a checkpoint every `--vllm-restart-interval` policy versions, and vLLM started anew from it.
+"""`--weight-bridge-mode none` and `lora_restart`: a checkpoint every `--vllm-restart-interval` policy versions, vLLM started anew from it.
 
-    parameters ──save_pretrained──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served, labelled policy version N
+    parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served, labelled policy version N
 
 If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever ends that one. A
 server that is there already is never touched: its owner is asked, in one line, to restart it from the checkpoint, and is waited for.
@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger, waiting
+from example_trainer.adapters import ADAPTER, load_adapted_model
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
@@ -30,10 +31,12 @@ from example_trainer.checkpoint import WHOLE_MODEL, save_served_model
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model, load_tokenizer
 from example_trainer.server_process import ServerProcess
+from vllm_patching.protocol import read_policy_version
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 4.0  # from TERM to KILL; a launcher that ends the trainer grants it five
 POLL_S = 0.5
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 SHARED_GPU_FRACTION = "0.45"  # of the memory of a GPU that vLLM shares with the trainer
 
 log = get_logger(__name__)
@@ -41,6 +44,8 @@ log = get_logger(__name__)
 
 class RestartBridge:
     """Trainer side of the legacy mode. `launcher` is the program that serves a model folder."""
+
+    form = WHOLE_MODEL
 
     def __init__(self, config: TrainerConfig, launcher: Path = LAUNCHER) -> None:
         self._config = config
@@ -58,10 +63,10 @@ class RestartBridge:
         self._device = device
         self._owns = not _listens(config.vllm_host, config.vllm_port)
         if self._owns:
-            self._start(source)  # loads while the trainer does
+            self._start(source, read_policy_version(source))  # loads while the trainer does
         else:
             log.info("[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it", self._vllm.url)
-        self._model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
+        self._model = self._load(source, device)
         self._tokenizer = load_tokenizer(source)
         status = self._await_server(None)
         self._version_at_start = int(status["policy_version"])
@@ -105,19 +110,19 @@ class RestartBridge:
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
         """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
         start = time.perf_counter()
-        folder = save_served_model(self._config.save_path, self._model, self._tokenizer, policy_version, WHOLE_MODEL).resolve()
+        folder = save_served_model(self._config.save_path, self._model, self._tokenizer, policy_version, self.form).resolve()
         transfer_s = time.perf_counter() - start
         log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
         start = time.perf_counter()
         if self._owns:
             self._stop()
             stopped = time.perf_counter()
-            self._start(str(folder))
+            self._start(str(folder), policy_version)
         else:
             stopped = start
-            command = shlex.join(["python", "-u", *self._command(str(folder), self._vllm.models()[0])])
+            command = shlex.join(["python", "-u", *self._command(str(folder), policy_version, self._vllm.models()[0])])
             log.warning("[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s", self._vllm.url, command)
-        self._await_server((folder, policy_version))
+        self._await_server((str(folder), policy_version))
         end = time.perf_counter()
         self._served = policy_version
         if self._folder is not None and self._folder != folder:
@@ -126,7 +131,7 @@ class RestartBridge:
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(policy_version, update_s, end - start, transfer_s, end - stopped, _folder_bytes(folder))
 
-    def _start(self, model: str) -> None:
+    def _start(self, source: str, policy_version: int) -> None:
         config = self._config
         if not _is_loopback(config.vllm_host):
             raise BridgeError(
@@ -134,7 +139,7 @@ class RestartBridge:
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
         _await_free_port(config.vllm_host, config.vllm_port, GRACE_S)
-        command = ["-u", *self._command(model, config.model_name), *self._defaults(), *shlex.split(config.vllm_flags)]
+        command = ["-u", *self._command(source, policy_version, config.model_name), *self._defaults(), *shlex.split(config.vllm_flags)]
         self._server = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
         log.info("[Bridge] Started vLLM (pid %d, log %s): python %s", self._server.pid, self._server.log_path, shlex.join(command))
 
@@ -144,9 +149,20 @@ class RestartBridge:
             self._server.stop(GRACE_S)
             self._server = None
 
-    def _command(self, model: str, served_name: str) -> list[str]:
-        """What serves `model`: under the name that clients know, and in the dtype served so far, though a checkpoint is float32."""
-        words = [str(self._launcher), "--model", model, "--served-model-name", served_name, "--port", str(self._config.vllm_port)]
+    def _load(self, source: str, device: torch.device) -> PreTrainedModel:
+        return load_model(source, device, gradient_checkpointing=self._config.gradient_checkpointing)
+
+    def _model_flags(self, source: str, policy_version: int) -> list[str]:
+        """How the launcher is told what to serve: the model, or a folder of the form that is trained."""
+        return ["--model", source]
+
+    def _serves(self, status: dict[str, Any], source: str, policy_version: int) -> bool:
+        return Path(status["model"]).resolve() == Path(source) and status["policy_version"] == policy_version
+
+    def _command(self, source: str, policy_version: int, served_name: str) -> list[str]:
+        """What serves `source`: under the name that clients know, and in the dtype served so far, though a checkpoint is float32."""
+        words = [str(self._launcher), *self._model_flags(source, policy_version)]
+        words += ["--served-model-name", served_name, "--port", str(self._config.vllm_port)]
         return [*words, "--dtype", self.served_dtype] if self.served_dtype else words
 
     def _defaults(self) -> list[str]:
@@ -164,7 +180,7 @@ class RestartBridge:
             changes["CUDA_VISIBLE_DEVICES"] = config.vllm_gpu
         return os.environ | changes
 
-    def _await_server(self, wanted: tuple[Path, int] | None) -> dict[str, Any]:
+    def _await_server(self, wanted: tuple[str, int] | None) -> dict[str, Any]:
         """The server's status once it answers, and serves the `wanted` folder and version if one is given."""
         deadline_s = self._config.vllm_start_timeout
         what = "vLLM" if wanted is None else f"vLLM with policy version {wanted[1]}"
@@ -180,7 +196,7 @@ class RestartBridge:
                     )
                 time.sleep(POLL_S)
 
-    def _ask(self, wanted: tuple[Path, int] | None) -> dict[str, Any] | str:
+    def _ask(self, wanted: tuple[str, int] | None) -> dict[str, Any] | str:
         """The status, or what is not as wanted yet. Raises BridgeError if our own server has ended or serves something else."""
         self.check()
         try:
@@ -191,12 +207,35 @@ class RestartBridge:
             if wanted is None:
                 raise
             return str(error)  # a server that is being restarted by hand may refuse on its way down
-        if wanted is None or (Path(status["model"]).resolve(), status["policy_version"]) == wanted:
+        if wanted is None or self._serves(status, *wanted):
             return status
-        found = f"it serves {status['model']} as policy version {status['policy_version']}"
+        found = f"it serves {status['served_model']} as policy version {status['policy_version']}"
         if self._owns:
             raise BridgeError(f"vLLM was started from {wanted[0]} (policy version {wanted[1]}), but {found}: check --vllm-flags")
         return found
+
+
+class LoraRestartBridge(RestartBridge):
+    """The same with a LoRA adapter: vLLM starts with the base model and with the adapter, which it samples from."""
+
+    form = ADAPTER
+
+    def _load(self, source: str, device: torch.device) -> PreTrainedModel:
+        return load_adapted_model(source, self._config, device)
+
+    def _model_flags(self, source: str, policy_version: int) -> list[str]:
+        rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self._config.lora_r)
+        flags = ["--model", self._config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
+        adapter = [] if source == self._config.model_name else ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+        return [*flags, *adapter]
+
+    def _serves(self, status: dict[str, Any], source: str, policy_version: int) -> bool:
+        return (status["served_model"], status["policy_version"]) == (_adapter_name(policy_version), policy_version)
+
+
+def _adapter_name(policy_version: int) -> str:
+    """By which the server knows the version of an adapter that it was started with (vllm_patching/adapters.py)."""
+    return f"policy-v{policy_version}"
 
 
 def _is_loopback(host: str) -> bool:

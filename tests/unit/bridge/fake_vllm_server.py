@@ -22,15 +22,25 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len")
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int)
+    parser.add_argument("--lora-modules")
     parser.add_argument("--start-s", type=float, default=0.0)
     parser.add_argument("--ignore-term", action="store_true")
     return parser.parse_args()
 
 
 def handler(options: argparse.Namespace) -> type[BaseHTTPRequestHandler]:
-    version = read_policy_version(options.model)
+    adapter = (options.lora_modules or "").partition("=")[0]
+    status = {
+        "enabled": False,
+        "model": options.model,
+        "served_model": adapter or options.model,
+        "dtype": options.dtype,
+        "policy_version": int(adapter.removeprefix("policy-v")) if adapter else read_policy_version(options.model),
+    }
     replies: dict[str, Any] = {
-        "/v1/bridge/status": {"enabled": False, "model": options.model, "dtype": options.dtype, "tp_size": 1, "policy_version": version},
+        "/v1/bridge/status": status,
         "/v1/models": {"data": [{"id": options.served_model_name}]},
     }
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from example_trainer.bridges import BridgeError
-from example_trainer.bridges.restart import RestartBridge
+from example_trainer.bridges.restart import LoraRestartBridge, RestartBridge
 from example_trainer.config import TrainerConfig
 from tests.integration.conftest import free_port
 from tests.integration.test_server_death import session_members
@@ -46,11 +46,11 @@ def make(model: str, tmp_path: Path) -> Iterator[Make]:
     bridges: list[RestartBridge] = []
     port = free_port()
 
-    def make_bridge(flags: str = "", **changes: Any) -> RestartBridge:
+    def make_bridge(flags: str = "", kind: type[RestartBridge] = RestartBridge, **changes: Any) -> RestartBridge:
         settings: dict[str, Any] = dict(
             model_name=model, vllm_port=port, vllm_flags=flags, training_steps=5, save_path=tmp_path / "checkpoints", log_dir=tmp_path
         )
-        bridges.append(RestartBridge(TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes), FAKE))
+        bridges.append(kind(TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes), FAKE))
         return bridges[-1]
 
     yield make_bridge
@@ -130,6 +130,24 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, mod
     report = fresh.sync(0, keep)
     assert report.policy_version == 0 and report.stall_s > 0
     assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
+
+
+def test_an_adapter_is_served_beside_its_base_model(make: Make, model: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(kind=LoraRestartBridge, weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9)
+    bridge = make(**settings)
+    connect(bridge, model)
+    assert bridge.sync(0, keep).stall_s == 0
+    assert bridge.sync(1, keep).policy_version == 1
+    folder = tmp_path / "checkpoints" / "served_1"
+    base, adapted = (line for line in (tmp_path / "vllm.log").read_text().splitlines() if line.startswith("FAKE"))
+    assert f"--model {model} --enable-lora --max-lora-rank 16 --served-model-name {model}" in base
+    assert f"--model {model} --enable-lora --max-lora-rank 16 --lora-modules policy-v1={folder} --served-model-name {model}" in adapted
+    assert {path.name for path in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "policy.json"}
+    assert not (folder / "model.safetensors").exists()
+
+    resumed = make(vllm_port=free_port(), **settings)
+    connect(resumed, str(folder))
+    assert resumed.sync(1, keep).stall_s == 0
 
 
 def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_path: Path) -> None:
