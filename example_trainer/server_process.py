@@ -6,8 +6,8 @@ Promises
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the kernel cannot give
   its number to another process meanwhile.
 - A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process (vllm_patching/plugin.py).
-- What the group keeps in shared memory is removed: semaphores by its own resource tracker, for which the leader is killed before the
-  rest; files that members had mapped by us, once the group is gone.
+- What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that ignores TERM is killed
+  before the rest, or by us.
 """
 
 import ctypes
@@ -20,15 +20,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from atroposlib.logs import get_logger
+from example_trainer.errors import TrainerError
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY = "/dev/shm"
 POLL_S = 0.05
 FOLLOW_S = 2.0
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
 
 log = get_logger(__name__)
+
+
+class ServerProcessError(TrainerError):
+    """Processes that the kernel does not end."""
 
 
 class ServerProcess:
@@ -68,10 +73,10 @@ class ServerProcess:
         return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
 
     def stop(self, grace_s: float) -> None:
-        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises TimeoutError if some of it stays."""
+        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises ServerProcessError if some stays."""
         if self._popen.returncode is not None:
             return
-        shared = _mapped_shared_memory(self._members())
+        shared = mapped_shared_memory(self._members())
         os.killpg(self.pid, signal.SIGTERM)
         if not self._gone_within(grace_s):
             log.warning("Process group %d did not end within %.1f s of TERM: killing it", self.pid, grace_s)
@@ -79,10 +84,12 @@ class ServerProcess:
             if not self._gone_within(FOLLOW_S):
                 os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
-                raise TimeoutError(f"process group {self.pid} still runs {KILL_WAIT_S:.0f} s after SIGKILL: {sorted(self._members())}")
+                raise ServerProcessError(
+                    f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: "
+                    f"see `ps` for what they wait for, and {self.log_path}"
+                )
         self._popen.wait()
-        for path in shared - _mapped_shared_memory(_processes()):
-            Path(path).unlink(missing_ok=True)
+        _remove_shared_memory(shared - mapped_shared_memory(_processes()))
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -112,16 +119,25 @@ def _stat_fields(pid: int) -> list[str]:
         return []
 
 
-def _mapped_shared_memory(pids: Iterable[int]) -> set[str]:
-    """Files under /dev/shm that these processes have mapped, as far as this user may see."""
+def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
+    """Inodes of the files in /dev/shm that these processes have mapped, as far as this user may see; semaphores are mapped too."""
+    device = os.stat(SHARED_MEMORY).st_dev
+    wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
     found = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        found |= {line[line.index(SHARED_MEMORY) :] for line in maps if SHARED_MEMORY in line and not line.endswith("(deleted)")}
+        fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
+        found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
     return found
+
+
+def _remove_shared_memory(inodes: set[int]) -> None:
+    for entry in os.scandir(SHARED_MEMORY):
+        if entry.inode() in inodes:
+            Path(entry.path).unlink(missing_ok=True)
 
 
 def _follow_and_become(parent: int, command: list[str]) -> None:

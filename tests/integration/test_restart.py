@@ -9,14 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import requests
 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from example_trainer.server_process import mapped_shared_memory
 from tests.integration.conftest import API_KEY, Server, free_port
 from tests.integration.test_bridge import PARITY, PROMPT
 from tests.integration.test_server_death import session_members
@@ -50,6 +49,10 @@ def go_on(child: subprocess.Popen[str]) -> None:
     child.stdin.flush()
 
 
+def started_servers(folder: Path) -> list[int]:
+    return [int(pid) for pid in re.findall(r"Started vLLM \(pid (\d+)", (folder / "child.log").read_text())]
+
+
 class Sampler:
     """An environment's client that samples without a pause, in a thread; `versions` are those that its samples were labelled with."""
 
@@ -81,20 +84,16 @@ class Sampler:
         self._thread.join(DEADLINE_S)
 
 
-@pytest.fixture
-def shared_memory() -> Iterator[None]:
-    """Nothing may be left in /dev/shm."""
-    before = set(os.listdir("/dev/shm"))
-    yield
-    deadline = time.monotonic() + DEADLINE_S  # a killed process's resource tracker needs a moment
-    while set(os.listdir("/dev/shm")) - before:
-        assert time.monotonic() < deadline, set(os.listdir("/dev/shm")) - before
-        time.sleep(0.2)
+def shared_memory(pid: int) -> set[int]:
+    """Inodes in /dev/shm that a server's processes have mapped."""
+    return mapped_shared_memory(session_members(pid))
 
 
-def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_trainer(
-    llama_folder: Path, tmp_path: Path, shared_memory: None
-) -> None:
+def left_in_shared_memory(inodes: set[int]) -> list[str]:
+    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
+
+
+def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_trainer(llama_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start_child(llama_folder, port, tmp_path)
     try:
@@ -102,6 +101,8 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
         assert float(next_line(child, tmp_path).split()[1]) <= PARITY
         go_on(child)
         assert next_line(child, tmp_path).startswith("SYNCED 1 serves 0 stall 0.00")
+        (first,) = started_servers(tmp_path)
+        mapped = shared_memory(first)
         sampler = Sampler(port, str(llama_folder))
         while not sampler.versions:
             time.sleep(0.1)
@@ -114,15 +115,16 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
         sampler.end()  # every request of before, during and after the restart has been answered
         assert sampler.error is None and set(sampler.versions) == {(0, 0), (2, 2)}
 
-        log = (tmp_path / "child.log").read_text()
-        first, second = (int(pid) for pid in re.findall(r"Started vLLM \(pid (\d+)", log))
+        first, second = started_servers(tmp_path)
         assert session_members(first) == [] and len(session_members(second)) >= 3
+        assert len(mapped) >= 2 and left_in_shared_memory(mapped) == []
+        mapped = shared_memory(second)
         child.send_signal(signal.SIGKILL)
         child.wait(DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
-        while session_members(second) and time.monotonic() < deadline:
+        while session_members(second) + left_in_shared_memory(mapped) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert session_members(second) == []
+        assert session_members(second) == [] and left_in_shared_memory(mapped) == []
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
     finally:
