@@ -102,6 +102,7 @@ def _check_port(host: str, port: int) -> None:
 
 def _configure_bridge(args: Any, guarded: bool) -> None:
     """Choose the worker and its settings for `shared_vllm`, or for LoRA adapters where --enable-lora is given."""
+    _share_cores(args.tensor_parallel_size)
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
         print(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr
@@ -116,7 +117,6 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         _refuse(
             f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or keep --host 127.0.0.1"
         )
-    _share_cores(args.tensor_parallel_size)
     if args.enable_lora:
         print(f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr)
         return

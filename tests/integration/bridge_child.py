@@ -59,7 +59,8 @@ def change(model: torch.nn.Module) -> None:
     """An update that no one could mistake for none."""
     torch.manual_seed(1)
     for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter) * 0.02)
+        if parameter.requires_grad:  # of a LoRA model the adapter alone
+            parameter.add_(torch.randn_like(parameter) * 0.02)
 
 
 def _link(bridge: Any) -> Any:

@@ -3,6 +3,7 @@
 python restart_child.py MODEL PORT FOLDER [FLAG VALUE ...]      each line on stdin lets it go on
 """
 
+import contextlib
 import sys
 from functools import partial
 
@@ -21,15 +22,14 @@ def main(model_name: str, port: str, folder: str, *flags: str) -> None:
     arguments = ["--model-name", model_name, "--vllm-port", port, "--save-path", f"{folder}/checkpoints", "--log-dir", folder]
     config = load_config(TrainerConfig, [*arguments, "--vllm-restart-interval", "2", *flags], prog="restart_child")
     bridge = make_bridge(config)
-    model = bridge.connect(model_name, torch.device("cpu"))
-    for version in range(3):
-        report = bridge.sync(version, partial(change, model) if version else keep_weights)
-        served = report.policy_version == version
-        print(f"SYNCED {version} serves {report.policy_version} stall {report.stall_s:.2f}", flush=True)
-        if served:
-            print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
-        sys.stdin.readline()
-    bridge.close()
+    with contextlib.closing(bridge):
+        model = bridge.connect(model_name, torch.device("cpu"))
+        for version in range(3):
+            report = bridge.sync(version, partial(change, model) if version else keep_weights)
+            print(f"SYNCED {version} serves {report.policy_version} stall {report.stall_s:.2f}", flush=True)
+            if report.policy_version == version:
+                print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
+            sys.stdin.readline()
 
 
 if __name__ == "__main__":

@@ -132,6 +132,26 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
         child.wait()
 
 
+def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
+    port = free_port()
+    child = start_child(llama_folder, port, tmp_path, "--weight-bridge-mode", "lora_restart", "--vllm-restart-interval", "1", "--lora-r", "4")
+    try:
+        for version in range(2):
+            assert next_line(child, tmp_path).startswith(f"SYNCED {version} serves {version}")
+            assert float(next_line(child, tmp_path).split()[1]) <= PARITY
+            body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 2}
+            reply = requests.post(f"http://127.0.0.1:{port}/generate", json=body, timeout=60).json()
+            assert reply["policy_versions"] == [[version, version]]
+            if version == 0:
+                go_on(child)
+        child.send_signal(signal.SIGINT)
+        child.wait(DEADLINE_S)
+        assert all(session_members(pid) == [] for pid in started_servers(tmp_path))
+    finally:
+        child.kill()
+        child.wait()
+
+
 def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Server, tmp_path: Path) -> None:
     pid = vllm_server.process.pid
     members = session_members(pid)
