@@ -134,7 +134,9 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
 
 def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
     port = free_port()
-    child = start_child(llama_folder, port, tmp_path, "--weight-bridge-mode", "lora_restart", "--vllm-restart-interval", "1", "--lora-r", "4")
+    child = start_child(
+        llama_folder, port, tmp_path, "--weight-bridge-mode", "lora_restart", "--vllm-restart-interval", "1", "--lora-r", "4"
+    )
     try:
         for version in range(2):
             assert next_line(child, tmp_path).startswith(f"SYNCED {version} serves {version}")
