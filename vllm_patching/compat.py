@@ -31,8 +31,12 @@ __all__ = [
     "init_logger",
     "keep_plain_linears",
     "on_cpu",
+    "replace_norm_and_activation",
+    "replace_rotary",
     "unlink_collective_files",
     "worker_class",
+    "wrap_attention_metadata",
+    "wrap_config_check",
 ]
 
 
@@ -57,23 +61,83 @@ def unlink_collective_files() -> None:
         path.unlink(missing_ok=True)
 
 
-def keep_plain_linears() -> None:
-    """Make vLLM-CPU call F.linear on `layer.weight` at every step (the one unavoidable shim; CPU only, before the model is loaded).
+def keep_plain_linears(linear: Callable[..., Any] = torch.nn.functional.linear, check: Callable[[Any], None] | None = None) -> None:
+    """Make vLLM-CPU call `linear` on `layer.weight` at every step (the one unavoidable shim; CPU only, before the model is loaded).
 
     Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach it. The
-    function is looked up in its module at call time, hence one assignment reaches every caller.
+    function is looked up in its module at call time, hence one assignment reaches every caller. The first call's `linear` stays; its
+    `check` sees each weight.
     """
     from vllm.model_executor.layers import utils
 
     packed: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
+    if packed.__module__ == __name__:
+        return
 
     def plain(layer: Any, remove_weight: bool) -> None:
         if layer.weight.is_meta or layer.weight.ndim != 2:
             packed(layer, remove_weight)
         else:
-            layer.cpu_linear = torch.nn.functional.linear
+            if check is not None:
+                check(layer.weight)
+            layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def wrap_config_check(check: Callable[[Any], None]) -> None:
+    """Call `check` with vLLM's whole configuration, in every process, once the platform has completed it."""
+    platform: Any = type(current_platform)
+    complete = platform.check_and_update_config
+
+    def checked(cls: type, config: Any) -> None:
+        complete(config)
+        if config.model_config is not None:
+            check(config)
+
+    platform.check_and_update_config = classmethod(checked)
+
+
+def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
+    """Let `change` rewrite the common metadata from which the CPU backend schedules its attention kernel."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
+
+    builder: Any = CPUAttentionMetadataBuilder
+    build = builder.build
+
+    def changed(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return build(self, common_prefix_len, change(common_attn_metadata), fast_build)
+
+    builder.build = changed
+
+
+def replace_rotary(table: Callable[[Any, int], Any]) -> None:
+    """Rotate by vLLM's torch formula, with cos | sin from `table(Hugging Face config, positions)` [positions, rotary dim]."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import base, linear_scaling_rope, yarn_scaling_rope
+
+    def cos_sin(self: Any) -> Any:
+        model = get_current_vllm_config().model_config
+        return table(model.hf_config, max(self.max_position_embeddings, model.max_model_len))
+
+    rotary: Any
+    scaled = (linear_scaling_rope.LinearScalingRotaryEmbedding, yarn_scaling_rope.YaRNScalingRotaryEmbedding)
+    for rotary in (base.RotaryEmbeddingBase, *scaled):
+        rotary._compute_cos_sin_cache = cos_sin
+    rotary = base.RotaryEmbedding
+    rotary.forward_cpu = rotary.forward_native
+
+
+def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable[[Any], Any]) -> None:
+    """`norm(module, x, residual=None)` for RMSNorm on CPUs, `silu_and_mul(x)` for SiluAndMul."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norms: Any = RMSNorm
+    norms.forward_cpu = norms.forward_native = norm
+    activations: Any = SiluAndMul
+    activations.forward_cpu = lambda self, x: silu_and_mul(x)
+    activations.forward_native = staticmethod(silu_and_mul)
 
 
 def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:

@@ -1,5 +1,7 @@
 """vLLM's general plugin: loaded in every vLLM process, before anything else of ours.
 
+Where the launcher asked for batch-invariant arithmetic, it is installed here, before a model exists.
+
 vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and memory held, when
 that process is killed. Here each child asks the kernel to be told to stop when its parent dies.
 """
@@ -10,11 +12,22 @@ import os
 import signal
 import sys
 
+from vllm_patching.batch_invariant import switch
+
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def register() -> None:
-    """Idempotent; vLLM may call it more than once a process. Does nothing in the API process, which has no vLLM parent."""
+    """Idempotent; vLLM may call it more than once a process."""
+    if switch.is_on():
+        from vllm_patching.batch_invariant import hooks
+
+        hooks.install()
+    _end_with_parent()
+
+
+def _end_with_parent() -> None:
+    """Nothing in the API process, which has no vLLM parent."""
     parent = multiprocessing.parent_process()
     if parent is None or not sys.platform.startswith("linux"):
         return

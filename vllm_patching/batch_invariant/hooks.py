@@ -1,0 +1,77 @@
+"""Makes a vLLM process on CPUs compute with kernels.py. Called by vLLM's general plugin in each of its processes, before a model exists.
+
+Five replacements, each of one function or method of vLLM, all by way of compat.py:
+    linear layers, output head   kernels.linear on the plain weight, so weights can still be exchanged under it
+    attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays
+    rotary embedding             the torch formula, on transformers' table
+    RMS norm, SiLU               kernels.rms_norm, kernels.silu
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from vllm_patching import compat
+from vllm_patching.batch_invariant import coverage, kernels, self_check
+from vllm_patching.batch_invariant.switch import NotInvariant
+
+log = compat.init_logger("vllm.atropos_exact")
+_installed = False
+
+
+def install() -> None:
+    """Replace the five; idempotent. On CUDA vLLM's own VLLM_BATCH_INVARIANT does that, and only the check of the model is added."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    compat.wrap_config_check(check_model)
+    if not compat.on_cpu():
+        return
+    compat.keep_plain_linears(kernels.linear, self_check.check_weight)
+    compat.wrap_attention_metadata(_tiled)
+    compat.replace_rotary(kernels.rotary_table)
+    compat.replace_norm_and_activation(_norm, _silu_and_mul)
+    log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")
+
+
+def check_model(config: Any) -> None:
+    """Raise NotInvariant for a model or setting of vLLM that is not covered. `config` is vLLM's own, resolved."""
+    model, parallel = config.model_config, config.parallel_config
+    reason = coverage.why_not_exact(model.hf_config, tp_size=parallel.tensor_parallel_size)
+    asked = {
+        "torch.compile (--no-enforce-eager)": compat.on_cpu() and not model.enforce_eager,
+        f"--quantization {model.quantization}": model.quantization,
+        f"--kv-cache-dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
+        "LoRA adapters": config.lora_config,
+        "speculative decoding": config.speculative_config,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+    }
+    reason = reason or next((name for name, wanted in asked.items() if wanted), None)
+    if reason:
+        raise NotInvariant(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
+
+
+def _tiled(metadata: Any) -> Any:
+    """vLLM's common attention metadata with one pseudo request a tile."""
+    count = metadata.num_reqs
+    tiled = copy.copy(metadata)
+    tiled.query_start_loc, tiled.seq_lens, tiled.block_table_tensor = kernels.tile_queries(
+        metadata.query_start_loc[: count + 1], metadata.seq_lens[:count], metadata.block_table_tensor[:count]
+    )
+    tiled.num_reqs = len(tiled.seq_lens)
+    tiled.max_query_len = min(metadata.max_query_len, kernels.QUERY_TILE)
+    return tiled
+
+
+def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    if residual is None:
+        return kernels.rms_norm(x, module.weight.data, module.variance_epsilon)
+    total = x + residual
+    return kernels.rms_norm(total, module.weight.data, module.variance_epsilon), total
+
+
+def _silu_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, -1)
+    return kernels.silu(gate) * up

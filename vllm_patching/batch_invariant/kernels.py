@@ -1,0 +1,86 @@
+"""The arithmetic that vLLM and the trainer share, forward only, in torch alone. All of it is independent of the batch.
+
+Why each is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-exactness.md has the op-by-op account):
+    linear        oneDNN's AVX-512 matrix product sums over the inputs in one order for every number of rows but 1, where it takes
+                  another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up, TP columns) changes nothing.
+    silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit; x / (1 + exp(-x)) has one.
+    rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
+    tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute positions are
+                  always cut alike.
+Half-precision weights are multiplied in float32 and rounded once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+QUERY_TILE = 8
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] plus bias [out], in x's dtype."""
+    rows = x.reshape(-1, x.shape[-1]).float()
+    if len(rows) == 1:
+        rows = rows.repeat(2, 1)
+    product = _onednn_linear(rows, weight.float(), None if bias is None else bias.float())
+    return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return result
+
+
+def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    """`linear` as `ranks` tensor-parallel ranks compute it: each its share of the inputs, the first the bias, then the sum."""
+    if ranks == 1:
+        return linear(x, weight, bias)
+    shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, 1), strict=True)
+    parts = [linear(part, columns.contiguous(), bias if rank == 0 else None) for rank, (part, columns) in enumerate(shares)]
+    return torch.stack(parts).sum(0)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), in x's dtype."""
+    wide = x.float()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMS norm over the last dimension, computed in float32, scaled in x's dtype."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+def rotary_table(config: Any, positions: int) -> Tensor:
+    """cos | sin of every position, [positions, rotary dim], float32, by transformers' own formula for this configuration."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rotary = LlamaRotaryEmbedding(config)
+    cos, sin = rotary(torch.empty(0), torch.arange(positions)[None])  # [1, positions, 2 halves that are equal]
+    half = cos.shape[-1] // 2
+    return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+
+
+def tile_queries(starts: Tensor, ends: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cut each request's queries at absolute multiples of QUERY_TILE into requests of their own.
+
+    `starts` [n + 1] are offsets of the requests' queries in the row, `ends` [n] the context lengths after them, `block_table`
+    [n, blocks] their cache blocks. Returns the same three for the tiles.
+    """
+    queries = (starts[1:] - starts[:-1]).long()
+    if int(queries.max()) <= 1:
+        return starts, ends, block_table
+    after = ends.long()
+    before = after - queries
+    first = before // QUERY_TILE
+    tiles = torch.where(queries > 0, (after + QUERY_TILE - 1) // QUERY_TILE - first, 0)
+    request = torch.repeat_interleave(torch.arange(len(tiles)), tiles)
+    nth = torch.arange(len(request)) - torch.repeat_interleave(tiles.cumsum(0) - tiles, tiles)
+    opens = torch.maximum((first[request] + nth) * QUERY_TILE, before[request])
+    closes = torch.minimum((first[request] + nth + 1) * QUERY_TILE, after[request])
+    offsets = torch.zeros(len(request) + 1, dtype=starts.dtype)
+    offsets[1:] = (closes - opens).cumsum(0)
+    return offsets, closes.to(ends.dtype), block_table[request].contiguous()

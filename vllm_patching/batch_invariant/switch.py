@@ -1,0 +1,37 @@
+"""What must be in the environment before vLLM is imported. Used by the launcher, by vLLM's plugin and by the trainer.
+
+A vLLM process is one of several, started by vLLM itself: only the environment reaches them all.
+"""
+
+import os
+from collections.abc import MutableMapping
+
+SWITCH = "ATROPOS_BATCH_INVARIANT"
+# CPU: the attention kernel must not split a context by the number of threads. CUDA: vLLM's own mode.
+CPU_VARIABLES = {SWITCH: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
+CUDA_VARIABLES = {SWITCH: "1", "VLLM_BATCH_INVARIANT": "1"}
+
+
+class NotInvariant(RuntimeError):
+    """This process, machine or model cannot compute batch-invariantly; the message says why and what to do."""
+
+
+def switch_on(environment: MutableMapping[str, str], *, cpu: bool) -> None:
+    """Set the variables. Raises NotInvariant if one was set to the contrary."""
+    if cpu and environment.get("VLLM_BATCH_INVARIANT", "0") != "0":
+        raise NotInvariant("VLLM_BATCH_INVARIANT=1 selects Triton kernels, which vLLM cannot run on CPUs: unset it")
+    for name, value in (CPU_VARIABLES if cpu else CUDA_VARIABLES).items():
+        if environment.setdefault(name, value) != value:
+            raise NotInvariant(f"{name}={environment[name]} contradicts --batch-invariant, which needs {name}={value}: unset it")
+
+
+def is_on() -> bool:
+    """Whether this process was started batch-invariant. Raises NotInvariant if it was, but not whole."""
+    if os.environ.get(SWITCH) != "1":
+        return False
+    if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and os.environ.get("VLLM_CPU_ATTN_SPLIT_KV") != "0":
+        raise NotInvariant(
+            f"{SWITCH}=1 without VLLM_CPU_ATTN_SPLIT_KV=0 (CPU) or VLLM_BATCH_INVARIANT=1 (CUDA): "
+            "start vLLM by example_trainer/vllm_api_server.py --batch-invariant, which sets all of them"
+        )
+    return True
