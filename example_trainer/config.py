@@ -65,6 +65,17 @@ class TrainerConfig(Config):
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     advantage_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation + 1e-4")
 
+    # --- exactness ---------------------------------------------------------------------------------------------------
+    batch_invariant: bool = Field(
+        False, description="compute what a vLLM server started with --batch-invariant computes, bit for bit, and check it each step"
+    )
+    bit_exact: Literal["report", "strict"] = Field(
+        "report", description="strict ends the run at the first step with a differing token, and keeps its batch for replay"
+    )
+    mismatch_limit: float = Field(
+        5.0, gt=0, description="nats by which the sampler's log-probabilities may differ from the trainer's, on average of a step"
+    )
+
     # --- services ----------------------------------------------------------------------------------------------------
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://.+", description="the batching API")
     atropos_token: SecretStr | None = Field(None, description="the API's token", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
@@ -218,6 +229,12 @@ class TrainerConfig(Config):
                 "choose master (a float32 copy) or stochastic (rounding by chance)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _strict_is_about_exactness(self) -> "TrainerConfig":
+        if self.bit_exact == "strict" and not self.batch_invariant:
+            raise ValueError("--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch differs")
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_share(self) -> "TrainerConfig":

@@ -34,6 +34,7 @@ from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
 from example_trainer.checkpoint import WHOLE_MODEL, Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.exactness import Comparison, Exactness
 from example_trainer.losses import LossSettings
 from example_trainer.metrics import Row, open_metrics
 from example_trainer.model import load_model, load_tokenizer
@@ -62,6 +63,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         log.info("Loading %s in float32 on %s", source, device)
         resources.enter_context(contextlib.closing(bridge))
         model = bridge.connect(source, device)
+        exactness = Exactness(config)
+        exactness.prepare(model, bridge.served_dtype)
         tokenizer = load_tokenizer(source)
         reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
         optimizer = make_optimizer(model.parameters(), config)
@@ -87,7 +90,9 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 log_starting_accuracy(api)
 
             batch = make_batch(items, seq_len=config.seq_len, divide_by_std=config.advantage_std, policy_version=progress.policy_version)
-            figures = gradients_of(batch, model, reference, settings, config)
+            comparison = Comparison()
+            figures = gradients_of(batch, model, reference, settings, config, comparison)
+            exactness_row = exactness.judge(comparison, step, batch, model)
             optimizer_row = (
                 {} if figures is None else {"grad_norm": clip_gradients(optimizer, config.max_grad_norm), "lr": scheduler.get_last_lr()[0]}
             )
@@ -111,6 +116,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 "accuracy": accuracy,
                 **batch_row(batch),
                 **({} if figures is None else asdict(figures)),
+                **exactness_row,
                 **optimizer_row,
                 "updates": progress.updates,
                 **sync_row(sync),
@@ -150,7 +156,12 @@ def sleep_beside(bridge: WeightBridge, seconds: float) -> None:
 
 
 def gradients_of(
-    batch: Batch, model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, config: TrainerConfig
+    batch: Batch,
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    settings: LossSettings,
+    config: TrainerConfig,
+    comparison: Comparison,
 ) -> StepFigures | None:
     """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
     if batch.truncated_sequences:
@@ -165,6 +176,7 @@ def gradients_of(
         reference=reference,
         chunk_mb=config.logits_chunk_mb,
         loss_tokens=batch.completion_tokens,
+        comparison=comparison,
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from example_trainer.exactness import Comparison
 from example_trainer.losses import LossSettings, k3, token_losses
 from example_trainer.packing import MicroBatch
 from example_trainer.policy import accumulate_gradients, token_logprobs
@@ -71,10 +72,12 @@ def batch_gradients(
     reference: PreTrainedModel | None = None,
     chunk_mb: int = 128,
     loss_tokens: int | None = None,
+    comparison: Comparison | None = None,
 ) -> StepFigures:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
 
-    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
+    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here. `comparison` is told every
+    token's two log-probabilities.
 
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
@@ -88,6 +91,8 @@ def batch_gradients(
             sampler = batch.sampler_logprobs[chunk]
             of_chunk = None if known is None else known[chunk]
             losses = token_losses(logprobs, entropy, sampler, batch.advantages[chunk], of_chunk, settings)
+            if comparison is not None:
+                comparison.add(batch.targets[chunk], sampler, logprobs)
             with torch.no_grad():
                 diff = (logprobs - sampler).abs()
                 kl = torch.zeros_like(diff) if losses.kl is None else losses.kl

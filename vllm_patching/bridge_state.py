@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_patching import compat, single_copy
+from vllm_patching.batch_invariant import switch
 from vllm_patching.gate import Gate
 from vllm_patching.processes import Process, is_alive
 from vllm_patching.protocol import Manifest, SessionOffer, read_policy_version
@@ -78,6 +79,7 @@ class BridgeState:
             "served_model": self._model,
             "dtype": compat.served_dtype(self.engine),
             "tp_size": self._tp_size,
+            "batch_invariant": switch.is_on(),
             "policy_version": self.policy_version,
             "paused": await self.engine.is_paused(),
             "poisoned": self.gate.reason(WEIGHTS),

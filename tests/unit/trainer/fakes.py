@@ -118,6 +118,7 @@ class FakeApi:
         self.evaluations: dict[int, float] = {}
         self.pending: dict[int, int] = {}  # policy version -> how often it is still pending when asked
         self.forget_trainer = False
+        self.batch_invariant = True  # what it answers as a vLLM server
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> dict[str, Any]:
         if (method, path) == ("POST", "/register"):
@@ -127,6 +128,8 @@ class FakeApi:
         if (method, path) == ("POST", "/trainer-step"):
             self.steps.append(body)
             return {"status": "success"}
+        if path == "/v1/bridge/status":
+            return {"batch_invariant": self.batch_invariant, "tp_size": 1}
         if path == "/batch":
             return self._batch()
         if path == "/evaluations":

@@ -1,0 +1,183 @@
+"""The check of every step: does each trained token have the sampler's log-probability, bit for bit?
+
+    step.py ──(token, sampler's, ours) a chunk──▶ Comparison ──▶ judge: metrics, summary, table, stop
+
+With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact strict` stops the
+run at the first step where it is not and keeps that step's batch and weights for `python -m example_trainer.replay`.
+Without it the same figures are metrics, and a mean difference above --mismatch-limit stops a run that has gone wrong.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from atroposlib.logs import get_logger
+from example_trainer.batching import Batch, Rollout
+from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.exact_model import make_exact
+
+log = get_logger(__name__)
+
+ROWS_SHOWN = 20
+
+
+class NotExact(TrainerError):
+    """Trainer and sampler disagree more than the configuration allows."""
+
+
+class Comparison:
+    """Sampler's and trainer's log-probabilities of one step's trained tokens. Tensors added are [tokens], float32."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, tokens: Tensor, sampler: Tensor, ours: Tensor) -> None:
+        """One chunk, in the order in which the step computes."""
+        self._parts.append((tokens, sampler, ours.detach()))
+
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, sampler's and trainer's values of all chunks."""
+        tokens, sampler, ours = (torch.cat(column).cpu() for column in zip(*self._parts, strict=True))
+        return tokens, sampler, ours
+
+    def row(self) -> dict[str, float | int]:
+        """The figures of a metrics row; `max_abs_diff` is computed in float64."""
+        if not self._parts:
+            return {}
+        _, sampler, ours = self.columns()
+        difference = (ours.double() - sampler.double()).abs()
+        differing = int((bits(ours) != bits(sampler)).sum())
+        return {
+            "bit_exact/differing_tokens": differing,
+            "bit_exact/tokens": len(ours),
+            "bit_exact/max_abs_diff": difference.max().item(),
+            "ratio_tokens_different": differing / len(ours),
+        }
+
+    def mean_difference(self) -> float:
+        """Mean |difference| over the tokens, in nats; 0 without any."""
+        if not self._parts:
+            return 0.0
+        _, sampler, ours = self.columns()
+        return (ours - sampler).abs().mean().item()
+
+    def table(self) -> str:
+        """The first differing tokens: place in the step, id, both values, both in hex, difference."""
+        tokens, sampler, ours = self.columns()
+        wrong = (bits(ours) != bits(sampler)).nonzero()[:, 0]
+        lines = [f"{'token':>8} {'id':>8} {'sampler':>16} {'trainer':>16} {'hex':>9} {'hex':>9} {'difference':>12}"]
+        for at in wrong[:ROWS_SHOWN].tolist():
+            a, b = sampler[at], ours[at]
+            lines.append(
+                f"{at:>8} {int(tokens[at]):>8} {a.item():>16.10f} {b.item():>16.10f} {hexadecimal(a):>9} {hexadecimal(b):>9} "
+                f"{(b.double() - a.double()).item():>12.3e}"
+            )
+        if len(wrong) > ROWS_SHOWN:
+            lines.append(f"… and {len(wrong) - ROWS_SHOWN} more")
+        return "\n".join(lines)
+
+
+def bits(values: Tensor) -> Tensor:
+    """The bit patterns of float32 values, so that equal means equal."""
+    return values.contiguous().view(torch.int32)
+
+
+def hexadecimal(value: Tensor) -> str:
+    """One float32's bit pattern, e.g. bf206a7e."""
+    return f"{int(bits(value.reshape(1))) & 0xFFFFFFFF:08x}"
+
+
+def summary(row: dict[str, float | int]) -> str:
+    """`Bitwise identical: True · 0 / 4096 tokens differ`."""
+    differing = row["bit_exact/differing_tokens"]
+    return f"Bitwise identical: {differing == 0} · {differing} / {row['bit_exact/tokens']} tokens differ"
+
+
+@dataclass(frozen=True)
+class Served:
+    """How vLLM computes: dtype and tensor-parallel ranks."""
+
+    dtype: str
+    tp_size: int
+
+
+class Exactness:
+    """The configured check of one run. `served` is known once the model is exact; without the mode it stays None."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+        self.served: Served | None = None
+
+    def prepare(self, model: PreTrainedModel, served_dtype: str) -> None:
+        """With --batch-invariant, make the model compute as its server does. Raises TrainerError if either cannot."""
+        config = self._config
+        if not config.batch_invariant:
+            return
+        key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
+        client = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
+        status = client.status()
+        if not status["batch_invariant"]:
+            raise TrainerError(
+                f"--batch-invariant: the vLLM server at {client.url} was started without it; "
+                "restart example_trainer/vllm_api_server.py with --batch-invariant, or drop the flag here"
+            )
+        self.served = Served(served_dtype, int(status["tp_size"]))
+        make_exact(model, getattr(torch, self.served.dtype), self.served.tp_size)
+        log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
+
+    def judge(self, comparison: Comparison, step: int, batch: Batch, model: PreTrainedModel) -> dict[str, float | int]:
+        """The step's figures; in the exact mode prints summary and table. Raises NotExact where the configuration says to stop."""
+        row = comparison.row()
+        if row and self.served is not None:
+            print(summary(row), flush=True)
+            if row["bit_exact/differing_tokens"]:
+                print(comparison.table(), flush=True)
+                if self._config.bit_exact == "strict":
+                    raise NotExact(_strict_message(step, row, self._keep(step, batch, model), batch.staleness_mean))
+        mean = comparison.mean_difference()
+        if not mean <= self._config.mismatch_limit:
+            raise NotExact(
+                f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average (--mismatch-limit "
+                f"{self._config.mismatch_limit}): vLLM serves other weights, or samples under settings that the batch does not tell"
+            )
+        return row
+
+    def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
+        """Write the step's sequences, and the weights that scored them, to LOG_DIR/bit_exact_step_N; the file to replay."""
+        assert self.served is not None
+        folder = self._config.log_dir / f"bit_exact_step_{step}"
+        model.save_pretrained(folder / "model")
+        state = {
+            "rollouts": [_tensors(rollout) for rollout in batch.rollouts],
+            "micro_batch_tokens": self._config.micro_batch_tokens,
+            "logits_chunk_mb": self._config.logits_chunk_mb,
+            "served": asdict(self.served),
+        }
+        torch.save(state, folder / "batch.pt")
+        return folder / "batch.pt"
+
+
+def _strict_message(step: int, row: dict[str, float | int], kept: Path, staleness: float | None) -> str:
+    behind = f" The batch was sampled {staleness:.2f} policy versions ago: exactness needs on-policy batches." if staleness else ""
+    return (
+        f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ (--bit-exact strict), by at most "
+        f"{row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for: python -m example_trainer.replay {kept}"
+    )
+
+
+def _tensors(rollout: Rollout) -> dict[str, Any]:
+    fields = asdict(rollout)
+    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+
+
+def rollout_from(fields: dict[str, Any]) -> Rollout:
+    """The inverse of what `keep` stores of a rollout."""
+    values: dict[str, Any] = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+    return Rollout(**values)

@@ -1,0 +1,106 @@
+"""The shared arithmetic gives a row the same bits in every batch, and means what it says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig
+
+from vllm_patching.batch_invariant import kernels
+from vllm_patching.batch_invariant.attention import packed_attention
+from vllm_patching.batch_invariant.self_check import check_weight
+from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+
+ROWS = [1, 2, 3, 7, 8, 9, 16, 33, 64, 100]
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request: pytest.FixtureRequest) -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (96, 33)])
+def test_linear_gives_a_row_the_same_bits_in_every_batch(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    alone = torch.cat([kernels.linear(row[None], weight, bias) for row in x])
+    for count in ROWS:
+        assert torch.equal(kernels.linear(x[-count:], weight, bias), alone[-count:]), count
+    assert torch.equal(kernels.linear(x, weight[: out // 3], bias[: out // 3]), alone[:, : out // 3])
+    exact = x.double() @ weight.double().T + bias.double()
+    assert (alone.double() - exact).norm() / exact.norm() < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+def test_row_parallel_linear_sums_the_ranks_shares() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(5, 64), torch.randn(7, 64), torch.randn(7)
+    first = kernels.linear(x[:, :32], weight[:, :32].contiguous(), bias)
+    assert torch.equal(kernels.row_parallel_linear(x, weight, bias, 2), first + kernels.linear(x[:, 32:], weight[:, 32:].contiguous()))
+
+
+@pytest.mark.parametrize("width", [7, 16, 703, 1536])
+def test_silu_and_norm_do_not_depend_on_place_or_batch(threads: None, width: int) -> None:
+    torch.manual_seed(0)
+    x, weight = 3 * torch.randn(64, 2 * width), torch.randn(width)
+    alone = torch.cat([kernels.silu(row[None]) for row in x])
+    assert torch.equal(kernels.silu(x[:, 3 : 3 + width]), alone[:, 3 : 3 + width])
+    assert torch.allclose(alone, F.silu(x), atol=1e-6)
+    rows = x[:, :width]
+    normed = torch.cat([kernels.rms_norm(row[None], weight, 1e-5) for row in rows])
+    assert torch.equal(kernels.rms_norm(rows, weight, 1e-5), normed)
+
+
+def test_rotary_table_is_the_formula() -> None:
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    angles = torch.arange(50)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)
+    assert torch.allclose(kernels.rotary_table(config, 50), torch.cat((angles.cos(), angles.sin()), -1), atol=1e-5)
+
+
+def test_tiles_open_and_close_at_absolute_multiples() -> None:
+    # request 0: positions 5..19 (15 queries); request 1: a decode at position 30; request 2: 8..15
+    starts = torch.tensor([0, 15, 16, 24], dtype=torch.int32)
+    ends = torch.tensor([20, 31, 16], dtype=torch.int32)
+    offsets, closes, table = kernels.tile_queries(starts, ends, torch.tensor([[0], [1], [2]]))
+    assert offsets.tolist() == [0, 3, 11, 15, 16, 24]
+    assert closes.tolist() == [8, 16, 20, 31, 16]
+    assert table[:, 0].tolist() == [0, 0, 0, 1, 2]
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 32), (9, 3, 64), (2, 1, 128)])
+def test_attention_of_a_sequence_does_not_depend_on_its_neighbours(heads: tuple[int, int, int]) -> None:
+    query_heads, key_heads, size = heads
+    torch.manual_seed(0)
+    lengths = (700, 1, 33, 260)
+    query, key, value = (torch.randn(sum(lengths), count, size) for count in (query_heads, key_heads, key_heads))
+    packed = packed_attention(query, key, value, lengths, 0.2).split(lengths)
+    pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), packed, strict=True)
+    for q, k, v, found in pieces:
+        assert torch.equal(packed_attention(q, k, v, (len(q),), 0.2), found)
+        prefix = (len(q) + 1) // 2
+        assert torch.equal(packed_attention(q[:prefix], k[:prefix], v[:prefix], (prefix,), 0.2), found[:prefix])
+        expected = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True)
+        assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-5)
+
+
+def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    onednn = kernels._onednn_linear
+
+    def rounds_large_batches_otherwise(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return onednn(rows, weight, bias) * (1 + 1e-6 * (len(rows) > 16))
+
+    monkeypatch.setattr(kernels, "_onednn_linear", rounds_large_batches_otherwise)
+    with pytest.raises(NotInvariant, match=r"weight \[21, 45\] depend on the batch: 1 rows, 2 rows, .*use fewer threads"):
+        check_weight(torch.empty(21, 45))
+
+
+def test_switching_on_refuses_what_contradicts_it() -> None:
+    environment: dict[str, str] = {}
+    switch_on(environment, cpu=True)
+    assert environment == {"ATROPOS_BATCH_INVARIANT": "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
+    with pytest.raises(NotInvariant, match="VLLM_CPU_ATTN_SPLIT_KV=1 contradicts --batch-invariant"):
+        switch_on({"VLLM_CPU_ATTN_SPLIT_KV": "1"}, cpu=True)
+    with pytest.raises(NotInvariant, match="unset it"):
+        switch_on({"VLLM_BATCH_INVARIANT": "1"}, cpu=True)

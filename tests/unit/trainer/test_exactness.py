@@ -1,0 +1,200 @@
+"""The check of every step, on an exact model without vLLM: what equals, what differs by one bit, and what a strict run leaves behind."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from example_trainer import exactness, grpo, replay
+from example_trainer.batching import make_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.exact_model import make_exact
+from example_trainer.exactness import Comparison, NotExact, summary
+from example_trainer.model import load_model
+from example_trainer.packing import micro_batches
+from example_trainer.policy import accumulate_gradients, token_logprobs
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve, tiny_model
+from vllm_patching.batch_invariant import kernels
+
+SHAPE: dict[str, Any] = dict(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True, **SHAPE)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def exact(name: str) -> Any:
+    loaded = load_model(name, torch.device("cpu"))
+    make_exact(loaded, torch.float32)
+    return loaded
+
+
+def batch_of(items: list[dict[str, Any]]) -> Any:
+    return make_batch(items, seq_len=2048, divide_by_std=True, policy_version=0)
+
+
+def scored(model: str, seed: int) -> list[dict[str, Any]]:
+    """A batch as an exact sampler of `model` would have scored it: each sequence alone."""
+    group = item([1.0, 0.0, 0.0, 1.0], seed=seed, policy_versions=[[0, 0]] * 4)
+    policy = exact(model)
+    for index, rollout in enumerate(batch_of([group]).rollouts):
+        logprobs = np.asarray(group["inference_logprobs"][index])
+        (alone,) = micro_batches([rollout], 1, torch.device("cpu"))
+        logprobs[rollout.trained] = token_logprobs(policy, alone, 1).numpy()
+        group["inference_logprobs"][index] = logprobs.tolist()
+    return [group]
+
+
+def config(model: str, folder: Path, **changes: Any) -> TrainerConfig:
+    settings: dict[str, Any] = dict(
+        model_name=model, training_steps=1, batch_size=4, gradient_accumulation_steps=1, lr=1e-2, save_path=folder / "checkpoints",
+        log_dir=folder / "logs", checkpoint_interval=0, api_timeout=5, fetch_timeout=5, micro_batch_tokens=24, batch_invariant=True,
+        bit_exact="strict",
+    )  # fmt: skip
+    return TrainerConfig(**settings | changes)
+
+
+def train(model: str, folder: Path, api: FakeApi, bridge: RecordingBridge | None = None, **changes: Any) -> list[dict[str, Any]]:
+    """Metrics rows of a run; the same fake serves the API and, as far as asked, vLLM."""
+    with serve(api) as url:
+        port = int(url.rpartition(":")[2])
+        grpo.run(config(model, folder, atropos_url=url, vllm_host="127.0.0.1", vllm_port=port, **changes), bridge or RecordingBridge())
+    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, **SHAPE)
+    make_exact(model, dtype)
+    rollouts = batch_of([item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40)]).rollouts
+    alone = micro_batches(rollouts, 1, torch.device("cpu"))
+    (packed,) = micro_batches(rollouts, 10_000, torch.device("cpu"))
+    apart = sorted((one.targets.tolist(), token_logprobs(model, one, 1).tolist()) for one in alone)
+    together = token_logprobs(model, packed, 8).tolist()
+    found, start = [], 0
+    for rollout in rollouts:
+        end = start + rollout.trained_tokens
+        found.append((packed.targets[start:end].tolist(), together[start:end]))
+        start = end
+    assert sorted(found) == apart
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_model_in_float64(family: str) -> None:
+    model, reference = tiny_model(family, **SHAPE), tiny_model(family, **SHAPE).double()
+    make_exact(model, torch.float32)
+    (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).rollouts, 10_000, torch.device("cpu"))
+    accumulate_gradients(model, packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8)
+    pieces = zip(packed.input_ids[0].split(packed.lengths), strict=False)
+    logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows]
+    (logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0] * packed.advantages.double()).mean().backward()
+    found = torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
+    expected = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()])
+    assert (found - expected).norm() / expected.norm() < 1e-5
+
+
+def test_one_bit_is_found_and_shown() -> None:
+    sampler = torch.tensor([-0.5, -1.25, -3.0])
+    ours = sampler.clone()
+    ours[1] = torch.nextafter(ours[1], torch.tensor(0.0))
+    comparison = Comparison()
+    comparison.add(torch.tensor([7, 8]), sampler[:2], ours[:2])
+    comparison.add(torch.tensor([9]), sampler[2:], ours[2:])
+    assert summary(comparison.row()) == "Bitwise identical: False · 1 / 3 tokens differ"
+    assert comparison.row()["bit_exact/max_abs_diff"] == 2**-23
+    (line,) = comparison.table().splitlines()[1:]
+    assert line.split() == ["1", "8", "-1.2500000000", "-1.2499998808", "bfa00000", "bf9fffff", "1.192e-07"]
+
+
+def test_a_strict_run_trains_on_exact_batches_and_says_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    batch = scored(model, seed=1)
+    (row,) = train(model, tmp_path, FakeApi(lambda n: batch))
+    tokens = row["trained_tokens"]
+    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"]) == (0, tokens, 0.0)
+    assert row["ratio_mean"] == 1.0 and row["ratio_tokens_different"] == 0 and row["logprob_diff_max"] == 0
+    assert f"Bitwise identical: True · 0 / {tokens} tokens differ" in capsys.readouterr().out
+
+
+def test_one_changed_rounding_in_a_kernel_is_caught_located_and_replayed(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch = scored(model, seed=1)
+    silu = kernels.silu
+
+    def silu_with_one_value_rounded_up(x: torch.Tensor) -> torch.Tensor:
+        result = silu(x)
+        result[..., 0] = torch.nextafter(result[..., 0], torch.full_like(result[..., 0], torch.inf))
+        return result
+
+    monkeypatch.setattr(kernels, "silu", silu_with_one_value_rounded_up)
+    with pytest.raises(NotExact, match=r"step 1: \d+ of \d+ tokens differ \(--bit-exact strict\)"):
+        train(model, tmp_path, FakeApi(lambda n: batch))
+    shown = capsys.readouterr().out
+    assert "Bitwise identical: False" in shown and "hex" in shown
+
+    kept = tmp_path / "logs" / "bit_exact_step_1" / "batch.pt"
+    assert replay.main([str(kept)]) == 1
+    again = capsys.readouterr().out
+    assert again.splitlines()[-3:] == shown.splitlines()[-3:]  # the same tokens, the same bits
+    monkeypatch.setattr(kernels, "silu", silu)
+    assert replay.main([str(kept)]) == 0
+    assert "Bitwise identical: True" in capsys.readouterr().out
+
+
+def test_the_same_seed_and_a_resumed_run_give_the_same_bytes(model: str, tmp_path: Path) -> None:
+    def run(name: str, first: int = 0, fail_at: int | None = None, **changes: Any) -> list[dict[str, Any]]:
+        api = FakeApi(lambda n: [item([1.0, 0.0, 0.0, 1.0], seed=10 + first + n)])
+        bridge = RecordingBridge(fail_at=fail_at)
+        settings = dict(training_steps=4, checkpoint_interval=2, bit_exact="report", mismatch_limit=100, bridge=bridge)
+        return train(model, tmp_path / name, api, **settings | changes)
+
+    once, twice = run("once"), run("twice")
+    with pytest.raises(KeyboardInterrupt):
+        run("resumed", fail_at=4)
+    resumed = run("resumed", first=2, resume="latest")
+    golden = (tmp_path / "once/checkpoints/final_model/model.safetensors").read_bytes()
+    for name, rows in (("twice", twice), ("resumed", resumed)):
+        assert (tmp_path / name / "checkpoints/final_model/model.safetensors").read_bytes() == golden
+        for expected, row in zip(once, rows, strict=True):
+            assert {key: value for key, value in row.items() if not key.endswith("_s")} == {
+                key: value for key, value in expected.items() if not key.endswith("_s")
+            }
+
+
+def test_a_run_gone_wrong_stops_without_the_mode_too(model: str, tmp_path: Path) -> None:
+    with pytest.raises(NotExact, match=r"nats on average \(--mismatch-limit 0.001\): vLLM serves other weights"):
+        train(model, tmp_path, FakeApi(lambda n: [item([1.0, 0.0])]), batch_invariant=False, bit_exact="report", mismatch_limit=1e-3)
+
+
+def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> None:
+    api = FakeApi(lambda n: None)
+    api.batch_invariant = False
+    with pytest.raises(grpo.TrainerError, match="was started without it"):
+        train(model, tmp_path, api)
+    with pytest.raises(grpo.TrainerError, match="does not cover tensor parallelism over 4 ranks"):
+        make_exact(tiny_model(), torch.float32, tp_size=4)
+    with pytest.raises(grpo.TrainerError, match="does not cover rotary embedding 'dynamic'"):
+        make_exact(tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float32)
+    with pytest.raises(ValueError, match="needs --batch-invariant"):
+        config(model, tmp_path, batch_invariant=False)
+
+
+def test_rollouts_survive_being_kept() -> None:
+    (rollout, *_) = batch_of([item([1.0, 0.0])]).rollouts
+    found = exactness.rollout_from(exactness._tensors(rollout))
+    assert np.array_equal(found.tokens, rollout.tokens) and found.temperature == rollout.temperature
