@@ -121,14 +121,19 @@ class Exactness:
         if not config.batch_invariant:
             return
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
-        client = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
-        status = client.status()
-        if not status["batch_invariant"]:
-            raise TrainerError(
-                f"--batch-invariant: the vLLM server at {client.url} was started without it; "
-                "restart example_trainer/vllm_api_server.py with --batch-invariant, or drop the flag here"
-            )
-        self.served = Served(served_dtype, int(status["tp_size"]))
+        ranks = set()
+        for host, port in config.vllm_servers:
+            client = VllmClient(host, port, key, config.bridge_timeout_s)
+            status = client.status()
+            if not status["batch_invariant"]:
+                raise TrainerError(
+                    f"--batch-invariant: the vLLM server at {client.url} was started without it; "
+                    "restart example_trainer/vllm_api_server.py with --batch-invariant, or drop the flag here"
+                )
+            ranks.add(int(status["tp_size"]))
+        if len(ranks) > 1:
+            raise TrainerError(f"--batch-invariant: the vLLM servers run over {sorted(ranks)} ranks; give all one --tensor-parallel-size")
+        self.served = Served(served_dtype, ranks.pop())
         make_exact(model, getattr(torch, self.served.dtype), self.served.tp_size)
         log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
 
@@ -142,7 +147,7 @@ class Exactness:
                 if self._config.bit_exact == "strict":
                     raise NotExact(_strict_message(step, row, self._keep(step, batch, model), batch.staleness_mean))
         mean = comparison.mean_difference()
-        if not mean <= self._config.mismatch_limit:
+        if mean > self._config.mismatch_limit:
             raise NotExact(
                 f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average (--mismatch-limit "
                 f"{self._config.mismatch_limit}): vLLM serves other weights, or samples under settings that the batch does not tell"

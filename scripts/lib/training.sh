@@ -20,7 +20,7 @@ arithmetic_flags=(--lr 2e-5)                 # the trainer's, for the built-in t
 problems_flags=(--lr 1e-6)                   # and for any other
 show_bridge=true                             # what the bridge says on both sides goes to the console too
 
-known_flags=(--model --steps --dataset --dataset-path --run-name --seed --api-port --vllm-port --help)
+known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-invariant --api-port --vllm-port --help)
 steps='' run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
 
 show_help() {
@@ -37,6 +37,7 @@ show_help() {
   --dataset-path FILE      jsonl file with question and answer, or a folder with train.jsonl and test.jsonl
   --run-name NAME          all output goes to runs/NAME/ (default: $run_prefix-DATE-TIME)
   --seed S                 seed of sampling, problems and trainer (default 1)
+  --batch-invariant        trainer and vLLM compute the same bits; the first differing token ends the run (docs/bit-exactness.md)
   --api-port, --vllm-port  default 8000 and 9001, or the next free ones
 
 Ctrl-C, or any service's death, ends all of them within 10 s.
@@ -51,6 +52,10 @@ parse_flags() {
     if [[ $flag != -* ]]; then
       [[ -z $model ]] || usage_error "one MODEL only, got '$model' and '$flag'"
       model=$flag && shift && continue
+    fi
+    if [[ $flag == --batch-invariant ]]; then
+      server_flags+=(--batch-invariant) bridge_flags+=(--batch-invariant --bit-exact strict)
+      shift && continue
     fi
     [[ " ${known_flags[*]} " == *" ${flag%%=*} "* ]] || unknown_flag "$flag" "${known_flags[@]}"
     if [[ $flag == *=* ]]; then
@@ -206,7 +211,7 @@ start_services() {
 
 # watch_services: until trainer and environment have ended. Nothing from start_services on makes a command substitution (services.sh).
 watch_services() {
-  local trainer_lines='Step [0-9]+/|Trained model: '
+  local trainer_lines='Step [0-9]+/|Trained model: |Bitwise identical: '
   await_http api "$api/health" 60
   if [[ $vllm_owner == launcher ]]; then await_http vllm "$vllm/health" 1800; fi
   if [[ $show_bridge == true ]]; then

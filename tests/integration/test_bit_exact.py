@@ -1,0 +1,156 @@
+"""Bit-exactness on a real vLLM: batch m against n, decode against prefill, trainer against both, and three steps of training.
+
+One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from example_trainer.batching import Rollout
+from example_trainer.bridges import make_bridge
+from example_trainer.config import TrainerConfig
+from example_trainer.exact_model import make_exact
+from example_trainer.exactness import Comparison, summary
+from example_trainer.losses import LossSettings
+from example_trainer.model import load_model
+from example_trainer.optimizer import make_optimizer, make_scheduler, update
+from example_trainer.packing import micro_batches
+from example_trainer.policy import token_logprobs
+from example_trainer.step import batch_gradients
+from tests.integration.conftest import API_KEY, Server, save_tiny_model, start_server, stop_server
+
+PROMPTS = 12
+ANSWER = 32
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Qwen3, with its norms on queries and keys, weights large enough that sampling is not uniform, and scaled rotary angles."""
+    config = Qwen3Config(
+        vocab_size=1000, hidden_size=128, intermediate_size=264, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, tie_word_embeddings=True, max_position_embeddings=5000, initializer_range=0.1,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 5.0, "original_max_position_embeddings": 1000},
+    )  # fmt: skip
+    folder = save_tiny_model(tmp_path_factory.mktemp("exact"), config)
+    flags = ("--batch-invariant", "--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--max-model-len", "5000")
+    server = start_server(folder, tmp_path_factory.mktemp("vllm_exact"), *flags)
+    yield server
+    stop_server(server)
+
+
+@pytest.fixture(scope="module")
+def trainer(server: Server) -> Any:
+    model = load_model(server.model, torch.device("cpu"))
+    make_exact(model, torch.float32)
+    return model
+
+
+def prompt(index: int, longest: int = 300) -> list[int]:
+    """Prompts of very different lengths; those of odd index share their first 64 tokens, which the prefix cache then holds."""
+    chosen = random.Random(index)
+    shared = list(range(100, 164)) if index % 2 else []
+    return shared + [chosen.randrange(1000) for _ in range(chosen.choice([1, 7, 40, longest]))]
+
+
+def sample(server: Server, tokens: list[int], seed: int, **sampling: Any) -> Rollout:
+    settings = {"temperature": 1.0, "max_tokens": ANSWER, "logprobs": 0, "ignore_eos": True, "seed": seed} | sampling
+    reply = server.generate(tokens, **settings)
+    answer = reply["token_ids"][0]
+    sampled = np.zeros(len(tokens) + len(answer), dtype=np.float32)
+    sampled[len(tokens) :] = [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
+    ids = np.array(tokens + answer)
+    trained = np.arange(len(ids)) >= len(tokens)
+    return Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"])
+
+
+def together(calls: list[Callable[[], Rollout]]) -> list[Rollout]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
+def compare(model: Any, rollouts: list[Rollout], budget: int) -> Comparison:
+    comparison = Comparison()
+    for batch in micro_batches(rollouts, budget, torch.device("cpu")):
+        comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, 8))
+    return comparison
+
+
+def assert_exact(model: Any, rollouts: list[Rollout], budget: int = 700) -> None:
+    comparison = compare(model, rollouts, budget)
+    expected = sum(rollout.trained_tokens for rollout in rollouts)
+    assert summary(comparison.row()) == f"Bitwise identical: True · 0 / {expected} tokens differ", comparison.table()
+
+
+def test_a_request_gets_the_same_tokens_and_bits_alone_and_in_a_batch(server: Server) -> None:
+    batched = together([partial(sample, server, prompt(index), index) for index in range(PROMPTS)])
+    for index in (0, 1, 2, 3):
+        alone = sample(server, prompt(index), index)
+        assert np.array_equal(alone.tokens, batched[index].tokens)
+        assert np.array_equal(alone.sampler_logprobs, batched[index].sampler_logprobs)
+
+
+def test_prefill_scores_what_decoding_sampled_with_the_same_bits(server: Server) -> None:
+    for rollout in together([partial(sample, server, prompt(index), index) for index in range(PROMPTS)]):
+        ids = rollout.tokens.tolist()
+        scored = server.generate(ids, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+        decoded = rollout.sampler_logprobs[rollout.trained]
+        prefilled = [scored[at][str(ids[at])] for at in np.flatnonzero(rollout.trained)]
+        assert np.array_equal(np.array(prefilled, dtype=np.float32), decoded)
+
+
+def test_the_trainer_computes_the_sampled_bits_however_it_packs(server: Server, trainer: Any) -> None:
+    rollouts = together([partial(sample, server, prompt(index), index) for index in range(PROMPTS)])
+    assert_exact(trainer, rollouts)
+    assert_exact(trainer, rollouts[::-1], budget=60)
+
+
+def test_temperatures_are_exact(server: Server, trainer: Any) -> None:
+    assert_exact(trainer, together([partial(sample, server, prompt(i), i, temperature=0.5 + 0.25 * i) for i in range(PROMPTS)]))
+
+
+def test_more_than_four_thousand_tokens_are_exact(server: Server, trainer: Any) -> None:
+    long = [partial(sample, server, [random.Random(i).randrange(1000) for _ in range(4100 + 50 * i)], i) for i in range(2)]
+    assert_exact(trainer, together(long))
+
+
+def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server) -> None:
+    config = TrainerConfig(
+        model_name=server.model, weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port=server.port, lr=1e-3,
+        batch_invariant=True, vllm_api_key=API_KEY, bridge_timeout_s=60,
+    )  # fmt: skip
+    bridge = make_bridge(config)
+    model = bridge.connect(server.model, torch.device("cpu"))
+    make_exact(model, torch.float32)
+    optimizer = make_optimizer(model.parameters(), config)
+    scheduler = make_scheduler(optimizer, 0, 0)
+    bridge.sync(0, lambda: None)
+    seen = []
+    for step in (1, 2, 3):
+        rollouts = together([partial(sample, server, prompt(index, 90), 100 * step + index) for index in range(PROMPTS)])
+        seen.append(np.concatenate([rollout.sampler_logprobs[rollout.trained] for rollout in rollouts]))
+        comparison = Comparison()
+        figures = batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison)
+        assert figures.ratio_mean == 1.0 and figures.logprob_diff_max == 0.0, comparison.table()
+        assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
+        bridge.sync(step, partial(update, optimizer, scheduler))
+    assert server.status()["policy_version"] == 3
+    assert abs(seen[2].mean() - seen[0].mean()) > 0.01  # the policy did move
+    bridge.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragment"),
+    [(["--no-enforce-eager"], "does not cover torch.compile"), (["--kv-cache-dtype", "fp8"], "does not cover --kv-cache-dtype fp8")],
+)
+def test_what_is_not_exact_is_refused_by_name(server: Server, flags: list[str], fragment: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=fragment):
+        start_server(Path(server.model), tmp_path, "--batch-invariant", *flags)
