@@ -221,3 +221,17 @@ def serve(args: Any) -> None:
     args.api_server_count = None
     # when uvicorn begins to wait for its connections vLLM has ended the engine: no reply is left to come
     uvloop.run(run_server(args, timeout_graceful_shutdown=1))
+
+
+def offline_engine(model: str, **settings: Any) -> Any:
+    """vLLM inside this very process, without server or children: `generate`, and weights within reach of `load_weights`."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+
+    return LLM(model, logprobs_mode="processed_logprobs", enforce_eager=True, disable_log_stats=True, **settings)
+
+
+def load_weights(engine: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+    """Copy Hugging Face tensors into an offline engine, and forget what its prefix cache holds of the old ones."""
+    engine.apply_model(lambda model: model.load_weights(weights))
+    engine.reset_prefix_cache()

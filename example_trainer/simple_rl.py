@@ -1,0 +1,271 @@
+"""Bit-exact on-policy RL in one file: vLLM and the trainer take turns in one process, and every token is checked every step.
+
+    python -m example_trainer.simple_rl --steps 15        SmolLM2-135M learns sums and products on the CPU, from nothing but a package
+    tensorboard --logdir runs/simple_rl
+
+    problems ─▶ vLLM samples a group of answers each ─▶ rewards ─▶ advantages ─▶ loss ─▶ AdamW ─▶ weights back into vLLM
+                     └── log-probabilities ──── equal to the trainer's, bit for bit? ────┘
+
+Synchronous and deterministic: the same command gives the same bytes in metrics.jsonl and model.safetensors. What is left out, on purpose:
+services, concurrency, resuming, more than one machine; all that is in example_trainer/grpo.py.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.problems import Problem, arithmetic_problems
+from atroposlib.grading import last_number
+from example_trainer.errors import TrainerError
+from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+
+KERNEL_CACHE_BLOCK = 32
+
+
+class SimpleConfig(Config):
+    """What a run can be told."""
+
+    model: str | None = Field(None, description="Hugging Face id or folder of a Llama, Qwen2 or Qwen3; default the quickstart's model")
+    steps: int = Field(15, ge=1, description="updates")
+    prompts: int = Field(8, ge=1, description="problems a step")
+    group_size: int = Field(8, ge=2, description="answers a problem")
+    max_new_tokens: int = Field(24, ge=1, description="tokens of an answer")
+    temperature: float = Field(1.0, gt=0, description="of sampling")
+    lr: float = Field(2e-5, gt=0, description="AdamW's learning rate")
+    clip_eps: float = Field(0.2, gt=0, lt=1, description="probability ratios are clipped to 1 ± this")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the start model, of which a copy is then kept")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    seed: int = Field(0, ge=0, description="of problems and sampling")
+    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves PyTorch's choice")
+    out: Path = Field(Path("runs/simple_rl"), description="folder of TensorBoard files, metrics.jsonl and the trained model")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled answer."""
+
+    prompt: list[int]
+    answer: list[int]
+    logprobs: Tensor  # [answer], the sampler's
+    reward: float
+    advantage: float
+
+
+def start_vllm(model: str, config: SimpleConfig) -> Any:
+    """vLLM with batch-invariant kernels, in this process. The environment must be set before vLLM is imported, hence the late import."""
+    switch_on(os.environ, cpu=True)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm_patching import compat
+
+    return compat.offline_engine(
+        model, dtype="float32", block_size=KERNEL_CACHE_BLOCK, max_model_len=512, max_num_seqs=64, seed=config.seed
+    )
+
+
+def sample(engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig) -> list[list[tuple[list[int], Tensor]]]:
+    """`group_size` answers to each prompt: token ids and log-probabilities. Each has a seed of its own, so its neighbours do not matter."""
+    from vllm_patching.compat import SamplingParams
+
+    asked, settings = [], []
+    for index, prompt in enumerate(prompts):
+        for member in range(config.group_size):
+            seed = ((config.seed * 100_003 + step) * 1009 + index) * 1009 + member
+            asked.append({"prompt_token_ids": prompt})
+            settings.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_new_tokens, logprobs=0, seed=seed))
+    answers = []
+    for output in engine.generate(asked, settings, use_tqdm=False):
+        (sequence,) = output.outputs
+        ids = list(sequence.token_ids)
+        answers.append((ids, torch.tensor([at[token].logprob for token, at in zip(ids, sequence.logprobs, strict=True)])))
+    size = config.group_size
+    return [answers[start : start + size] for start in range(0, len(answers), size)]
+
+
+def reward(problem: Problem, answer: str) -> float:
+    """1 for the right number, last in the answer."""
+    return float(last_number(answer) == problem.result)
+
+
+def rollouts_of(
+    engine: Any, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], step: int, config: SimpleConfig
+) -> list[list[Rollout]]:
+    """A group of scored answers a problem; an advantage is how much better an answer did than its siblings."""
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    groups = []
+    for problem, prompt, answers in zip(problems, prompts, sample(engine, prompts, step, config), strict=True):
+        rewards = torch.tensor([reward(problem, str(tokenizer.decode(ids, skip_special_tokens=True))) for ids, _ in answers])
+        advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
+        scored = zip(answers, rewards.tolist(), advantages.tolist(), strict=True)
+        groups.append([Rollout(prompt, ids, logprobs, gained, advantage) for (ids, logprobs), gained, advantage in scored])
+    return groups
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
+    """The question as one user turn."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def answer_logprobs(model: PreTrainedModel, group: list[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a group's answer tokens, [tokens], from one packed row: sequences end to end, no padding."""
+    fed = [rollout.prompt + rollout.answer[:-1] for rollout in group]  # nothing follows a last token
+    lengths = tuple(len(tokens) for tokens in fed)
+    ids = torch.tensor([[token for tokens in fed for token in tokens]])
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    hidden = model.base_model(input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False).last_hidden_state[0]
+    predicting = torch.cat([row[len(rollout.prompt) - 1 :] for rollout, row in zip(group, hidden.split(lengths), strict=True)])
+    logits = model.get_output_embeddings()(predicting).float() / temperature  # [tokens, vocabulary]
+    logprobs = logits.log_softmax(-1)
+    targets = torch.tensor([token for rollout in group for token in rollout.answer])
+    return logprobs.gather(1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+def token_loss(logprobs: Tensor, sampler: Tensor, advantages: Tensor, clip_eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The clipped surrogate of each token, its probability ratio, and whether the clip silenced it. On-policy, every ratio is exactly 1."""
+    ratio = (logprobs - sampler).exp()
+    free, bounded = ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    return -torch.minimum(free, bounded), ratio, bounded < free
+
+
+def accumulate(
+    model: PreTrainedModel, reference: PreTrainedModel | None, groups: list[list[Rollout]], config: SimpleConfig
+) -> tuple[dict[str, float], Tensor, Tensor]:
+    """Add the gradient of the mean token loss; the step's figures, and the trainer's and the sampler's log-probabilities of all tokens."""
+    total = sum(len(rollout.answer) for group in groups for rollout in group)
+    sums = dict.fromkeys(("loss", "pg_loss", "kl_div", "entropy", "ratio_mean", "ratio_clipped_frac"), 0.0)
+    seen = []
+    for group in groups:
+        logprobs, entropy = answer_logprobs(model, group, config.temperature)
+        sampler = torch.cat([rollout.logprobs for rollout in group])
+        advantages = torch.cat([torch.full((len(rollout.answer),), rollout.advantage) for rollout in group])
+        policy, ratio, clipped = token_loss(logprobs, sampler, advantages, config.clip_eps)
+        kl = torch.zeros_like(policy)
+        if reference is not None:
+            with torch.no_grad():
+                start = answer_logprobs(reference, group, config.temperature)[0]
+            kl = (start - logprobs).exp() - (start - logprobs) - 1
+        loss = policy + config.kl_coef * kl - config.entropy_coef * entropy
+        (loss.sum() / total).backward()
+        for name, values in zip(sums, (loss, policy, kl, entropy, ratio, clipped), strict=True):
+            sums[name] += float(values.detach().double().sum()) / total
+        seen.append((logprobs.detach(), sampler))
+    ours, theirs = (torch.cat(column) for column in zip(*seen, strict=True))
+    return sums, ours, theirs
+
+
+def check(ours: Tensor, sampler: Tensor, tokens: list[int], shown: int = 3) -> int:
+    """Print the comparison, the first tokens of it and every differing one; how many differ."""
+    differing = ours.view(torch.int32) != sampler.view(torch.int32)
+    for at, token in enumerate(tokens):
+        if at < shown or differing[at]:
+            print(f"  token {at}: id {token} [{'✗' if differing[at] else '✓'}]")
+            print(f"    vLLM    {sampler[at].item():.10f}  [hex {int(sampler[at].view(torch.int32)) & 0xFFFFFFFF:08x}]")
+            print(f"    trainer {ours[at].item():.10f}  [hex {int(ours[at].view(torch.int32)) & 0xFFFFFFFF:08x}]")
+            print(f"    difference {(ours[at].double() - sampler[at].double()).item():.15f}")
+    count = int(differing.sum())
+    print(f"Bitwise identical: {count == 0} · {count} / {len(tokens)} tokens differ", flush=True)
+    return count
+
+
+def weight_deltas(model: PreTrainedModel, before: dict[str, Tensor]) -> dict[str, float]:
+    """Per layer, how far the update moved the weights: L2 norm, and relative to that of the weights."""
+    squares: dict[str, list[float]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        layer = ".".join(parts[:3]) if "layers" in parts else name.removesuffix(".weight")
+        moved, size = squares.setdefault(layer, [0.0, 0.0])
+        difference = float((parameter.detach() - before[name]).double().square().sum())
+        squares[layer] = [moved + difference, size + float(before[name].double().square().sum())]
+    row = {}
+    for layer, (moved, size) in squares.items():
+        row[f"weight_delta/{layer}/magnitude"] = moved**0.5
+        row[f"weight_delta/{layer}/relative_change"] = (moved / size) ** 0.5
+    return row
+
+
+def train(config: SimpleConfig) -> Path:
+    """Run it all; the folder of the trained model. Raises TrainerError at the first token that differs."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    from example_trainer.exact_model import make_exact
+    from example_trainer.model import load_model, load_tokenizer
+    from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+    name = config.model or str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))
+    engine = start_vllm(name, config)
+    from vllm_patching.compat import load_weights
+
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    model = load_model(name, torch.device("cpu"))
+    make_exact(model, torch.float32)
+    tokenizer = load_tokenizer(name)
+    if tokenizer is None:
+        raise TrainerError(f"--model {name} has no tokenizer; give a whole Hugging Face model")
+    reference = load_model(name, torch.device("cpu")).requires_grad_(False) if config.kl_coef else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    problems = arithmetic_problems(held_out=16, seed=config.seed).train
+    order = torch.Generator().manual_seed(config.seed)
+
+    config.out.mkdir(parents=True, exist_ok=True)
+    board = SummaryWriter(str(config.out))
+    with (config.out / "metrics.jsonl").open("w") as metrics:
+        for step in range(1, config.steps + 1):
+            chosen = [problems[index] for index in torch.randperm(len(problems), generator=order)[: config.prompts].tolist()]
+            groups = rollouts_of(engine, tokenizer, chosen, step, config)
+            row, ours, sampler = accumulate(model, reference, groups, config)
+            differing = check(ours, sampler, [token for group in groups for rollout in group for token in rollout.answer])
+            if differing:
+                raise TrainerError(f"step {step}: {differing} of {len(ours)} tokens differ between vLLM and trainer, see above")
+
+            before = {key: value.detach().clone() for key, value in model.named_parameters()}
+            row["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            load_weights(engine, [(key, value.detach()) for key, value in model.named_parameters()])
+
+            rewards = torch.tensor([rollout.reward for group in groups for rollout in group])
+            row |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
+            row |= {"bit_exact/differing_tokens": differing, "bit_exact/tokens": len(ours), **weight_deltas(model, before)}
+            for key, value in row.items():
+                board.add_scalar(key, value, step)
+            metrics.write(json.dumps({"step": step, **row}) + "\n")
+            metrics.flush()
+            print(
+                f"Step {step}/{config.steps} | reward {row['reward_mean']:.3f} | loss {row['loss']:+.4f} | entropy {row['entropy']:.3f} "
+                f"| ratio {row['ratio_mean']}",
+                flush=True,
+            )
+    board.close()
+    model.save_pretrained(config.out / "model")
+    tokenizer.save_pretrained(config.out / "model")
+    return config.out / "model"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line: 0 when trained, 1 with one line on stderr when not."""
+    config = load_config(SimpleConfig, argv, prog="python -m example_trainer.simple_rl")
+    disable_progress_bar()
+    try:
+        print(f"Trained model: {train(config)}")
+    except (TrainerError, NotInvariant) as error:
+        print(f"simple_rl: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
