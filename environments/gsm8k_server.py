@@ -58,7 +58,7 @@ class GSM8kEnvConfig(BaseEnvConfig):
     )
     max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of an answer; if unset 24 for plain prompts, 512 for boxed.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer assumes 1.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
     grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
     grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
 
@@ -167,7 +167,7 @@ class GSM8kEnv(BaseEnv):
             inference_logprobs=[node.logprobs for node in nodes],
             scores=[float(outcome is Outcome.RIGHT) for outcome in outcomes],
             messages=[[*self.prompt(problem), {"role": "assistant", "content": text}] for text in texts],  # type: ignore[list-item]
-            generation_params={"temperature": self.config.temperature},
+            generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
             policy_versions=versions if all(versions) else None,
         )
 

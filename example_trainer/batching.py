@@ -8,7 +8,7 @@ be trained, since nothing predicts it. A group that breaks the contract raises B
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class Rollout:
     advantages: NDArray[np.float32]
     reference_logprobs: NDArray[np.float32] | None
     temperature: float
+    top_p: float = 1.0  # of the sampler; 1 keeps all
+    top_k: int = 0  # of the sampler; 0 keeps all
 
     @property
     def trained_tokens(self) -> int:
@@ -151,6 +153,8 @@ def _rollout(item: Item, index: int, advantages: NDArray[np.float32], where: str
         advantages=advantages,
         reference_logprobs=_reference_logprobs(item, index, trained, where),
         temperature=sampling_temperature(item, index),
+        top_p=float(sampling_setting(item, index, "top_p") or 1.0),
+        top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
     )
 
 
@@ -165,25 +169,30 @@ def _reference_logprobs(item: Item, index: int, trained: NDArray[np.bool_], wher
 
 def sampling_temperature(item: Item, index: int) -> float:
     """The sampler's temperature for one sequence: its override, else the group's parameters, else 1. Greedy (0) counts as 1."""
+    temperature = sampling_setting(item, index, "temperature")
+    return float(temperature) if temperature is not None and float(temperature) > 0 else 1.0
+
+
+def sampling_setting(item: Item, index: int, name: str) -> Any:
+    """One sampling parameter of one sequence: its override, else the group's parameters, else None."""
     overrides = item.get("overrides")
     for source in (overrides[index] if overrides else None, item.get("generation_params"), item.get("group_overrides")):
-        if source and source.get("temperature") is not None:
-            temperature = float(source["temperature"])
-            return temperature if temperature > 0 else 1.0
-    return 1.0
+        if source and source.get(name) is not None:
+            return source[name]
+    return None
 
 
 def _truncate(rollout: Rollout, seq_len: int) -> Rollout:
     if len(rollout.tokens) <= seq_len:
         return rollout
     reference = rollout.reference_logprobs
-    return Rollout(
+    return replace(
+        rollout,
         tokens=rollout.tokens[:seq_len],
         trained=rollout.trained[:seq_len],
         sampler_logprobs=rollout.sampler_logprobs[:seq_len],
         advantages=rollout.advantages[:seq_len],
         reference_logprobs=None if reference is None else reference[:seq_len],
-        temperature=rollout.temperature,
     )
 
 

@@ -31,6 +31,7 @@ class MicroBatch:
     advantages: Tensor  # [R]
     temperatures: Tensor  # [R]
     reference_logprobs: Tensor  # [R], NaN where the environment gave none
+    truncation: tuple[Tensor, Tensor] | None = None  # the sampler's top-k and top-p, [R] each; None where it kept every token
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -73,6 +74,10 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
     def of_trained(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
         return tensor([array[positions] for array, positions in zip(arrays, trained, strict=True)])
 
+    def of_sampler(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+        return of_trained([np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)])
+
+    truncated = any(rollout.top_k or rollout.top_p < 1 for rollout in rollouts)
     return MicroBatch(
         input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
@@ -81,8 +86,14 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
         targets=of_trained([rollout.tokens for rollout in rollouts]),
         sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
         advantages=of_trained([rollout.advantages for rollout in rollouts]),
-        temperatures=of_trained([np.full(len(rollout.tokens), rollout.temperature, np.float32) for rollout in rollouts]),
+        temperatures=of_sampler([rollout.temperature for rollout in rollouts], np.float32),
         reference_logprobs=of_trained([_reference_or_nan(rollout) for rollout in rollouts]),
+        truncation=(
+            of_sampler([rollout.top_k for rollout in rollouts], np.int64),
+            of_sampler([rollout.top_p for rollout in rollouts], np.float32),
+        )
+        if truncated
+        else None,
     )
 
 

@@ -42,13 +42,39 @@ class _LogprobsAndEntropy(torch.autograd.Function):
         return grad.scatter_add_(1, targets[:, None], grad_logprobs[:, None]), None
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` [rows] and entropy [rows] under softmax(logits / temperature); logits are [rows, vocab]."""
+def logprobs_and_entropy(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, truncation: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of `targets` [rows] and entropy [rows] under the sampler's distribution; logits are [rows, vocab].
+
+    That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept tokens alone.
+    """
     logits = logits.float()
     if bool((temperatures != 1).any()):
         logits = logits / temperatures[:, None]
+    if truncation is not None:
+        logits = logits.masked_fill(_dropped(logits, targets, *truncation), torch.finfo(torch.float32).min)
     result: tuple[Tensor, Tensor] = _LogprobsAndEntropy.apply(logits, targets)
     return result
+
+
+@torch.no_grad()
+def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """Which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a target: it was sampled."""
+    vocabulary = logits.shape[1]
+    values, order = logits.sort(-1)
+    kept = torch.where(top_ks > 0, top_ks.clamp(max=vocabulary), vocabulary)
+    values.masked_fill_(values < values.gather(1, (vocabulary - kept)[:, None]), -torch.inf)
+    excluded = values.softmax(-1).cumsum(-1) <= 1 - top_ps[:, None]
+    excluded |= values.isneginf()
+    excluded[:, -1] = False
+    return torch.empty_like(excluded).scatter_(1, order, excluded).scatter_(1, targets[:, None], False)
+
+
+def _of_chunk(batch: MicroBatch, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of one chunk of the batch's trained tokens, from their logits."""
+    truncation = None if batch.truncation is None else (batch.truncation[0][chunk], batch.truncation[1][chunk])
+    return logprobs_and_entropy(logits, batch.targets[chunk], batch.temperatures[chunk], truncation)
 
 
 def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -74,7 +100,7 @@ def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> 
     hidden = trained_hidden(model, batch)
     head = model.get_output_embeddings()
     parts = [
-        logprobs_and_entropy(head(hidden[chunk]), batch.targets[chunk], batch.temperatures[chunk])[0]
+        _of_chunk(batch, head(hidden[chunk]), chunk)[0]
         for chunk in _chunks(len(hidden), _chunk_rows(model, chunk_mb))
     ]
     return torch.cat(parts)
@@ -89,6 +115,6 @@ def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: 
     cut = hidden.detach().requires_grad_()
     head = model.get_output_embeddings()
     for chunk in _chunks(len(cut), _chunk_rows(model, chunk_mb)):
-        logprobs, entropy = logprobs_and_entropy(head(cut[chunk]), batch.targets[chunk], batch.temperatures[chunk])
+        logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
         chunk_loss(logprobs, entropy, chunk).backward()
     hidden.backward(cut.grad)

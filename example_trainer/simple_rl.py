@@ -46,7 +46,6 @@ class SimpleConfig(Config):
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the start model, of which a copy is then kept")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     seed: int = Field(0, ge=0, description="of problems and sampling")
-    threads: int = Field(0, ge=0, description="CPU threads; 0 leaves PyTorch's choice")
     out: Path = Field(Path("runs/simple_rl"), description="folder of TensorBoard files, metrics.jsonl and the trained model")
 
 
@@ -207,8 +206,6 @@ def train(config: SimpleConfig) -> Path:
     engine = start_vllm(name, config)
     from vllm_patching.compat import load_weights
 
-    if config.threads:
-        torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     model = load_model(name, torch.device("cpu"))
     make_exact(model, torch.float32)

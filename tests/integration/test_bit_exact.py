@@ -3,7 +3,10 @@
 One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once.
 """
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,7 +29,7 @@ from example_trainer.optimizer import make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
-from tests.integration.conftest import API_KEY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
 
 PROMPTS = 12
 ANSWER = 32
@@ -69,7 +72,9 @@ def sample(server: Server, tokens: list[int], seed: int, **sampling: Any) -> Rol
     sampled[len(tokens) :] = [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
     ids = np.array(tokens + answer)
     trained = np.arange(len(ids)) >= len(tokens)
-    return Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"])
+    advantages = trained.astype(np.float32)
+    truncation = (settings.get("top_p", 1.0), settings.get("top_k", 0))
+    return Rollout(ids, trained, sampled, advantages, None, settings["temperature"], *truncation)
 
 
 def together(calls: list[Callable[[], Rollout]]) -> list[Rollout]:
@@ -117,6 +122,12 @@ def test_temperatures_are_exact(server: Server, trainer: Any) -> None:
     assert_exact(trainer, together([partial(sample, server, prompt(i), i, temperature=0.5 + 0.25 * i) for i in range(PROMPTS)]))
 
 
+def test_truncated_sampling_is_exact(server: Server, trainer: Any) -> None:
+    truncations: list[dict[str, Any]] = [{"top_p": 0.7}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "temperature": 0.8}, {}]
+    assert_exact(trainer, together([partial(sample, server, prompt(i), i, **truncations[i % 4]) for i in range(PROMPTS)]))
+    assert_exact(trainer, [sample(server, prompt(1), 1, top_k=5), sample(server, prompt(3), 3, top_p=0.5)])
+
+
 def test_more_than_four_thousand_tokens_are_exact(server: Server, trainer: Any) -> None:
     long = [partial(sample, server, [random.Random(i).randrange(1000) for _ in range(4100 + 50 * i)], i) for i in range(2)]
     assert_exact(trainer, together(long))
@@ -147,10 +158,22 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server) -> No
     bridge.close()
 
 
-@pytest.mark.parametrize(
-    ("flags", "fragment"),
-    [(["--no-enforce-eager"], "does not cover torch.compile"), (["--kv-cache-dtype", "fp8"], "does not cover --kv-cache-dtype fp8")],
-)
-def test_what_is_not_exact_is_refused_by_name(server: Server, flags: list[str], fragment: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=fragment):
-        start_server(Path(server.model), tmp_path, "--batch-invariant", *flags)
+def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"error: --batch-invariant does not cover --kv-cache-dtype fp8; see docs/bit-exactness\.md"):
+        start_server(llama_folder, tmp_path, "--batch-invariant", "--kv-cache-dtype", "fp8")
+
+
+def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(llama_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "example_trainer.simple_rl", "--model", str(llama_folder), "--steps", "3", "--prompts", "2"]
+    command += ["--group-size", "4", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "12", "--out"]
+    runs = [tmp_path / "once", tmp_path / "again"]
+    processes = [subprocess.Popen([*command, str(out)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs]
+    for process in processes:
+        shown, _ = process.communicate(timeout=240)
+        assert process.returncode == 0 and shown.count("Bitwise identical: True") == 3
+    for name in ("metrics.jsonl", "model/model.safetensors"):
+        assert (runs[0] / name).read_bytes() == (runs[1] / name).read_bytes()
+    rows = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["ratio_mean"] == 1.0 and row["bit_exact/differing_tokens"] == 0 for row in rows)
+    assert rows[-1]["weight_delta/model.layers.0/magnitude"] > 0 and rows[-1]["kl_div"] > 0
+    assert list(runs[0].glob("events.out.tfevents.*"))

@@ -13,6 +13,7 @@ from example_trainer.batching import make_batch
 from example_trainer.losses import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
+from example_trainer.policy import logprobs_and_entropy
 from example_trainer.step import StepFigures, batch_gradients
 from tests.unit.trainer.fakes import item, tiny_model
 
@@ -183,3 +184,17 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
     assert figures.ratio_clipped_frac == 0
     assert figures.logprob_diff_max < 1e-5
     assert figures.sampler_kl == pytest.approx(0.0, abs=1e-6)
+
+
+def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]] * 3, dtype=torch.float32, requires_grad=True)
+    targets, ones = torch.tensor([1, 2, 0]), torch.ones(3)
+    # top-2; top-p 0.7 keeps 3.0 (0.64) and 2.0; and a token outside the nucleus, which was sampled, so it counts
+    truncation = (torch.tensor([2, 0, 0]), torch.tensor([1.0, 0.7, 0.7]))
+    logprobs, entropy = logprobs_and_entropy(logits, targets, ones, truncation)
+    first = torch.tensor([3.0, 2.0]).log_softmax(-1)
+    assert torch.allclose(logprobs[:2], first)
+    assert torch.allclose(logprobs[2], torch.tensor([0.0, 3.0, 2.0]).log_softmax(-1)[0])
+    assert torch.allclose(entropy[:2], -(first.exp() * first).sum().expand(2))
+    logprobs.sum().backward()
+    assert logits.grad is not None and torch.equal(logits.grad[0, [0, 3]], torch.zeros(2)) and torch.isfinite(logits.grad).all()
