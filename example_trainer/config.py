@@ -234,6 +234,8 @@ class TrainerConfig(Config):
     def _strict_is_about_exactness(self) -> "TrainerConfig":
         if self.bit_exact == "strict" and not self.batch_invariant:
             raise ValueError("--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch differs")
+        if self.batch_invariant and self.trains_adapter:
+            raise ValueError("--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the flag")
         return self
 
     @model_validator(mode="after")

@@ -50,6 +50,8 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
         module.forward = lambda x: kernels.rms_norm(x, module.weight, module.variance_epsilon)
     elif kind.endswith("MLP"):
         module.act_fn = _Activation()
+    elif next(module.parameters(recurse=False), None) is not None:
+        raise NotInvariant(f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag")
 
 
 def _is_row_parallel(model: PreTrainedModel, name: str) -> bool:

@@ -93,6 +93,13 @@ def test_the_trainer_knows_every_flag_that_it_is_given(script: str) -> None:
     assert config.training_steps == 100
 
 
+@pytest.mark.parametrize("script", ["quickstart.sh", "run_gsm8k_broadcast.sh"])
+def test_batch_invariant_reaches_both_sides(script: str) -> None:
+    given = settings(script, "--batch-invariant", "--steps", "2")
+    assert given["vllm"].endswith(" --batch-invariant") or " --batch-invariant " in given["vllm"]
+    assert "--batch-invariant --bit-exact strict" in given["trainer"] and "--training-steps 2" in given["trainer"]
+
+
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
     plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")

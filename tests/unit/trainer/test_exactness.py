@@ -192,6 +192,12 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
         make_exact(tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float32)
     with pytest.raises(ValueError, match="needs --batch-invariant"):
         config(model, tmp_path, batch_invariant=False)
+    with pytest.raises(ValueError, match="does not cover LoRA adapters"):
+        config(model, tmp_path, weight_bridge_mode="lora_only")
+    odd = tiny_model()
+    odd.lm_head = torch.nn.Bilinear(1, 1, 1)
+    with pytest.raises(grpo.TrainerError, match="does not cover layers of type Bilinear"):
+        make_exact(odd, torch.float32)
 
 
 def test_rollouts_survive_being_kept() -> None:

@@ -1,0 +1,142 @@
+"""What bit-exactness costs: generation and trainer step, batch-invariant against stock, taking turns on the same cores.
+
+    python benchmarks/bit_exact_cost.py --rounds 3
+
+Each arm is a process of its own (the switch must precede vLLM's import); the parent lets one work at a time, alternating, and takes
+each arm's best round. Generation: greedy, `--tokens` tokens for each of N prompts. Trainer: gradient of one packed row.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.config import Config, load_config
+from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+BATCHES = (8, 32)
+
+
+class CostConfig(Config):
+    """How much to measure."""
+
+    model: str | None = Field(None, description="Hugging Face id or folder; default the quickstart's model")
+    rounds: int = Field(3, ge=1, description="rounds an arm")
+    tokens: int = Field(32, ge=2, description="tokens generated a prompt")
+    trained: int = Field(1024, ge=64, description="tokens of the trainer's packed row, in sequences of 64")
+    arm: str | None = Field(None, pattern="^(stock|exact)$", description="be this arm, told what to do on stdin")
+
+
+def serve_arm(config: CostConfig) -> None:
+    """Load vLLM and a trainer's model, then answer each line of stdin, a task, with its seconds."""
+    exact = config.arm == "exact"
+    if exact:
+        from vllm_patching.batch_invariant.switch import switch_on
+
+        switch_on(os.environ, cpu=True)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import torch
+
+    from example_trainer.exact_model import make_exact
+    from example_trainer.model import load_model
+    from vllm_patching import compat
+
+    assert config.model is not None
+    engine = compat.offline_engine(config.model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=64)
+    model = load_model(config.model, torch.device("cpu"))
+    if exact:
+        make_exact(model, torch.float32)
+    print("READY", flush=True)
+    for line in sys.stdin:
+        task = line.strip()
+        seconds = train(model, config.trained) if task == "train" else generate(engine, int(task), config.tokens)
+        print(f"SECONDS {seconds}", flush=True)
+
+
+def generate(engine: Any, batch: int, tokens: int) -> float:
+    """Seconds for `tokens` greedy tokens of each of `batch` short prompts."""
+    from vllm_patching.compat import SamplingParams
+
+    settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    start = time.perf_counter()
+    engine.generate([{"prompt_token_ids": [10 + index, 20, 30, 40]} for index in range(batch)], settings, use_tqdm=False)
+    return time.perf_counter() - start
+
+
+def train(model: Any, tokens: int) -> float:
+    """Seconds for the gradient of one packed row."""
+    import torch
+
+    lengths = (64,) * (tokens // 64)
+    ids = torch.arange(sum(lengths))[None] % 1000
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    start = time.perf_counter()
+    hidden = model.base_model(input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False).last_hidden_state
+    logits = model.get_output_embeddings()(hidden[0, ::2])
+    logits.log_softmax(-1)[:, 7].sum().backward()
+    model.zero_grad(set_to_none=True)
+    return time.perf_counter() - start
+
+
+def ask(arm: subprocess.Popen[str], task: str | None, deadline_word: str) -> str:
+    """Give an arm a task; its answer after `deadline_word`."""
+    assert arm.stdin is not None and arm.stdout is not None
+    if task is not None:
+        arm.stdin.write(task + "\n")
+        arm.stdin.flush()
+    for line in arm.stdout:
+        if line.startswith(deadline_word):
+            return line.removeprefix(deadline_word).strip()
+    raise RuntimeError(f"an arm ended: exit code {arm.wait()}")
+
+
+def measure(config: CostConfig) -> dict[str, dict[str, float]]:
+    """Best seconds of each arm for each task."""
+    flags = ["--rounds", str(config.rounds), "--tokens", str(config.tokens), "--trained", str(config.trained)]
+    command = [sys.executable, str(Path(__file__).resolve()), "--model", str(config.model), *flags, "--arm"]
+    arms = {
+        name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for name in ("stock", "exact")
+    }
+    try:
+        for arm in arms.values():
+            ask(arm, None, "READY")
+        best: dict[str, dict[str, float]] = {}
+        for task in ("train", *map(str, BATCHES)):
+            for _ in range(config.rounds + 1):  # the first warms up
+                for name, arm in arms.items():
+                    best.setdefault(task, {}).setdefault(name, float("inf"))
+                    best[task][name] = min(best[task][name], float(ask(arm, task, "SECONDS")))
+        return best
+    finally:
+        for arm in arms.values():
+            arm.kill()
+            arm.wait()
+
+
+def main() -> None:
+    """Measure, and print one line a task and the figures as JSON."""
+    config = load_config(CostConfig, prog="benchmarks/bit_exact_cost.py")
+    if config.model is None:
+        config = config.model_copy(
+            update={"model": str(ensure_model(load_config(QuickstartModelConfig, [], prog="quickstart_model").folder))}
+        )
+    if config.arm:
+        serve_arm(config)
+        return
+    best = measure(config)
+    for batch in BATCHES:
+        stock, exact = (batch * config.tokens / best[str(batch)][name] for name in ("stock", "exact"))
+        print(f"generation, batch {batch}: stock {stock:.1f} tokens/s, exact {exact:.1f} tokens/s, ratio {exact / stock:.2f}")
+    stock, exact = best["train"]["stock"], best["train"]["exact"]
+    print(f"trainer, {config.trained} tokens: stock {stock:.2f} s, exact {exact:.2f} s, ratio {exact / stock:.2f}")
+    print(json.dumps(best))
+
+
+if __name__ == "__main__":
+    main()
