@@ -79,7 +79,8 @@ def start_server(
         "LOGDIR": str(folder),
     }
     command = [sys.executable, "-u", str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(model), "--port", str(port)]
-    command += ["--max-model-len", "512", "--api-key", API_KEY, "--host", host, *flags]
+    # few KV blocks: a cache of a gibibyte grows resident page by page for as long as a test looks, as a leak would
+    command += ["--max-model-len", "512", "--num-gpu-blocks-override", "512", "--api-key", API_KEY, "--host", host, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
             entering(namespace, command), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder

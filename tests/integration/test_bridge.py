@@ -115,9 +115,11 @@ def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server:
     assert sync_and_probe(server) <= PARITY
 
 
-def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(server: Server) -> None:
+@pytest.mark.timeout(600)
+def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(vllm_server: Server) -> None:
+    server = vllm_server
     child = start_child(server, "many")
-    with Load(server, clients=3) as load:
+    with Load(server, clients=2) as load:
         held = {}
         for version in (20, 200):
             ours = json.loads(read_until(child, f"SYNCED {version} ").split(maxsplit=2)[2])
@@ -126,10 +128,10 @@ def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(server: S
     assert code == 0 and float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
     assert load.failures == [] and len(load.versions) > 20
     assert all(first <= last for first, last in load.versions)
-    # 180 leaked staging buffers would be 300 MB, 180 leaked threads or sockets 180 of them
+    # 180 leaked staging buffers would be 400 MB, 180 leaked threads or sockets 180 of them
     for side in ("trainer", "server"):
         grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}
-        assert grown["memory"] < 80e6 and grown["files"] < 20 and grown["threads"] < 20, (side, held)
+        assert grown["memory"] < 150e6 and grown["files"] < 20 and grown["threads"] < 20, (side, held)
 
 
 def held_by(pids: list[int]) -> dict[str, int]:
@@ -164,9 +166,11 @@ class Load:
     def _run(self) -> None:
         while not self._stop.is_set():
             body = {"prompt": {"prompt_token_ids": PROMPT}, "max_tokens": 16, "ignore_eos": True}
-            reply = self._server.request("POST", "/generate", json=body)
-            if reply.status_code != 200:
-                self.failures.append(reply.text)
+            try:
+                reply = self._server.request("POST", "/generate", timeout_s=120, json=body)
+                reply.raise_for_status()
+            except requests.RequestException as error:
+                self.failures.append(str(error))
             else:
                 self.versions += reply.json()["policy_versions"]
 
