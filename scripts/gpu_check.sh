@@ -26,6 +26,7 @@ checks() {
 1 | doctor | scripts/bridge_doctor.sh --mode single_copy --model $model
 1 | single copy by CUDA IPC | scripts/run_gsm8k_single_copy.sh $task-single-copy
 1 | LoRA adapters | scripts/run_gsm8k_lora.sh $task-lora
+1 | LoRA adapters, restart | scripts/run_gsm8k_lora_restart.sh $task-lora-restart
 1 | restart | scripts/run_gsm8k_restart.sh $task-restart
 1 | broadcast over Gloo, one GPU | env CUDA_VISIBLE_DEVICES=0 scripts/run_gsm8k_broadcast.sh $task-gloo
 2 | broadcast over NCCL | scripts/run_gsm8k_broadcast.sh $task-nccl

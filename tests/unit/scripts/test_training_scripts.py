@@ -16,6 +16,7 @@ LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("run_gsm8k_*.sh
 MODES = {
     "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
     "run_gsm8k_lora.sh": "--weight-bridge-mode lora_only",
+    "run_gsm8k_lora_restart.sh": "--weight-bridge-mode lora_restart",
     "run_gsm8k_restart.sh": "--weight-bridge-mode none",
     "run_gsm8k_single_copy.sh": "--weight-bridge-mode shared_vllm --single-copy",
 }
