@@ -2,12 +2,15 @@
 
     python benchmarks/api_throughput.py [--accept-encoding identity]
 
-Both servers run as uvicorn processes of their own on free loopback ports, with the same versions of FastAPI, uvicorn, pydantic, uvloop
-and httptools. One client posts the same encoded groups to each over one kept-alive connection, then fetches all batches; replies are
-decompressed where the server compressed them, and checked against what was posted outside the timed part. The ancestor lives in a
-virtual environment in a temporary folder, made by pip unless --peer-python names one. Prints a Markdown table.
+All servers run as uvicorn processes of their own on free loopback ports, with the same versions of FastAPI, uvicorn, pydantic, uvloop
+and httptools: this one in memory, this one with its journal, the ancestor. One client posts the same encoded groups to each over one
+kept-alive connection, then fetches all batches; replies are decompressed where the server compressed them, and checked against what was
+posted outside the timed part. Then: the same with MessagePack, which the ancestor does not read; /status-env beside many queued small
+groups; posts by many writers at once, each at a steady pace; memory beside the bytes posted. The ancestor lives in a virtual environment
+in a temporary folder, made by pip unless --peer-python names one. Prints Markdown tables.
 """
 
+import asyncio
 import gzip
 import http.client
 import json
@@ -22,12 +25,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgspec
 import orjson
 from pydantic import Field
 
@@ -36,6 +41,7 @@ from atroposlib.logs import configure_logging, get_logger, waiting
 
 PEER = "atroposlib==0.4.0"
 SHARED = ("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop")
+MSGPACK = "application/msgpack"
 START_DEADLINE_S = 60.0
 REQUEST_TIMEOUT_S = 300.0
 
@@ -51,6 +57,11 @@ class Settings(Config):
     groups_per_batch: int = Field(40, ge=1, description="Groups per fetched batch.")
     repeats: int = Field(3, ge=1, description="Runs of each server, in turn; the table shows medians.")
     accept_encoding: str = Field("gzip, deflate", description="What the client says it accepts; requests and aiohttp send this and more.")
+    status_groups: int = Field(100_000, ge=1, description="Groups of two tokens that wait while /status-env is asked.")
+    status_asks: int = Field(20, ge=1, description="Requests to /status-env.")
+    writers: int = Field(64, ge=1, description="Connections that post at the same time.")
+    writer_posts: int = Field(20, ge=1, description="Posts of each writer.")
+    writer_pace: float = Field(2.0, gt=0, description="Seconds between two posts of one writer.")
     peer_python: Path | None = Field(None, description="Interpreter of an environment that has the ancestor; default: make one.")
 
 
@@ -91,19 +102,23 @@ def make_groups(settings: Settings) -> list[bytes]:
 class Client:
     """One kept-alive connection."""
 
-    def __init__(self, port: int, accept_encoding: str) -> None:
+    def __init__(self, port: int, accept_encoding: str, accept: str = "*/*") -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
         self._connection.connect()
         self._connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._accept = {"Accept-Encoding": accept_encoding}
+        self._accept = {"Accept-Encoding": accept_encoding, "Accept": accept}
 
-    def post(self, path: str, body: bytes) -> bytes:
-        self._connection.request("POST", path, body, {"Content-Type": "application/json", **self._accept})
+    def post(self, path: str, body: bytes, content_type: str = "application/json") -> bytes:
+        self._connection.request("POST", path, body, {"Content-Type": content_type, **self._accept})
         return self._answer(path)
 
     def get(self, path: str) -> bytes:
         self._connection.request("GET", path, headers=self._accept)
         return self._answer(path)
+
+    def ask_status(self, env_id: int) -> bytes:
+        self._connection.request("GET", "/status-env", orjson.dumps({"env_id": env_id}), {"Content-Type": "application/json"})
+        return self._answer("/status-env")
 
     def _answer(self, path: str) -> bytes:
         reply = self._connection.getresponse()
@@ -113,21 +128,75 @@ class Client:
         return gzip.decompress(body) if reply.headers.get("Content-Encoding") == "gzip" else body
 
 
-def run_once(client: Client, bodies: list[bytes], settings: Settings) -> Rates:
+def run_once(client: Client, bodies: list[bytes], settings: Settings, packed: bool = False) -> Rates:
     """Post all groups, fetch all batches, then check that each group came back once."""
+    decode = msgspec.msgpack.decode if packed else orjson.loads
     client.get("/reset_data")
     client.post("/register", _registration(settings))
     start = time.perf_counter()
     for body in bodies:
-        client.post("/scored_data", body)
+        client.post("/scored_data", body, MSGPACK if packed else "application/json")
     posted = time.perf_counter()
     batches = [client.get("/batch") for _ in range(len(bodies) // settings.groups_per_batch)]
     fetched = time.perf_counter()
-    returned = [item["tokens"] for batch in batches for item in orjson.loads(batch)["batch"]]
-    expected = [orjson.loads(body)["tokens"] for body in bodies[: len(returned)]]
+    returned = [item["tokens"] for batch in batches for item in decode(batch)["batch"]]
+    expected = [decode(body)["tokens"] for body in bodies[: len(returned)]]
     if sorted(returned) != sorted(expected):
         raise RuntimeError("the fetched groups are not the posted ones")
     return Rates(posted - start, fetched - posted)
+
+
+def status_seconds(client: Client, settings: Settings) -> float:
+    """Median seconds of a /status-env while many groups wait."""
+    client.get("/reset_data")
+    client.post("/register", _registration(settings))
+    client.get("/batch")
+    environment = {"max_token_length": 8, "desired_name": "benchmark", "weight": 1.0, "group_size": 1}
+    env_id = orjson.loads(client.post("/register-env", orjson.dumps(environment)))["env_id"]
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "env_id": env_id}
+    for start in range(0, settings.status_groups, 1000):
+        client.post("/scored_data_list", orjson.dumps([group] * min(1000, settings.status_groups - start)))
+    times = []
+    for _ in range(settings.status_asks):
+        start_s = time.perf_counter()
+        client.ask_status(env_id)
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+async def write_at_once(port: int, bodies: list[bytes], settings: Settings) -> list[float]:
+    """Seconds of each post of all writers."""
+    times: list[float] = []
+
+    async def writer(session: aiohttp.ClientSession, number: int) -> None:
+        await asyncio.sleep(settings.writer_pace * number / settings.writers)
+        for turn in range(settings.writer_posts):
+            body = bodies[(number + turn) % len(bodies)]
+            start = time.perf_counter()
+            async with session.post(f"http://127.0.0.1:{port}/scored_data", data=body) as reply:
+                await reply.read()
+                reply.raise_for_status()
+            times.append(time.perf_counter() - start)
+            await asyncio.sleep(max(0.0, settings.writer_pace - times[-1]))
+
+    connector = aiohttp.TCPConnector(limit=settings.writers)
+    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}, trust_env=False) as session:
+        await asyncio.gather(*(writer(session, number) for number in range(settings.writers)))
+    return times
+
+
+def memory_ratio(client: Client, process: int, bodies: list[bytes], settings: Settings) -> float:
+    """How much a server that has held nothing before grows, by the bytes of the groups that it holds."""
+    client.post("/register", _registration(settings))
+    before = resident_bytes(process)
+    for body in bodies:
+        client.post("/scored_data", body)
+    return (resident_bytes(process) - before) / sum(map(len, bodies))
+
+
+def resident_bytes(process: int) -> int:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _registration(settings: Settings) -> bytes:
@@ -148,20 +217,32 @@ def _registration(settings: Settings) -> bytes:
 # --- servers --------------------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Server:
+    """A running server."""
+
+    name: str
+    port: int
+    process: int
+
+
 @contextmanager
-def served(python: Path, folder: Path) -> Iterator[int]:
-    """The port of `atroposlib.api:app`, as the interpreter finds it from `folder`, in a uvicorn process of its own."""
+def served(name: str, python: Path, folder: Path, journal: Path | None = None) -> Iterator[Server]:
+    """`atroposlib.api:app`, as the interpreter finds it from `folder`, in a uvicorn process of its own; ours with a journal by run-api."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [str(python), "-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--no-access-log", "--log-level", "warning"]
-    process = subprocess.Popen(command, cwd=folder)
+    if journal is not None:
+        command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal)]
+    surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # it would find ours for theirs
+    process = subprocess.Popen(command, cwd=folder, env=surroundings, stderr=subprocess.DEVNULL if journal is not None else None)
     try:
-        with waiting(log, "a server", peer=f"http://127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
+        with waiting(log, name, peer=f"http://127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
             _wait_for(port, process)
-        yield port
+        yield Server(name, port, process.pid)
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
@@ -191,17 +272,29 @@ def make_peer(folder: Path) -> Path:
 # --- table ----------------------------------------------------------------------------------------------------------------
 
 
-def table(ours: list[Rates], peer: list[Rates], settings: Settings) -> str:
-    """Medians of all repeats, in groups per second."""
+def throughput_table(rates: dict[str, list[Rates]], settings: Settings) -> str:
+    """Medians of all repeats, in groups per second, and how many times the ancestor's."""
 
-    def median_of(rates: list[Rates], what: str) -> float:
-        return settings.groups / statistics.median(getattr(rate, what) for rate in rates)
+    def median_of(name: str, what: str) -> float:
+        return settings.groups / statistics.median(getattr(rate, what) for rate in rates[name])
 
-    lines = ["| groups/s | this server | " + PEER + " | ratio |", "|---|---:|---:|---:|"]
+    lines = ["| groups/s | " + " | ".join(rates) + " |", "|---" + "|---:" * len(rates) + "|"]
     for label, what in (("posted", "post_s"), ("fetched", "fetch_s"), ("posted and fetched", "total_s")):
-        mine, theirs = median_of(ours, what), median_of(peer, what)
-        lines.append(f"| {label} | {mine:.0f} | {theirs:.0f} | {mine / theirs:.1f} |")
+        cells = [f"{median_of(name, what):.0f} ({median_of(name, what) / median_of(PEER, what):.1f} x)" for name in rates]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def other_table(figures: dict[str, dict[str, str]]) -> str:
+    """One row a figure, one column a server."""
+    rows = next(iter(figures.values()))
+    lines = ["| | " + " | ".join(figures) + " |", "|---" + "|---:" * len(figures) + "|"]
+    return "\n".join(lines + [f"| {row} | " + " | ".join(column.get(row, "") for column in figures.values()) + " |" for row in rows])
+
+
+def percentile(times: list[float], share: float) -> float:
+    """The time that this share of all does not exceed."""
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
 def machine() -> str:
@@ -211,26 +304,57 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
+def measure(servers: list[Server], bodies: list[bytes], settings: Settings) -> tuple[dict[str, list[Rates]], dict[str, dict[str, str]]]:
+    """Rates and other figures of each server."""
+    rates: dict[str, list[Rates]] = {}
+    packed = [msgspec.msgpack.encode(orjson.loads(body)) for body in bodies]
+    grown = {
+        server.name: memory_ratio(Client(server.port, settings.accept_encoding), server.process, bodies, settings) for server in servers
+    }
+    for repeat in range(settings.repeats):
+        for server in servers:
+            done = [(server.name, run_once(Client(server.port, settings.accept_encoding), bodies, settings))]
+            if server.name != PEER:
+                client = Client(server.port, settings.accept_encoding, MSGPACK)
+                done.append((f"{server.name}, MessagePack", run_once(client, packed, settings, packed=True)))
+            for name, rate in done:
+                rates.setdefault(name, []).append(rate)
+                log.info("Run %d of %s: posted in %.2f s, fetched in %.2f s", repeat + 1, name, rate.post_s, rate.fetch_s)
+    figures: dict[str, dict[str, str]] = {}
+    for server in servers:
+        client = Client(server.port, settings.accept_encoding)
+        times = asyncio.run(write_at_once(server.port, bodies, settings))
+        figures[server.name] = {
+            f"post by {settings.writers} writers, median": f"{1000 * percentile(times, 0.5):.1f} ms",
+            f"post by {settings.writers} writers, p99": f"{1000 * percentile(times, 0.99):.1f} ms",
+            "memory by bytes posted": f"{grown[server.name]:.2f}",
+            f"/status-env beside {settings.status_groups} groups": f"{1000 * status_seconds(client, settings):.2f} ms",
+        }
+        log.info("%s: %s", server.name, figures[server.name])
+    return rates, figures
+
+
 def main() -> None:
     settings = load_config(Settings, prog="api_throughput")
     configure_logging("benchmark")
     bodies = make_groups(settings)
-    ours: list[Rates] = []
-    peer: list[Rates] = []
-    with tempfile.TemporaryDirectory(prefix="api-throughput-") as temporary:
+    ours, root = Path(sys.executable), Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory(prefix="api-throughput-") as temporary, ExitStack() as running:
         peer_python = settings.peer_python or make_peer(Path(temporary) / "venv")
-        with served(Path(sys.executable), Path(__file__).parents[1]) as our_port, served(peer_python, Path(temporary)) as peer_port:
-            for repeat in range(settings.repeats):
-                for name, port, rates in (("this server", our_port, ours), (PEER, peer_port, peer)):
-                    rates.append(run_once(Client(port, settings.accept_encoding), bodies, settings))
-                    log.info("Run %d of %s: posted in %.2f s, fetched in %.2f s", repeat + 1, name, rates[-1].post_s, rates[-1].fetch_s)
+        servers = [
+            running.enter_context(served("in memory", ours, root)),
+            running.enter_context(served("with journal", ours, root, Path(temporary) / "groups.db")),
+            running.enter_context(served(PEER, peer_python, Path(temporary))),
+        ]
+        rates, figures = measure(servers, bodies, settings)
     print("Command: `" + shlex.join(["python", "benchmarks/api_throughput.py", *sys.argv[1:]]) + "`")
     print(f"Machine: {machine()}; fastapi {version('fastapi')}, uvicorn {version('uvicorn')}, pydantic {version('pydantic')}")
     print(
         f"Load: {settings.groups} groups of {settings.sequences} x {settings.tokens} tokens ({len(bodies[0]) / 1e3:.0f} kB each), "
-        f"batches of {settings.groups_per_batch} groups, client accepts '{settings.accept_encoding}', median of {settings.repeats} runs\n"
+        f"batches of {settings.groups_per_batch} groups, client accepts '{settings.accept_encoding}', median of {settings.repeats} runs; "
+        f"a writer posts every {settings.writer_pace:g} s\n"
     )
-    print(table(ours, peer, settings))
+    print(throughput_table(rates, settings), other_table(figures), sep="\n\n")
 
 
 if __name__ == "__main__":

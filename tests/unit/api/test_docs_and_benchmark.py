@@ -24,7 +24,9 @@ def test_the_documentation_names_every_route() -> None:
 
 def test_the_benchmark_prints_its_table() -> None:
     small = ["--groups", "8", "--sequences", "2", "--tokens", "8", "--groups-per-batch", "4", "--repeats", "1"]
+    small += ["--status-groups", "10", "--writers", "2", "--writer-posts", "1", "--writer-pace", "0.1"]
     command = [sys.executable, "benchmarks/api_throughput.py", *small, "--peer-python", sys.executable]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert "| posted and fetched |" in ended.stdout and "2 x 8 tokens" in ended.stdout
+    assert "| with journal |" in ended.stdout and "| /status-env beside 10 groups |" in ended.stdout

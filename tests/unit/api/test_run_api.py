@@ -1,14 +1,17 @@
 """The command that serves the API, as a process."""
 
+import contextlib
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import requests
 
 from atroposlib.cli.run_api import AddressError, listen
-from tests.unit.api.support import DEADLINE_S, command, group, registration
+from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
@@ -51,3 +54,74 @@ def test_a_dry_run_shows_the_loopback_default_and_starts_nothing() -> None:
 def test_a_port_that_is_none_is_refused_with_its_limit() -> None:
     ended = subprocess.run(command("--port", "70000"), capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 2 and "65535" in ended.stderr and "70000" in ended.stderr
+
+
+# --- journal ----------------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def served(folder: Path, port: int, *more: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(command("--port", str(port), *more), cwd=folder, stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_healthy(url, process)
+        yield process, url
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_killed_api_goes_on_where_it_was_from_the_journal_in_its_folder(tmp_path: Path) -> None:
+    port = free_port()
+    with served(tmp_path, port) as (process, url):
+        requests.post(f"{url}/register", json=registration(4), timeout=5)
+        requests.post(f"{url}/scored_data", json=group(4, 7), timeout=5)
+        process.kill()
+        process.wait()
+    assert (tmp_path / f"atropos-api-{port}.db").exists()
+    with served(tmp_path, port) as (_, url):
+        assert requests.get(f"{url}/batch", timeout=5).json()["batch"][0]["tokens"][0][0] == 7
+
+
+def test_in_memory_and_a_random_port_leave_no_file(tmp_path: Path) -> None:
+    with served(tmp_path, free_port(), "--in-memory"):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_journal_in_use_is_one_line_and_a_failure(tmp_path: Path) -> None:
+    with served(tmp_path, free_port(), "--journal", "groups.db"):
+        second = command("--port", str(free_port()), "--journal", "groups.db")
+        ended = subprocess.run(second, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "groups.db is in use by another batching API" in ended.stderr.splitlines()[-1]
+
+
+def test_an_open_stream_of_events_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
+    served_process, url = process
+    with requests.get(f"{url}/events?interval=0.2", stream=True, timeout=10) as events:
+        lines = events.iter_lines()
+        assert next(lines) == b"event: status" and next(lines).startswith(b'data: {"current_step":0')
+        served_process.send_signal(signal.SIGTERM)
+        served_process.communicate(timeout=15)
+    assert served_process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--in-memory", "--journal", "x.db"], "exclude each other"),
+        (["--reload", "--journal", "x.db"], "serves in memory"),
+        (["--host", "0.0.0.0"], "--allow-unauthenticated"),
+        (["--api-token", "short"], "8"),
+        (["--stale-groups", "keep"], "down-weight"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(flags: list[str], said: str) -> None:
+    ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=DEADLINE_S)
+    assert ended.returncode == 2 and said in ended.stderr and len(ended.stderr.splitlines()) == 1
