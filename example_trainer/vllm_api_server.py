@@ -4,8 +4,8 @@
 
 Its one flag of its own, `--batch-invariant`, makes log-probabilities bit-exact (docs/bit-exactness.md).
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
-distribution that was really sampled from), the bridge's worker class (with --enable-lora: vLLM's own, and room for the adapters of
-two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
+distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two
+policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
 modest KV cache.
 The only module outside vllm_patching/ that imports vLLM.
 """
@@ -26,6 +26,7 @@ from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
+LORA_WORKER = "vllm_patching.adapter_worker.AdapterWorker"
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
@@ -145,6 +146,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
             f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or keep --host 127.0.0.1"
         )
     if args.enable_lora:
+        args.worker_cls = LORA_WORKER
         print(f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr)
         return
     if args.quantization:

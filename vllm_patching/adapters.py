@@ -168,21 +168,27 @@ class Adapters:
             needed = {name} | compat.adapters_in_use(self._engine)
             if former is not None:
                 needed.add(former.lora_name)  # a request may have chosen it a moment ago
-                await self._retire(former)
+                self._retire(former)
             log.info("Serving policy version %d as %s after %.1f ms", policy_version, name, seconds * 1e3)
             return {"policy_version": policy_version, "load_s": seconds, "needed": sorted(needed)}
 
     async def _load(self, name: str, path: str) -> Any:
+        """Load an adapter into every worker, and enter it in vLLM's table."""
+        lora_id = self._models.lora_id_counter.inc(1)
+        loading = self._engine.collective_rpc("bridge_add_adapter", args=(name, lora_id, path))
         try:
-            return await asyncio.wait_for(compat.load_adapter(self._models, name, path), LOAD_DEADLINE_S)
-        except (ValueError, TimeoutError) as error:
-            await self._drop_strays()
-            reason = str(error) or f"not loaded within {LOAD_DEADLINE_S:.0f} s"
-            raise AdapterRefused(f"vLLM cannot load {path}: {reason}; it goes on with {self.status()['served_model']}", 422) from error
+            errors = [error for error in await asyncio.wait_for(loading, LOAD_DEADLINE_S) if error is not None]
+        except TimeoutError:
+            errors = [f"not done within {LOAD_DEADLINE_S:.0f} s"]
+        if errors:
+            await self._engine.remove_lora(lora_id)
+            raise AdapterRefused(f"vLLM cannot load {path}: {errors[0]}; it goes on with {self.status()['served_model']}", 422)
+        self._table[name] = adapter = compat.adapter_request(name, lora_id, path)
+        return adapter
 
-    async def _retire(self, former: Any) -> None:
+    def _retire(self, former: Any) -> None:
         """Unload an adapter that is not current any more: its name at once, its weights when its last request has ended."""
-        await compat.unload_adapter(self._models, former.lora_name)
+        del self._table[former.lora_name]
 
         async def drop_when_unused() -> None:
             while former.lora_name in compat.adapters_in_use(self._engine):
@@ -193,13 +199,6 @@ class Adapters:
         task = asyncio.create_task(drop_when_unused())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
-
-    async def _drop_strays(self) -> None:
-        """Take out what a failed load may have left in the workers, if no other adapter is on its way out."""
-        if not self._retiring:
-            known = {adapter.lora_int_id for adapter in self._table.values()}
-            for stray in set(await self._engine.list_loras()) - known:
-                await self._engine.remove_lora(stray)
 
     def _version_of(self, adapter: Any) -> int:
         return 0 if adapter is None else self._versions.get(adapter.lora_name, 0)

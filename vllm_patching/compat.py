@@ -162,23 +162,11 @@ def served_dtype(engine: Any) -> str:
     return str(engine.model_config.dtype).removeprefix("torch.")
 
 
-async def load_adapter(models: Any, name: str, path: str) -> Any:
-    """Load an adapter folder into every worker and enter it in vLLM's table; its LoRARequest. Raises ValueError with vLLM's reason."""
-    from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest
+def adapter_request(name: str, lora_id: int, path: str) -> Any:
+    """How vLLM calls an adapter in a request: a LoRARequest."""
+    from vllm.lora.request import LoRARequest
 
-    answer = await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
-    if not isinstance(answer, str):
-        raise ValueError(answer.error.message)
-    return models.lora_requests[name]
-
-
-async def unload_adapter(models: Any, name: str) -> None:
-    """Take an adapter's name out of vLLM's table; requests that run with it go on. Raises ValueError with vLLM's reason."""
-    from vllm.entrypoints.serve.lora.protocol import UnloadLoRAAdapterRequest
-
-    answer = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-    if not isinstance(answer, str):
-        raise ValueError(answer.error.message)
+    return LoRARequest(name, lora_id, path)
 
 
 def adapters_in_use(engine: Any) -> set[str]:

@@ -1,0 +1,47 @@
+"""What the launcher makes of --enable-lora, without starting vLLM."""
+
+from argparse import Namespace
+
+import pytest
+
+from example_trainer.vllm_api_server import LORA_WORKER, _configure_bridge, _with_defaults
+
+
+def serve_arguments(**changes: object) -> Namespace:
+    settings: dict[str, object] = dict(
+        enable_lora=True, max_lora_rank=16, api_server_count=None, data_parallel_size=1, tensor_parallel_size=1, host="127.0.0.1",
+        quantization=None, worker_cls="auto", additional_config=None,
+    )  # fmt: skip
+    return Namespace(**settings | changes)
+
+
+def test_a_lora_server_has_room_for_two_versions_and_keeps_cuda_graphs() -> None:
+    words = _with_defaults(["--model", "m", "--enable-lora"], cpu=False)
+    assert words[words.index("--max-loras") + 1] == "2" and "--enforce-eager" not in words
+    chosen = _with_defaults(["--model", "m", "--enable-lora", "--max-loras", "8"], cpu=False)
+    assert chosen.count("--max-loras") == 1 and "--max-cpu-loras" not in chosen
+    assert "--max-loras" not in _with_defaults(["--model", "m"], cpu=False)
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", shared)
+    arguments = serve_arguments()
+    _configure_bridge(arguments, guarded=False)
+    assert arguments.worker_cls == LORA_WORKER and arguments.additional_config is None
+    assert "LoRA bridge on: adapters up to rank 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(dict(host="0.0.0.0"), "give --api-key, or keep --host 127.0.0.1"), (dict(api_server_count=2), "drop --api-server-count")],
+)
+def test_a_lora_server_that_others_could_change_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
+    with pytest.raises(SystemExit):
+        _configure_bridge(serve_arguments(**changes), guarded=False)
+    assert message in capsys.readouterr().err

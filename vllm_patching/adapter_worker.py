@@ -1,0 +1,30 @@
+"""AdapterWorker: vLLM's own worker, of a server with --enable-lora, that answers for an adapter it cannot load instead of raising.
+
+With tensor parallelism vLLM stops reading at the first rank that raises: the other ranks' replies stay behind, and every later call
+gets the reply of the one before. So the method that loads a policy never raises; Adapters calls it through `collective_rpc`.
+"""
+
+from typing import Any
+
+from vllm_patching import compat
+
+log = compat.init_logger("vllm.atropos_bridge")
+
+
+class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
+    """Chosen by the launcher with `--worker-cls vllm_patching.adapter_worker.AdapterWorker`."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+        if compat.on_cpu() and compat.get_tp_group().world_size > 1:
+            compat.unlink_collective_files()
+
+    def bridge_add_adapter(self, name: str, lora_id: int, path: str) -> str | None:
+        """Load the adapter folder `path`; why it cannot be, None when it is. A half-loaded one is taken out."""
+        try:
+            self.add_lora(compat.adapter_request(name, lora_id, path))
+        except Exception as error:  # whatever is wrong with the files
+            log.exception("Cannot load the adapter %s", path)
+            self.remove_lora(lora_id)
+            return f"{type(error).__name__}: {error}"
+        return None
