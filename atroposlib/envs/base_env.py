@@ -22,7 +22,7 @@ from atroposlib.envs.errors import GroupTooLargeError
 from atroposlib.envs.metrics import Durations, JsonlSink, Sink, length_metrics, open_wandb
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem, completion_lengths, group_items, rejection, wire_form
-from atroposlib.envs.records import JsonlWriter, checkpoint_file, markdown_table, write_eval_results, write_whole
+from atroposlib.envs.records import JsonlWriter, checkpoint_file, markdown_table, newest_checkpoint, write_eval_results, write_whole
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -347,10 +347,10 @@ class BaseEnv(ABC):
             write_whole(checkpoint_file(self.checkpoint_dir, self.registered_name, step), orjson.dumps(data))
 
     def load_checkpoint(self) -> None:
-        """Set the attributes that the checkpoint of exactly `self.curr_step` holds, if there is one."""
-        path = checkpoint_file(self.checkpoint_dir, self.registered_name, self.curr_step)
-        if not path.exists():
-            log.info("No environment checkpoint at %s: starting afresh", path)
+        """Set the attributes that the last checkpoint at or before `self.curr_step` holds, if there is one."""
+        path = newest_checkpoint(self.checkpoint_dir, self.registered_name, self.display_name, self.curr_step)
+        if path is None:
+            log.info("No checkpoint of %s up to step %d in %r: starting afresh", self.display_name, self.curr_step, self.checkpoint_dir)
             return
         for name, value in orjson.loads(path.read_bytes()).items():
             setattr(self, name, value)

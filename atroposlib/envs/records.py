@@ -75,6 +75,18 @@ def checkpoint_file(checkpoint_dir: str, wandb_name: str, step: int) -> Path:
     return Path(checkpoint_dir) / "env_checkpoints" / wandb_name / f"step-{step}.json"
 
 
+def newest_checkpoint(checkpoint_dir: str, wandb_name: str, display_name: str, step: int) -> Path | None:
+    """The last checkpoint at or before `step`: of `wandb_name`, else of the name with another number, which a restart gets."""
+    root = Path(checkpoint_dir) / "env_checkpoints"
+    numbered = [folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()]
+    for folder in [root / wandb_name, *numbered]:
+        steps = [int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json")]
+        known = [each for each in steps if each <= step]
+        if known:
+            return checkpoint_file(checkpoint_dir, folder.name, max(known))
+    return None
+
+
 def crossed(old: int, new: int, interval: int) -> int | None:
     """The largest multiple of `interval` in (old, new], or None."""
     if interval <= 0:

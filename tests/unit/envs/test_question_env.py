@@ -70,7 +70,8 @@ async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path
             taken = [await env.get_next_item() for _ in range(3)]
             env.save_checkpoint(10)
         async with running_env(EchoEnv, tmp_path, server) as env:
-            env.checkpoint_dir, env.registered_name, env.curr_step = str(tmp_path), "echo_0", 10
+            # The API has numbered the restarted environment anew, and the trainer has gone three steps beyond its checkpoint.
+            env.checkpoint_dir, env.registered_name, env.curr_step = str(tmp_path), "echo_1", 13
             env.load_checkpoint()
             assert [*taken, await env.get_next_item()] == ["0", "1", "2", "3"]
 
