@@ -117,8 +117,11 @@ def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server:
 
 @pytest.mark.timeout(600)
 def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(vllm_server: Server) -> None:
-    server = vllm_server
-    child = start_child(server, "many")
+    check_two_hundred_syncs(vllm_server, start_child(vllm_server, "many"))
+
+
+def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> None:
+    """`child` syncs 200 times while clients generate; nothing fails, nothing grows."""
     with Load(server, clients=2) as load:
         held = {}
         for version in (20, 200):

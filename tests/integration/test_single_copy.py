@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server
-from tests.integration.test_bridge import PARITY, PROMPT, finish, read_until, sync_and_probe
+from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe
 from tests.integration.test_bridge import start_child as start_broadcast
 
 DEADLINE_S = 60
@@ -179,3 +179,8 @@ def test_broadcast_heals_what_a_single_copy_left(vllm_server: Server) -> None:
     check_refusal(vllm_server, "died while it updated")
     assert sync_and_probe(vllm_server) <= PARITY
     assert vllm_server.status()["refusing"] is None
+
+
+@pytest.mark.timeout(600)
+def test_two_hundred_updates_under_load_fail_no_request_and_leak_nothing(vllm_server: Server) -> None:
+    check_two_hundred_syncs(vllm_server, start_child(vllm_server, "many"))
