@@ -6,11 +6,11 @@ raised BridgeError is not called again; `drop` ends what is left.
 
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from atroposlib.logs import get_logger, waiting
 from example_trainer.bridges import BridgeError
+from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.vllm_client import VllmClient
 from vllm_patching import transport
 from vllm_patching.protocol import GOODBYE, Bucket, Manifest, SessionOffer, ack_key, go_key
@@ -66,13 +67,10 @@ class ServerLink:
         self._settings = settings
         self._session = uuid.uuid4().hex
         self._sequence = 0
-        self._ended = threading.Event()
-        self.lost: str | None = None  # why the last heartbeat failed
         self._store = rendezvous.connection()
         vllm.open_session(asdict(self._offer(manifest, rendezvous)))
         self._groups = self._form_groups(rendezvous)
-        self._heart = threading.Thread(target=self._heartbeats, name=f"BridgeHeartbeat {vllm.url}", daemon=True)
-        self._heart.start()
+        self._heart = Heartbeat(partial(vllm.heartbeat, self._session), settings.lease_s / 3)
 
     @property
     def bytes_sent(self) -> int:
@@ -81,8 +79,8 @@ class ServerLink:
 
     def check_alive(self) -> None:
         """Raise BridgeError if the last heartbeat failed."""
-        if self.lost is not None:
-            raise BridgeError(f"the session with vLLM is lost: {self.lost}")
+        if self._heart.lost is not None:
+            raise BridgeError(f"the session with vLLM is lost: {self._heart.lost}")
 
     def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
@@ -111,7 +109,7 @@ class ServerLink:
 
     def drop(self, reason: str) -> None:
         """End a link that failed; ask the server, if it still listens, not to sample from a version that the others have left."""
-        self._ended.set()
+        self._heart.stop(timeout_s=0)
         try:
             self.vllm.fence(self._session, reason)
         except BridgeError as error:
@@ -120,8 +118,7 @@ class ServerLink:
 
     def close(self) -> None:
         """Leave in an orderly way."""
-        self._ended.set()
-        self._heart.join(self._settings.timeout_s)
+        self._heart.stop(self._settings.timeout_s)
         try:
             self._store.set(go_key(self._session, self._sequence), GOODBYE)
             self.vllm.close_session(self._session)
@@ -169,17 +166,6 @@ class ServerLink:
                 f"{timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"
             ) from error
         return groups
-
-    def _heartbeats(self) -> None:
-        while not self._ended.wait(self._settings.lease_s / 3):
-            try:
-                self.vllm.heartbeat(self._session)
-            except BridgeError as error:
-                self.lost = str(error)
-                if not self._ended.is_set():
-                    log.warning("[Bridge] Heartbeat failed: %s", error)
-            else:
-                self.lost = None
 
     def _worker_states(self) -> str:
         """What vLLM's workers say about it, for an error message."""
