@@ -77,10 +77,15 @@ class ServerLink:
         """Of one transfer; every worker receives whole tensors."""
         return self._nbytes * self._workers
 
+    @property
+    def lost(self) -> str | None:
+        """Why the last heartbeat failed, None if it did not."""
+        return self._heart.lost
+
     def check_alive(self) -> None:
         """Raise BridgeError if the last heartbeat failed."""
-        if self._heart.lost is not None:
-            raise BridgeError(f"the session with vLLM is lost: {self._heart.lost}")
+        if self.lost is not None:
+            raise BridgeError(f"the session with vLLM is lost: {self.lost}")
 
     def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
