@@ -31,6 +31,10 @@ class BridgeConflict(RuntimeError):
         self.status = status
 
 
+class WorkerFailed(RuntimeError):
+    """A worker could not do what it was asked for; the message says which and why, its log has the traceback."""
+
+
 @dataclass
 class Session:
     """One trainer's hold on the bridge; `renewed` is its last sign of life (monotonic)."""
@@ -290,5 +294,9 @@ class BridgeState:
         )
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` on every worker, rank by rank. Raises TimeoutError after RPC_DEADLINE_S."""
-        return await asyncio.wait_for(self.engine.collective_rpc(method, args=args), RPC_DEADLINE_S)
+        """Call `method` on every worker; their replies, rank by rank. Raises WorkerFailed, TimeoutError after RPC_DEADLINE_S."""
+        replies = await asyncio.wait_for(self.engine.collective_rpc(method, args=args), RPC_DEADLINE_S)
+        for rank, reply in enumerate(replies):
+            if isinstance(reply, dict) and "failed" in reply:
+                raise WorkerFailed(f"{method} failed on rank {rank}: {reply['failed']}")
+        return replies

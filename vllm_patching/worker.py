@@ -1,11 +1,14 @@
 """BridgeWorker: vLLM's own worker plus an arena and an updater thread, chosen with `--worker-cls vllm_patching.worker.BridgeWorker`.
 
 Its `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two forward steps,
-in the same order on all ranks, which is what makes a commit atomic.
+in the same order on all ranks, which is what makes a commit atomic. They never raise: vLLM stops reading at the first rank that does,
+and every later call would get the replies that were left behind. What goes wrong is the reply, {"failed": why}.
 """
 
+import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,20 @@ from vllm_patching.shared_buffer import SharedBuffer
 from vllm_patching.updater import WeightUpdater
 
 log = compat.init_logger("vllm.atropos_bridge")
+
+
+def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method` with {"failed": why} as its reply where it raises."""
+
+    @functools.wraps(method)
+    def answer(self: "BridgeWorker", *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except Exception as error:
+            log.exception("%s failed", method.__name__)
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    return answer
 
 
 class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
@@ -41,16 +58,20 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         log.info("[vLLM Patch] ✓ Weight updater thread started (name: %s)", self._updater.thread_name)
         log.info("[vLLM Patch] ✓ Shared memory setup complete!")
 
+    @_answered
     def bridge_manifest(self) -> dict[str, object]:
         return self._manifest.to_json()
 
+    @_answered
     def bridge_status(self) -> dict[str, object]:
         return self._updater.status()
 
+    @_answered
     def bridge_open(self, offer: dict[str, Any]) -> dict[str, object]:
         self._updater.open(SessionOffer.from_json(offer))
         return self._updater.status()
 
+    @_answered
     def bridge_attach(self) -> dict[str, Any]:
         """Where this rank's live weights are and what is where in them, or {"refused": why they cannot be shared}."""
         if refused := self._why_not_shared():
@@ -66,6 +87,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             "shards": [asdict(shard) for shard in self._arena.shards.values()],
         }
 
+    @_answered
     def bridge_renew(self) -> str | None:
         """Move the live weights out of reach of a trainer that may still write to them; why not, where that is impossible."""
         if isinstance(self._arena.live, SharedBuffer):
@@ -73,11 +95,13 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             return None
         return "captured CUDA graphs hold the addresses of the weights"
 
+    @_answered
     def bridge_staged(self, session: str, version: int) -> bool:
         return self._updater.take(session, version) is not None
 
+    @_answered
     def bridge_apply(self, session: str, version: int) -> float:
-        """Swap the staged weights in; seconds. Raises RuntimeError if that version is not staged here."""
+        """Swap the staged weights in; seconds. Fails if that version is not staged here."""
         staging = self._updater.take(session, version)
         if staging is None:
             raise RuntimeError(f"policy version {version} of session {session} is not staged on rank {self._tp_rank}")
