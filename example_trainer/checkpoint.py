@@ -183,9 +183,9 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
             f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "
             "give the same --optimizer"
         )
-    if state["shapes"] != _shapes(optimizer):
+    if state.get("shapes") != _shapes(optimizer):
         raise CheckpointError(
-            f"{folder / STATE} holds the moments of {len(state['shapes'])} parameters, not of this run's {len(_shapes(optimizer))}: "
+            f"{folder / STATE} holds the moments of other parameters than this run's {len(_shapes(optimizer))}: "
             "give the same model and, where weights are shared with vLLM, the same --tensor-parallel-size; "
             "or start anew with the checkpoint as --model-name"
         )
