@@ -4,7 +4,7 @@
     trainer       open_buffer(process, fd, n)    the same pages, through /proc/PID/fd/FD
 
 A memfd lives as long as someone has it open or mapped: whoever is killed, nothing is left behind, and no limit of /dev/shm (64 MB in a
-container) applies. Its size is sealed, so no one can shrink it under a reader.
+container) applies to the weights. Its size is sealed, so no one can shrink it under a reader.
 """
 
 import errno
