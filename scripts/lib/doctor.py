@@ -182,7 +182,7 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         for server in servers:
             if server.manifest:
                 yield checks.check_same_model(model, server.manifest)
-    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, ranks)
+    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, separate_workers=ranks > 1 or not gpus)
 
 
 # --- looking -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ MIB = 1 << 20
 PYTHON = (3, 11)
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 PROCESSES_BYTES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache
-QUEUE_BYTES = 256 * MIB  # vLLM's message queue between its processes with more than one rank
+QUEUE_BYTES = 400 * MIB  # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,9 @@ def check_cores(tensor_parallel: int, cores: int) -> Finding:
 # --- memory -------------------------------------------------------------------------------------------------------------
 
 
-def check_shared_memory(free: int, tensor_parallel: int) -> Finding:
-    """/dev/shm holds vLLM's queues between ranks; weights that are shared are not in it."""
-    need = 64 * MIB + (QUEUE_BYTES if tensor_parallel > 1 else 0)
+def check_shared_memory(free: int, separate_workers: bool) -> Finding:
+    """/dev/shm holds vLLM's queues to its workers, always on CPUs; weights that are shared are not in it."""
+    need = 64 * MIB + (QUEUE_BYTES if separate_workers else 0)
     shown = f"{_size(free)} free, {_size(need)} needed"
     if free < need:
         return Finding("fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)")
