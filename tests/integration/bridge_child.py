@@ -8,10 +8,12 @@ import http.client
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -94,6 +96,17 @@ def _stop_at_second_bucket(bridge: Any, with_signal: signal.Signals) -> None:
     groups.broadcast = broadcast
 
 
+def held_by(pids: list[int]) -> dict[str, int]:
+    """What processes hold together; of memory, what the kernel cannot drop and read again from a file when it is short of it."""
+    processes = [psutil.Process(pid) for pid in pids]
+    kept = re.compile(r"Rss(?:Anon|Shmem):\s+(\d+) kB")
+    return {
+        "memory": sum(int(kb) << 10 for pid in pids for kb in kept.findall(Path(f"/proc/{pid}/status").read_text())),
+        "files": sum(process.num_fds() for process in processes),
+        "threads": sum(process.num_threads() for process in processes),
+    }
+
+
 def _many(bridge: Any, model: torch.nn.Module) -> None:
     """Syncs 1 to 200; what this process holds after the first 20 and at the end."""
     logging.getLogger().setLevel(logging.WARNING)  # nobody reads the pipe meanwhile
@@ -106,9 +119,7 @@ def _many(bridge: Any, model: torch.nn.Module) -> None:
     for version in range(1, 201):
         bridge.sync(version, nudge)
         if version in (20, 200):
-            process = psutil.Process()
-            held = {"memory": process.memory_info().rss, "files": process.num_fds(), "threads": process.num_threads()}
-            print(f"SYNCED {version} {json.dumps(held)}", flush=True)
+            print(f"SYNCED {version} {json.dumps(held_by([os.getpid()]))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 
+from tests.integration.bridge_child import held_by
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, session_members
 
 CHILD = Path(__file__).with_name("bridge_child.py")
@@ -135,15 +135,6 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
     for side in ("trainer", "server"):
         grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}
         assert grown["memory"] < 150e6 and grown["files"] < 20 and grown["threads"] < 20, (side, held)
-
-
-def held_by(pids: list[int]) -> dict[str, int]:
-    processes = [psutil.Process(pid) for pid in pids]
-    return {
-        "memory": sum(process.memory_info().rss for process in processes),
-        "files": sum(process.num_fds() for process in processes),
-        "threads": sum(process.num_threads() for process in processes),
-    }
 
 
 class Load:
