@@ -366,16 +366,16 @@ class RolloutService:
             self.state.take_gone()
             self._number = self._applied = number
             self._since_snapshot += 1
-        if not self._number:
-            self._number = self._applied = 1
-            founded = changes.Founded(_instance())
-            self.state.apply(founded)
-            journal.write(1, encode_change(founded), (), self._log_failure)
         needed = {rollout.id for rollout in self.state.rollouts()}
         self._keep([body for body in journal.bodies() if body.id in needed])
         if missing := needed - self._bodies.keys():
             raise JournalError(f"--journal {journal.path} is damaged: {len(missing)} groups have no body; {journal.remedy}")
         journal.keep_only(needed)
+        if not self._number:
+            self._number = self._applied = 1
+            founded = changes.Founded(_instance())
+            self.state.apply(founded)
+            journal.write(1, encode_change(founded), (), self._log_failure)  # its thread has the database from here on
         self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
         for environment in self.state.queue.environments:
             self.hear_environment(environment.env_id)

@@ -242,3 +242,16 @@ def test_posts_that_wait_together_share_a_transaction(path: Path) -> None:
 
     asyncio.run(post_many())
     assert sum(commits) >= 100 and len(commits) <= 20
+
+
+def test_a_new_journal_is_written_only_after_it_was_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writers, keep_only = [], Journal.keep_only
+
+    def noted(journal: Journal, ids: set[int]) -> None:
+        writers.append(journal._thread)
+        keep_only(journal, ids)
+
+    monkeypatch.setattr(Journal, "keep_only", noted)
+    with api(path) as client:
+        register(client, batch_size=8)
+    assert writers == [None]  # one connection: a writer beside it meets "a transaction within a transaction"
