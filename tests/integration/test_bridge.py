@@ -122,6 +122,7 @@ def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(vllm_serv
 
 def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> None:
     """`child` syncs 200 times while clients generate; nothing fails, nothing grows."""
+    read_until(child, "SYNCED 0")  # before, a request may begin under a higher version that an earlier trainer left
     with Load(server, clients=2) as load:
         held = {}
         for version in (20, 200):
