@@ -51,7 +51,7 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
     assert group is not None and backlog == []
     assert group["scores"] == [1.0, 0.0, 1.0, 0.0]
     assert env.outcomes == {Outcome.RIGHT: 2, Outcome.WRONG: 1, Outcome.UNPARSEABLE: 1}
-    assert group["policy_versions"] == [[3, 3]] * 4 and group["generation_params"] == {"temperature": 1.0}
+    assert group["policy_versions"] == [[3, 3]] * 4 and group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
     tokenizer = make_tiny_tokenizer()
     prompt = f"<|im_start|>user\n{item.question}<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode(tokens) for tokens in group["tokens"][:2]] == [f"{prompt}5<|im_end|>", f"{prompt}6<|im_end|>"]
