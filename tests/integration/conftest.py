@@ -17,10 +17,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
-from tests.integration.namespaces import entering, inside
+from tests.integration.namespaces import entering, inside, tied
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 240
+SHARING_A_SERVER = {"test_bridge", "test_single_copy", "test_lora", "test_restart"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist, which puts a test's lane into its name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two lanes, which may run side by side: tests that share the servers below, and tests that start their own, some on known ports."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group("shared" if item.path.stem in SHARING_A_SERVER else "own"))
 
 
 @dataclass
@@ -83,7 +92,7 @@ def start_server(
     command += ["--max-model-len", "512", "--num-gpu-blocks-override", "512", "--api-key", API_KEY, "--host", host, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            entering(namespace, command), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder
+            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder
         )
     server = Server(port, str(model), log, process, host, namespace)
     if wait:

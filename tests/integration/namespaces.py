@@ -46,6 +46,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True)  # takes the cable with it
 
 
+def tied(command: list[str], signal_name: str = "KILL") -> list[str]:
+    """`command` as it is run so that it does not outlive the tests: the kernel signals it when the process that starts it dies."""
+    return ["setpriv", "--pdeathsig", signal_name, "--", *command]
+
+
 def entering(namespace: str | None, command: list[str]) -> list[str]:
     """`command` as it is run inside the namespace."""
     return ["ip", "netns", "exec", namespace, *command] if namespace else command

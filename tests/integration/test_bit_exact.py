@@ -30,6 +30,7 @@ from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
 from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.namespaces import tied
 
 PROMPTS = 12
 ANSWER = 32
@@ -168,7 +169,7 @@ def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(llama_folder: 
     command = [sys.executable, "-m", "example_trainer.simple_rl", "--model", str(llama_folder), "--steps", "3", "--prompts", "2"]
     command += ["--group-size", "4", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "12", "--out"]
     runs = [tmp_path / "once", tmp_path / "again"]
-    processes = [subprocess.Popen([*command, str(out)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs]
+    processes = [subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs]
     for process in processes:
         shown, _ = process.communicate(timeout=240)
         assert process.returncode == 0 and shown.count("Bitwise identical: True") == 3

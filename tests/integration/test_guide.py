@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import REPOSITORY
+from tests.integration.namespaces import tied
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -70,7 +71,7 @@ def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
             with (tmp_path / f"{name}.log").open("wb") as log:
                 command = ["env", *replaced(words, model), *extra.get(name, [])]
                 services[name] = subprocess.Popen(
-                    command,
+                    tied(command, "TERM"),
                     cwd=REPOSITORY,
                     env=environment,
                     stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from example_trainer.bridges import BridgeError
 from example_trainer.bridges.lora import LoraBridge
 from example_trainer.config import TrainerConfig
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
+from tests.integration.namespaces import tied
 
 CPU = torch.device("cpu")
 PARITY = 2e-5  # fp32 on both sides; the same adapter differs by about 1e-6 on this model, the versions below by more than 1e-2
@@ -137,7 +138,7 @@ def wait_until(holds: Any) -> None:
 
 def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_once(server: Server, tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)],
+        tied([sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)]),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert child.stdout is not None and child.stderr is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import REPOSITORY, free_port
+from tests.integration.namespaces import tied
 from tests.integration.test_server_death import session_members
 
 pytestmark = pytest.mark.timeout(1000)  # set-up and four services, on two cores
@@ -39,7 +40,7 @@ def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Pop
     command = [str(REPOSITORY / "scripts" / "quickstart.sh"), "--steps", str(steps), "--run-name", run_name]
     command += ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
     with console.open("wb") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(tied(command, "TERM"), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def service_pids(run: Path) -> dict[str, int]:

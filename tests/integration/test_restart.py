@@ -17,6 +17,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from example_trainer.server_process import mapped_shared_memory
 from tests.integration.conftest import API_KEY, Server, free_port
+from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT
 from tests.integration.test_server_death import session_members
 
@@ -27,7 +28,7 @@ DEADLINE_S = 60
 def start_child(model: Path, port: int, folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:
     with (folder / "child.log").open("w") as log:
         return subprocess.Popen(
-            [sys.executable, str(CHILD), str(model), str(port), str(folder), *flags],
+            tied([sys.executable, str(CHILD), str(model), str(port), str(folder), *flags]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server
+from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe
 from tests.integration.test_bridge import start_child as start_broadcast
 
@@ -22,7 +23,7 @@ DEADLINE_S = 60
 
 def start_child(server: Server, act: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.single_child", server.model, str(server.port), act],
+        tied([sys.executable, "-m", "tests.integration.single_child", server.model, str(server.port), act]),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

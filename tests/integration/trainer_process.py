@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.conftest import API_KEY, REPOSITORY
-from tests.integration.namespaces import entering
+from tests.integration.namespaces import entering, tied
 
 CHILD = Path(__file__).with_name("several_child.py")
 PARITY = 2e-5  # as in test_bridge.py
@@ -67,7 +67,7 @@ def trainer_process(model: str, folder: Path, *flags: str, namespace: str | None
     log = folder / "trainer.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            entering(namespace, command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            entering(namespace, tied(command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
             env={**os.environ, "VLLM_API_KEY": API_KEY, "PYTHONPATH": str(REPOSITORY), **environment},
         )  # fmt: skip
     try:
