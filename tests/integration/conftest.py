@@ -92,8 +92,9 @@ def start_server(
     command += ["--max-model-len", "512", "--num-gpu-blocks-override", "512", "--api-key", API_KEY, "--host", host, *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True, cwd=folder
-        )
+            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder,
+            start_new_session=True,
+        )  # fmt: skip
     server = Server(port, str(model), log, process, host, namespace)
     if wait:
         await_server(server)

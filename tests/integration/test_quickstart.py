@@ -38,9 +38,9 @@ class Finished:
 
 def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Popen[bytes]:
     command = [str(REPOSITORY / "scripts" / "quickstart.sh"), "--steps", str(steps), "--run-name", run_name]
-    command += ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
+    command = tied([*command, "--api-port", str(free_port()), "--vllm-port", str(free_port())], "TERM")
     with console.open("wb") as output:
-        return subprocess.Popen(tied(command, "TERM"), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def service_pids(run: Path) -> dict[str, int]:
