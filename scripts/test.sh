@@ -19,4 +19,4 @@ say "ruff"
 say "mypy"
 .venv/bin/python -m mypy atroposlib environments example_trainer vllm_patching scripts
 say "pytest (each test at most 300 s)"
-exec .venv/bin/python -m pytest -n 2 --dist loadgroup "$@"
+exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"

@@ -1,9 +1,15 @@
-"""What holds for every test: Ctrl-C reaches children, and property tests neither race the clock nor, in CI, change from run to run."""
+"""What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from run to run, and where
+two run at a time, which may not.
+"""
 
 import os
 import signal
+from pathlib import PurePosixPath
 
+import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 # a run started in the background by a shell ignores Ctrl-C, and so would every process that the tests start and interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -12,3 +18,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
+
+SHARING_A_SERVER = {"test_bridge", "test_single_copy", "test_lora", "test_restart"}
+
+
+class Lanes(LoadScopeScheduling):
+    """A worker takes a file of unit tests at a time, or one of two lanes whole: integration tests that share the servers of their conftest,
+    and those that start their own, some on known ports.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = PurePosixPath(nodeid.split("::")[0])
+        if "integration" not in file.parts:
+            return str(file)
+        return "shared servers" if file.stem in SHARING_A_SERVER else "own servers"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return Lanes(config, log)

@@ -21,15 +21,6 @@ from tests.integration.namespaces import entering, inside, tied
 
 REPOSITORY = Path(__file__).parents[2]
 START_DEADLINE_S = 240
-SHARING_A_SERVER = {"test_bridge", "test_single_copy", "test_lora", "test_restart"}
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist, which puts a test's lane into its name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two lanes, which may run side by side: tests that share the servers below, and tests that start their own, some on known ports."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("shared" if item.path.stem in SHARING_A_SERVER else "own"))
 
 
 @dataclass
