@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from example_trainer.server_process import mapped_shared_memory
 from tests.integration.namespaces import entering, inside, tied
 
 REPOSITORY = Path(__file__).parents[2]
@@ -115,6 +116,15 @@ def session_members(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
+
+
+def shared_memory(pid: int) -> set[int]:
+    """Inodes in /dev/shm that the processes of session `pid` have mapped."""
+    return mapped_shared_memory(session_members(pid))
+
+
+def left_in_shared_memory(inodes: set[int]) -> list[str]:
+    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
 def workers_of(server: Server) -> list[int]:

@@ -15,11 +15,9 @@ import requests
 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from example_trainer.server_process import mapped_shared_memory
-from tests.integration.conftest import API_KEY, Server, free_port
+from tests.integration.conftest import API_KEY, Server, free_port, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT
-from tests.integration.test_server_death import session_members
 
 CHILD = Path(__file__).with_name("restart_child.py")
 DEADLINE_S = 60
@@ -83,15 +81,6 @@ class Sampler:
     def end(self) -> None:
         self._end.set()
         self._thread.join(DEADLINE_S)
-
-
-def shared_memory(pid: int) -> set[int]:
-    """Inodes in /dev/shm that a server's processes have mapped."""
-    return mapped_shared_memory(session_members(pid))
-
-
-def left_in_shared_memory(inodes: set[int]) -> list[str]:
-    return [entry.name for entry in os.scandir("/dev/shm") if entry.inode() in inodes]
 
 
 def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_trainer(llama_folder: Path, tmp_path: Path) -> None:

@@ -6,41 +6,41 @@ import socket
 import time
 from pathlib import Path
 
-from tests.integration.conftest import Server, session_members, start_server, workers_of
+from tests.integration.conftest import Server, left_in_shared_memory, session_members, shared_memory, start_server, workers_of
 from tests.integration.trainer_process import trainer_process
 
 
-def nothing_is_left(server: Server, shared_memory: set[str], within_s: float) -> None:
+def nothing_is_left(server: Server, mapped: set[int], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while session_members(server.process.pid) and time.monotonic() < deadline:
         server.process.poll()
         time.sleep(0.2)
     assert session_members(server.process.pid) == []
-    assert set(os.listdir("/dev/shm")) - shared_memory == set()
+    assert left_in_shared_memory(mapped) == []
     with socket.create_server(("127.0.0.1", server.port)):
         pass
 
 
 def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     server = start_server(llama_folder, tmp_path)
     with trainer_process(str(llama_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
         assert len(session_members(server.process.pid)) >= 3
+        mapped = shared_memory(server.process.pid)
         os.kill(server.process.pid, signal.SIGKILL)
         trainer.ask()
         assert f"http://localhost:{server.port}" in trainer.failure()
         server.process.wait(10)
-        nothing_is_left(server, before, within_s=20)
+        nothing_is_left(server, mapped, within_s=20)
 
 
 def test_one_killed_worker_of_two_ends_the_server_and_the_trainer_says_which(qwen_folder: Path, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
     server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2")
     with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
         assert trainer.sync_with(1) == 1
+        mapped = shared_memory(server.process.pid)
         _, second = sorted(workers_of(server))
         os.kill(second, signal.SIGKILL)
         trainer.ask()
         failure = trainer.failure()
         assert "BridgeError" in failure and f"http://localhost:{server.port}" in failure
-        nothing_is_left(server, before, within_s=60)
+        nothing_is_left(server, mapped, within_s=60)
