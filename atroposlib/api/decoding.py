@@ -16,6 +16,7 @@ import msgspec
 T = TypeVar("T")
 Location = tuple[str | int, ...]
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")
+_MISSING = re.compile(r"missing required field `(\w+)`")
 _SHOWN = 80  # characters of a refused value that are repeated to its sender
 
 
@@ -47,43 +48,70 @@ class RefusedBody(Exception):
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes JSON to one type: strictly first, then with numeric strings and integral floats taken as numbers."""
+    """Decodes JSON or MessagePack to one type: strictly first, then with what clients of the ancestor send taken as numbers."""
 
     def __init__(self, of: type[T]) -> None:
+        self._type = of
         self._packed = msgspec.msgpack.Decoder(of)
         self._strict = msgspec.json.Decoder(of)
         self._lax = msgspec.json.Decoder(of, strict=False)
 
     def decode(self, body: bytes) -> T:
-        """Raises RefusedBody (422)."""
+        """From JSON. Raises RefusedBody (422)."""
         return self.decode_verbatim(body)[0]
 
-    def decode_verbatim(self, body: bytes) -> tuple[T, bool]:
-        """As `decode`, and whether the body says it as it is, without a number in a string. Raises RefusedBody (422)."""
-        try:
-            return self._strict.decode(body), True
-        except msgspec.ValidationError:
-            return self._coerced(body), False
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_json(body, error) from None
+    def decode_verbatim(self, body: bytes, packed: bool = False) -> tuple[T, bool]:
+        """What the body says, and whether it says it as it is: False where a number came as a boolean or, in JSON, as a string or 1.0.
 
-    def unpack(self, body: bytes) -> T:
-        """As `decode`, from MessagePack and without leniency. Raises RefusedBody (422)."""
+        Raises RefusedBody (422).
+        """
         try:
-            return self._packed.decode(body)
+            return (self._packed if packed else self._strict).decode(body), True
         except msgspec.ValidationError as error:
-            message, location = _message_and_location(error)
-            raise RefusedBody(422, message, location=location, kind="type_error") from None
+            return self._unpacked_again(body, error) if packed else self._coerced(body), False
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid") from None
+            raise _not_msgpack(error) if packed else _not_json(body, error) from None
 
     def _coerced(self, body: bytes) -> T:
         try:
             decoded = self._lax.decode(body)
+        except msgspec.ValidationError as error:
+            decoded = self._counted(_leniently(body), error, body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_of_type(body, error) from None
         refuse_non_finite(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
         return decoded
+
+    def _unpacked_again(self, body: bytes, error: msgspec.ValidationError) -> T:
+        try:
+            return self._counted(msgspec.msgpack.decode(body), error, None)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as unreadable:
+            raise _not_msgpack(unreadable) from None
+
+    def _counted(self, tree: Any, error: Exception, body: bytes | None) -> T:
+        """From a tree, with booleans as 0 and 1 in the fields that hold numbers. `body` is its JSON, if that is what it was."""
+        counted: set[str] = set()
+        while True:
+            _, message, location = _kind_message_and_location(error)
+            field = next((part for part in reversed(location) if isinstance(part, str)), None)
+            if "got `bool`" not in message or field is None or field in counted:
+                raise _not_of_type(body, error) from None
+            counted.add(field)
+            for record in tree if isinstance(tree, list) else [tree]:
+                if isinstance(record, dict) and field in record:
+                    record[field] = _booleans_counted(record[field])
+            try:
+                return msgspec.convert(tree, self._type, strict=body is None)
+            except (msgspec.ValidationError, RecursionError) as next_error:
+                error = next_error
+
+
+def _booleans_counted(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_booleans_counted(inner) for inner in node]
+    if isinstance(node, dict):
+        return {key: _booleans_counted(value) for key, value in node.items()}
+    return int(node) if isinstance(node, bool) else node
 
 
 def gunzip(body: bytes, limit: int) -> bytes:
@@ -113,19 +141,27 @@ def too_large(limit: int) -> RefusedBody:
 # --- what is wrong with a body -------------------------------------------------------------------------------------------
 
 
-def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
-    tree = _leniently(body)
-    if tree is _UNREADABLE:
+def _not_of_type(body: bytes | None, error: Exception) -> RefusedBody:
+    """`body` is None for MessagePack, whose values are not repeated."""
+    tree = None if body is None else _leniently(body)
+    if body is not None and tree is _UNREADABLE:
         return _not_json(body, error)
     if (found := _non_finite(tree)) is not None:
         return found
-    message, location = _message_and_location(error)
-    return RefusedBody(422, message, location=location, value=shown(_at(tree, location)), kind="type_error")
+    kind, message, location = _kind_message_and_location(error)
+    value = None if body is None or kind == "missing" else shown(_at(tree, location))
+    return RefusedBody(422, message, location=location, value=value, kind=kind)
 
 
-def _message_and_location(error: Exception) -> tuple[str, Location]:
+def _kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
     message, _, path = str(error).partition(" - at `$")
-    return message, tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
+    location = tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
+    missing = _MISSING.search(message)
+    return ("missing", message, (*location, missing[1])) if missing else ("type_error", message, location)
+
+
+def _not_msgpack(error: Exception) -> RefusedBody:
+    return RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid")
 
 
 def _not_json(body: bytes, error: Exception) -> RefusedBody:

@@ -1,20 +1,25 @@
 """What only the values of a group tell: lengths that must agree, finite numbers, ids in the vocabulary; and the bytes that are stored.
 
-A group is decoded once, to be checked. What is stored are the bytes of its fields as they came, spliced into an item of fourteen keys
-(nulls included) in the format in which it was posted; /batch splices items into batches.
+A group is decoded once, to be checked. What is stored are its bytes as they came, in the format in which it was posted, with nulls
+appended to make an item of fourteen keys; a body with other fields besides is taken apart and spliced anew. /batch splices items into
+batches.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from atroposlib.api.decoding import BodyDecoder, Location, RefusedBody, refuse_non_finite, shown
 from atroposlib.api.wire import PostedData, ScoredData
 
 NULL = {False: b"null", True: b"\xc0"}  # JSON, MessagePack
 _ITEM = [name for name in ScoredData.__struct_fields__ if name != "policy_versions"]
+_CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
+_FIXMAP = 0x80  # MessagePack's first byte of a map of n <= 15 keys is this + n
 
 
 def _raw_item(packed: bool, versions: bool) -> type[msgspec.Struct]:
@@ -22,35 +27,74 @@ def _raw_item(packed: bool, versions: bool) -> type[msgspec.Struct]:
     return msgspec.defstruct("Item", fields + ([("policy_versions", msgspec.Raw, msgspec.Raw(NULL[packed]))] if versions else []))
 
 
-_CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
+def _plain_group() -> type[PostedData]:
+    """PostedData that refuses unknown fields and tells absent ones from null."""
+    fields = [(field.name, field.type | UnsetType, UNSET) for field in msgspec.structs.fields(PostedData) if not field.required]
+    return msgspec.defstruct("PlainGroup", fields, bases=(PostedData,), forbid_unknown_fields=True)
+
+
+PlainGroup = _plain_group()
+_OPTIONAL = [name for name in _ITEM if name not in ("tokens", "masks", "scores")]
 _SPLICERS = {
     (packed, versions): _CODEC[packed].Decoder(_raw_item(packed, versions)).decode for packed in (False, True) for versions in (False, True)
 }
 _LIST_SPLICERS = {packed: _CODEC[packed].Decoder(list[msgspec.Raw]).decode for packed in (False, True)}
+_plain_group_of = {packed: _CODEC[packed].Decoder(PlainGroup).decode for packed in (False, True)}
+_plain_groups_of = {packed: _CODEC[packed].Decoder(list[PlainGroup]).decode for packed in (False, True)}
 _group: BodyDecoder[PostedData] = BodyDecoder(PostedData)
 _groups: BodyDecoder[list[PostedData]] = BodyDecoder(list[PostedData])
 
 
 def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
-    """A posted group, and its bytes. Raises RefusedBody (422)."""
-    if packed:
-        return _group.unpack(body), body
-    data, verbatim = _group.decode_verbatim(body)
-    return data, body if verbatim else msgspec.json.encode(data)
+    """A posted group, and the item that a trainer gets. Raises RefusedBody (422)."""
+    try:
+        return _with_item(_plain_group_of[packed](body), body, packed)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        pass  # it has fields of its own, or is refused below
+    data, verbatim = _group.decode_verbatim(body, packed)
+    return _with_item(data, body if verbatim else _CODEC[packed].encode(data), packed)
 
 
 def read_groups(body: bytes, packed: bool) -> list[tuple[PostedData, bytes]]:
-    """The groups of a posted list, and the bytes of each. Raises RefusedBody (422)."""
-    groups, verbatim = (_groups.unpack(body), True) if packed else _groups.decode_verbatim(body)
-    if not verbatim:
-        return [(data, msgspec.json.encode(data)) for data in groups]
-    return list(zip(groups, (bytes(raw) for raw in _LIST_SPLICERS[packed](body)), strict=True))
+    """The groups of a posted list, and the item of each. Raises RefusedBody (422)."""
+    try:
+        groups, verbatim = _plain_groups_of[packed](body), True
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
+        groups, verbatim = _groups.decode_verbatim(body, packed)
+    bodies = map(bytes, _LIST_SPLICERS[packed](body)) if verbatim else map(_CODEC[packed].encode, groups)
+    return [_with_item(data, each, packed) for data, each in zip(groups, bodies, strict=True)]
 
 
-def item_bytes(data: PostedData, body: bytes, packed: bool) -> bytes:
-    """The item that a trainer gets, from a checked group and its bytes."""
-    item = _SPLICERS[packed, data.policy_versions is not msgspec.UNSET](body)
-    return bytes(_CODEC[packed].encode(item))
+def _with_item(data: PostedData, body: bytes, packed: bool) -> tuple[PostedData, bytes]:
+    """The group, and its bytes as an item: the keys that it lacks appended as nulls where that is all that is to do, else spliced anew."""
+    item = _extended(data, body, packed) if isinstance(data, PlainGroup) else None
+    for name in (*_OPTIONAL, "idempotency_key"):
+        if getattr(data, name) is UNSET:
+            setattr(data, name, None)
+    if data.policy_versions is None:
+        data.policy_versions = UNSET
+    return data, item or bytes(_CODEC[packed].encode(_SPLICERS[packed, data.policy_versions is not UNSET](body)))
+
+
+def _extended(data: PostedData, body: bytes, packed: bool) -> bytes | None:
+    """None for a body that says more than an item may."""
+    if data.idempotency_key is not UNSET or data.policy_versions is None:  # type: ignore[comparison-overlap]
+        return None
+    absent = tuple(name for name in _OPTIONAL if getattr(data, name) is UNSET)
+    if not packed:
+        return b"".join((memoryview(body)[: body.rindex(b"}")], _nulls(absent, packed), b"}"))
+    keys = len(_ITEM) + (data.policy_versions is not UNSET)
+    if body[0] != _FIXMAP + keys - len(absent):  # a key twice, or an unusual header
+        return None
+    return b"".join(((_FIXMAP + keys).to_bytes(1, "big"), memoryview(body)[1:], _nulls(absent, packed)))
+
+
+@functools.cache
+def _nulls(names: tuple[str, ...], packed: bool) -> bytes:
+    """Further keys of an object that has some, each null."""
+    if packed:
+        return b"".join(msgspec.msgpack.encode(name) + NULL[packed] for name in names)
+    return b"".join(b',"%s":null' % name.encode() for name in names)
 
 
 def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
@@ -81,9 +125,7 @@ def check_group(data: PostedData, *, packed: bool, max_sequences: int, vocab_siz
         if values:  # environments send [] for "none"
             _same_count(name, values, count)
             _same_lengths(name, values, lengths)
-    if data.policy_versions is None:
-        data.policy_versions = msgspec.UNSET
-    elif data.policy_versions is not msgspec.UNSET:
+    if isinstance(data.policy_versions, list):
         _same_count("policy_versions", data.policy_versions, count)
     _check_messages(data.messages or [])
     if vocab_size is not None:

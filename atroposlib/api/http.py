@@ -16,6 +16,7 @@ from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, Roll
 from atroposlib.logs import get_logger
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
+INLINE_BYTES = 16_384  # larger bodies are decompressed beside the event loop
 MAX_SAID = 256  # distinct warnings; what a client makes vary cannot fill memory or the log
 
 MSGPACK = "application/msgpack"
@@ -51,8 +52,9 @@ async def read_body(request: Request) -> bytes:
             raise too_large(limit)
         chunks.append(chunk)
     body = b"".join(chunks)
-    compressed = "gzip" in request.headers.get("content-encoding", "").lower()
-    return gunzip(body, limit) if compressed else body
+    if "gzip" not in request.headers.get("content-encoding", "").lower():
+        return body
+    return await run_in_threadpool(gunzip, body, limit) if len(body) > INLINE_BYTES else gunzip(body, limit)
 
 
 def reply(content: Any, status: int = 200) -> Response:

@@ -23,7 +23,7 @@ from typing import Any
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
 FORMAT = 1
 PAGE_BYTES = 16_384  # groups are large
-CHECKPOINT_PAGES = 4096  # 64 MiB of log between checkpoints
+CHECKPOINT_PAGES = 512  # 8 MiB of log between checkpoints: writes wait while one runs, so it must be short
 LOCK_TIMEOUT_S = 5.0  # an API that is just ending still holds the file
 MAX_TOGETHER = 256  # writes in one transaction
 VACUUM_FROM_BYTES = 64 * 2**20  # free space in the file at start that is given back to the disk

@@ -34,7 +34,7 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
     app.state.service = service
     app.state.metrics = Metrics(service)
     app.state.said = set()
-    for routes in (trainer_routes, environment_routes, general_routes):
+    for routes in (environment_routes, trainer_routes, general_routes):  # what is asked most stands first
         app.include_router(routes.router)
     if settings.legacy_gets:
         app.include_router(trainer_routes.legacy_router)

@@ -1,7 +1,7 @@
 """Every request and reply body of the batching API as a typed structure, and the strict decoding of requests.
 
 Bodies are decoded once by msgspec. What it cannot say by type (non-finite numbers, lengths that must agree) is checked here; each
-refusal names the value and its position. Unknown fields are ignored, numeric strings and integral floats are taken as numbers.
+refusal names the value and its position. Unknown fields are ignored; numeric strings, integral floats and booleans are taken as numbers.
 """
 
 from typing import Annotated, Any

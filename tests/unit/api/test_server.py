@@ -4,6 +4,7 @@ import gzip
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi.testclient import TestClient
 
@@ -73,8 +74,8 @@ def test_registering_answers_a_number_that_json_readers_keep_exact(client: TestC
 def test_every_field_of_a_registration_is_required(client: TestClient, missing: str) -> None:
     body = registration()
     del body[missing]
-    reply = client.post("/register", json=body)
-    assert reply.status_code == 422 and missing in reply.text
+    status, location, message = refusal(client.post("/register", json=body))
+    assert (status, location) == (422, ["body", missing]) and missing in message
     assert client.get("/info").json()["batch_size"] == -1
 
 
@@ -104,6 +105,29 @@ def test_environments_wait_until_a_trainer_has_registered_and_polled(client: Tes
 def test_numbers_may_come_as_strings_or_integral_floats(client: TestClient) -> None:
     assert client.post("/register", json=registration(batch_size="8", starting_step=1.0)).status_code == 200
     assert client.get("/info").json()["batch_size"] == 8
+
+
+def test_booleans_count_as_numbers_where_numbers_belong_and_stay_elsewhere(client: TestClient) -> None:
+    register(client, batch_size=2)
+    judged = group(2, scores=[True, False], advantages=[[True, 0], [0.5, False]], overrides=[{"sft": True}, {}])
+    for reply in (
+        client.post("/scored_data", json=judged),
+        client.post("/scored_data_list", json=[group(2), judged]),
+        client.post("/scored_data", content=msgspec.msgpack.encode(judged), headers={"Content-Type": "application/msgpack"}),
+    ):
+        assert reply.status_code == 200
+    items = [item for _ in range(4) for item in client.get("/batch").json()["batch"]]
+    del items[1]
+    for item in items:
+        assert [type(score) for score in item["scores"]] == [float, float] and item["scores"] == [1.0, 0.0]
+        assert item["advantages"] == [[1.0, 0.0], [0.5, 0.0]] and item["overrides"] == [{"sft": True}, {}]
+
+
+def test_a_boolean_does_not_hide_what_else_is_wrong(client: TestClient) -> None:
+    status, location, message = refusal(client.post("/scored_data", json=group(2, masks=[[True, 1], [1, "x"]])))
+    assert (status, location) == (422, ["body", "masks", 1, 1]) and "got `str`" in message
+    status, location, _ = refusal(client.post("/scored_data", json=group(2, generation_params=True)))
+    assert (status, location) == (422, ["body", "generation_params"])
 
 
 def test_a_minimum_is_a_share(client: TestClient) -> None:
