@@ -20,7 +20,7 @@ from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT
 
 CHILD = Path(__file__).with_name("restart_child.py")
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 def start_child(model: Path, port: int, folder: Path, *flags: str, **environment: str) -> subprocess.Popen[str]:

@@ -18,7 +18,7 @@ from tests.integration.namespaces import tied
 from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe
 from tests.integration.test_bridge import start_child as start_broadcast
 
-DEADLINE_S = 60
+DEADLINE_S = 120
 
 
 def start_child(server: Server, act: str) -> subprocess.Popen[str]:
@@ -34,7 +34,7 @@ def start_child(server: Server, act: str) -> subprocess.Popen[str]:
 
 def train_and_probe(server: Server) -> str:
     """A whole trainer's life of three updates; its output, after checking that vLLM agreed with it after each."""
-    code, out, err = finish(start_child(server, "sync"), 120)
+    code, out, err = finish(start_child(server, "sync"), 240)
     assert code == 0, err[-2000:]
     differences = [float(value) for value in re.findall(r"PARITY (\S+)", out)]
     assert len(differences) == 3 and max(differences) <= PARITY, differences

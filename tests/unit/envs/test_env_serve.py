@@ -70,9 +70,11 @@ async def test_groups_in_flight_and_queued_never_exceed_the_limit(
     trainer = Trainer(api.url, batch_size=16, num_steps=10)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
-    await asyncio.sleep(1.0)
-    status = await trainer.call("GET", "/status")
-    assert status["queue_size"] == limit * 16 // 4
+    async with asyncio.timeout(60):
+        while (await trainer.call("GET", "/status"))["queue_size"] < limit * 16 // 4:
+            await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)  # time for one group too many
+    assert (await trainer.call("GET", "/status"))["queue_size"] == limit * 16 // 4
     assert env.taken == limit * 16 // 4
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
