@@ -49,6 +49,7 @@ class TrainerConfig(Config):
     seq_len: int = Field(2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted")
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
+    lr_decay_steps: int = Field(0, ge=0, description="last training steps over which the rate falls linearly towards 0")
     optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field("adamw", description="adamw is PyTorch's fused AdamW on float32 states")
     adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.999), description="AdamW's betas"

@@ -69,7 +69,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
         optimizer = make_optimizer(model.parameters(), config)
         progress = restore(checkpoint, optimizer) if checkpoint else Progress()
-        scheduler = make_scheduler(optimizer, config.warmup_steps, progress.updates)
+        scheduler = make_scheduler(optimizer, config, progress.updates)
         if progress.step >= config.training_steps:
             raise TrainerError(f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to go on")
 

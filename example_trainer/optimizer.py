@@ -44,11 +44,19 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
     )
 
 
-def make_scheduler(optimizer: Optimizer, warmup_steps: int, updates_done: int) -> LambdaLR:
-    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, constant after; goes on after `updates_done`."""
+def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: int) -> LambdaLR:
+    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, linear to lr / (lr_decay_steps + 1) over the last
+    `lr_decay_steps` of `training_steps`, constant between; goes on after `updates_done`.
+    """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / max(1, warmup_steps)), last_epoch=updates_done - 1)
+
+    def factor(done: int) -> float:
+        rising = (done + 1) / max(1, config.warmup_steps)
+        falling = max(1, config.training_steps - done) / (config.lr_decay_steps + 1)
+        return min(1.0, rising, falling)
+
+    return LambdaLR(optimizer, factor, last_epoch=updates_done - 1)
 
 
 def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:

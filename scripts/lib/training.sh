@@ -124,7 +124,8 @@ task_settings() {
   if [[ $dataset == arithmetic ]]; then
     vllm_flags+=(--max-model-len 256)
     env_flags+=(--env.max_new_tokens 24)
-    trainer_flags+=(--seq-len 256 "${arithmetic_flags[@]}")
+    # late steps, with few groups left to learn from, undo what was learnt unless they are small
+    trainer_flags+=(--seq-len 256 --lr-decay-steps $((steps / 3)) "${arithmetic_flags[@]}")
   else
     vllm_flags+=(--max-model-len 1024)
     env_flags+=(--env.max_new_tokens 400)

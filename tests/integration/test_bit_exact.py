@@ -144,7 +144,7 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server) -> No
     model = bridge.connect(server.model, torch.device("cpu"))
     make_exact(model, torch.float32)
     optimizer = make_optimizer(model.parameters(), config)
-    scheduler = make_scheduler(optimizer, 0, 0)
+    scheduler = make_scheduler(optimizer, config, 0)
     bridge.sync(0, lambda: None)
     seen = []
     for step in (1, 2, 3):

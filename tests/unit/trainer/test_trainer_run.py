@@ -88,7 +88,7 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     api.evaluations = {0: 0.125, 2: 0.5, 4: 0.75}
     api.pending = {2: 3}
     bridge = RecordingBridge()
-    train(model, tmp_path, api=api, bridge=bridge)
+    train(model, tmp_path, api=api, bridge=bridge, warmup_steps=2, lr_decay_steps=1)
 
     assert bridge.versions == [0, 1, 2, 3, 4] and bridge.probes == 2 and bridge.closed
     assert api.registrations[0]["batch_size"] == 8 and api.registrations[0]["num_steps"] == 4 and api.registrations[0]["starting_step"] == 0
@@ -99,7 +99,7 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     assert all(tuple(row)[: len(ROW_KEYS)] == ROW_KEYS for row in found)
     assert [row["accuracy"] for row in found] == [None, 0.5, None, 0.75]
     assert [row["staleness_mean"] for row in found] == [0.0, 1.0, 1.0, 1.0]
-    assert [row["lr"] for row in found] == pytest.approx([1e-2 / 3, 2e-2 / 3, 1e-2, 1e-2])
+    assert [row["lr"] for row in found] == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
     for row in found:
         assert row["reward_mean"] == 0.25 and row["groups"] == 2 and row["zero_variance_groups"] == 1
         assert row["kl"] is None and row["sync_stall_s"] == 0.001 and row["loss"] is not None
