@@ -78,7 +78,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
-        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases)
+        vocab_size = model.config.get_text_config().vocab_size
+        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, vocab_size=vocab_size)
         api.report_step(progress.step, progress.policy_version)
 
         proven = False

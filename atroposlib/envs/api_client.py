@@ -18,6 +18,7 @@ import orjson
 from pydantic import BaseModel, Field
 
 REQUEST_TIMEOUT_S = 30.0
+MAX_RETRY_AFTER_S = 60.0
 COMPRESS_FROM_BYTES = 1024
 MSGPACK = "application/msgpack"
 # What the API says until a trainer has registered and asked for its first batch.
@@ -25,7 +26,11 @@ WAIT_FOR_TRAINER = "wait for trainer to start"
 
 
 class ApiUnreachable(Exception):
-    """No connection, no reply in time, a 5xx, or a 429: the same request may succeed later."""
+    """No connection, no reply in time, a 5xx, or a 429: the same request may succeed later, after `retry_after_s` if the API said when."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ApiRefused(Exception):
@@ -143,7 +148,7 @@ class BatchingApiClient:
         if reply.status == 401:
             raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
         if reply.status >= 500 or reply.status == 429:
-            raise ApiUnreachable(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}")
+            raise ApiUnreachable(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", _seconds(reply.headers.get("Retry-After")))
         if reply.status >= 400:
             raise ApiRefused(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", reply.status)
         return _object(text, f"{self.url}{path}")
@@ -183,6 +188,11 @@ def _object(text: bytes, url: str) -> dict[str, Any]:
     if content.get("status") in ("error", "failure"):
         raise ApiRefused(f"{url} refused: {content.get('error') or content.get('message')}", 400)
     return content
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Seconds of a Retry-After header, at most a minute; None for a date, which the batching API does not send."""
+    return min(float(retry_after), MAX_RETRY_AFTER_S) if retry_after is not None and retry_after.isdecimal() else None
 
 
 def _excerpt(text: bytes) -> str:

@@ -141,5 +141,6 @@ class ApiLink:
                 if waited >= self._timeout_s:
                     raise PeerError(f"could not post {what} to {self.client.url} within {self._timeout_s:g} s: {error}") from error
                 if tries == 1:
-                    log.warning("Keeping %s until %s answers again, at most %.0f s: %s", what, self.client.url, self._timeout_s, error)
-            await asyncio.sleep(REPOST_PAUSE_S)
+                    log.warning("Keeping %s until %s takes them, at most %.0f s: %s", what, self.client.url, self._timeout_s, error)
+                pause = REPOST_PAUSE_S if error.retry_after_s is None else error.retry_after_s
+            await asyncio.sleep(min(pause, self._timeout_s - waited))

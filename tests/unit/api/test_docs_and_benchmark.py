@@ -1,10 +1,71 @@
-"""What docs/api.md shows and benchmarks/api_throughput.py measures works as printed."""
+"""What docs/api.md and docs/security.md show and benchmarks/api_throughput.py measures works as printed, but for the port."""
 
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.unit.api.support import DEADLINE_S, wait_until_healthy
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def port() -> int:
+    """One that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        number: int = free.getsockname()[1]
+    return number
+
+
+def bash_of(page: str, port: int) -> str:
+    """The commands of a page, with another port than 8000."""
+    (block,) = [part.split("```")[0] for part in (ROOT / "docs" / page).read_text().split("```bash\n")[1:]]
+    return block.replace(":8000", f":{port}").replace("atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {port}")
+
+
+@contextmanager
+def bash(commands: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """The commands as a shell runs them where `python` is this one; what they start ends with them."""
+    surroundings = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    shell = subprocess.Popen(["bash", "-ec", commands], cwd=folder, env=surroundings, start_new_session=True, **pipes)
+    try:
+        yield shell
+    finally:
+        with suppress(ProcessLookupError):  # nothing of it is left
+            os.killpg(shell.pid, signal.SIGKILL)
+        shell.communicate()
+
+
+def test_the_command_of_the_documentation_serves_with_a_journal_where_it_says(tmp_path: Path, port: int) -> None:
+    with bash(bash_of("api.md", port), tmp_path) as shell:
+        wait_until_healthy(f"http://127.0.0.1:{port}", shell)
+        assert (tmp_path / f"atropos-api-{port}.db").exists()
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="run-api")
+    assert script.value == "atroposlib.cli.run_api:main"
+
+
+def test_the_commands_of_the_security_page_let_in_who_has_the_token(tmp_path: Path, port: int) -> None:
+    commands = bash_of("security.md", port)
+    assert "/status" in commands.splitlines()[-1]
+    with bash(commands, tmp_path) as shell:
+        shell.wait(timeout=DEADLINE_S + 30)
+        assert shell.returncode == 0 and shell.stdout is not None
+        assert json.loads(os.read(shell.stdout.fileno(), 4096)) == {"current_step": 0, "queue_size": 0}
+        assert requests.get(f"http://127.0.0.1:{port}/status", timeout=5).status_code == 401
+    assert stat.S_IMODE((tmp_path / "api.token").stat().st_mode) == 0o600
 
 
 def test_the_exchange_in_the_documentation_runs(process: tuple[subprocess.Popen[str], str]) -> None:

@@ -10,6 +10,7 @@ import aiohttp
 import uvicorn
 
 from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -18,8 +19,9 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 class Api:
     """The real batching API on loopback; `stop` and `start` restart it without its memory, on the same port."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: ApiSettings | None = None) -> None:
         self.port = 0
+        self.settings = settings
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -28,7 +30,9 @@ class Api:
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        config = uvicorn.Config(create_app(), host="127.0.0.1", port=self.port, log_level="warning", log_config=None, lifespan="off")
+        config = uvicorn.Config(
+            create_app(self.settings), host="127.0.0.1", port=self.port, log_level="warning", log_config=None, lifespan="off"
+        )
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]  # signals are the test's
         self._task = asyncio.create_task(self._server.serve())
@@ -43,8 +47,8 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def running_api() -> AsyncIterator[Api]:
-    api = Api()
+async def running_api(settings: ApiSettings | None = None) -> AsyncIterator[Api]:
+    api = Api(settings)
     await api.start()
     try:
         yield api

@@ -20,7 +20,7 @@ from example_trainer.checkpoint import CheckpointError, find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.metrics import ROW_KEYS
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
 
 REPOSITORY = Path(__file__).parents[3]
 BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
@@ -92,6 +92,7 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
 
     assert bridge.versions == [0, 1, 2, 3, 4] and bridge.probes == 2 and bridge.closed
     assert api.registrations[0]["batch_size"] == 8 and api.registrations[0]["num_steps"] == 4 and api.registrations[0]["starting_step"] == 0
+    assert api.registrations[0]["vocab_size"] == VOCAB
     assert api.steps == [{"step": step, "policy_version": step} for step in range(5)]
 
     found = rows(tmp_path)

@@ -1,0 +1,127 @@
+"""What an environment does with the batching API's answers: its token, a full queue, the format that it reads."""
+
+import asyncio
+import time
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+
+from atroposlib.api.settings import ApiSettings
+from atroposlib.envs import api_link
+from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
+from atroposlib.envs.api_link import ApiLink
+from atroposlib.envs.errors import PeerError
+from tests.unit.envs.fakes import running_api
+
+TOKEN = "correct-horse"
+ANNOUNCEMENT = {"max_token_length": 8, "desired_name": "env", "weight": 1.0, "group_size": 1}
+RUN: dict[str, Any] = {
+    "wandb_group": "",
+    "wandb_project": "",
+    "batch_size": 1,
+    "max_token_len": 8,
+    "checkpoint_dir": "",
+    "save_checkpoint_interval": 0,
+    "starting_step": 0,
+    "num_steps": 9,
+}
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def group(mark: int) -> dict[str, Any]:
+    return {"tokens": [[mark, 2]], "masks": [[-100, 2]], "scores": [0.5]}
+
+
+async def ask(method: str, url: str, body: Any = None, **headers: str) -> tuple[str, bytes]:
+    """Content type and body of a reply."""
+    async with aiohttp.ClientSession() as session, session.request(method, url, json=body, headers=headers) as reply:
+        assert reply.status == 200, await reply.text()
+        return reply.content_type, await reply.read()
+
+
+async def start_run(url: str, **headers: str) -> None:
+    await ask("POST", f"{url}/register", RUN, **headers)
+    await ask("GET", f"{url}/batch", **headers)
+
+
+async def metric(url: str, line: str) -> float:
+    _, text = await ask("GET", f"{url}/metrics")
+    return next((float(each.split()[-1]) for each in text.decode().splitlines() if each.startswith(line)), 0.0)
+
+
+async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_variable_to_set() -> None:
+    authorized = {"Authorization": f"Bearer {TOKEN}"}
+    async with running_api(ApiSettings(token=TOKEN)) as api:
+        await start_run(api.url, **authorized)
+        for wrong in (None, "wrong-horse"):
+            async with BatchingApiClient(api.url, wrong) as client:
+                with pytest.raises(ApiRefused, match="set ATROPOS_API_TOKEN"):
+                    await ApiLink(client, ANNOUNCEMENT, timeout_s=5).join()
+        async with BatchingApiClient(api.url, TOKEN) as client:
+            link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
+            await link.join()
+            await link.post_groups([group(7)])
+            assert (await link.status()).queue_size == 1
+
+
+async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_link, "REPOST_PAUSE_S", 0.01)  # without Retry-After it would ask a hundred times
+    monkeypatch.setattr("atroposlib.api.http.RETRY_AFTER_S", 1)
+    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
+        await start_run(api.url)
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=20)
+        await link.join()
+        await link.post_groups([group(1)])
+        start = time.monotonic()
+        waiting = asyncio.create_task(link.post_groups([group(2)]))
+        await asyncio.sleep(0.2)
+        await ask("GET", f"{api.url}/batch")
+        await waiting
+        assert time.monotonic() - start >= 1
+        assert await metric(api.url, 'atropos_refused_total{status="429"}') == 1
+        _, batch = await ask("GET", f"{api.url}/batch")
+        assert [item["tokens"] for item in msgspec.json.decode(batch)["batch"]] == [[[2, 2]]]
+
+
+async def test_a_queue_that_stays_full_ends_the_wait_at_its_deadline() -> None:
+    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
+        await start_run(api.url)
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=0.5)
+        await link.join()
+        await link.post_groups([group(1)])
+        start = time.monotonic()
+        with pytest.raises(PeerError, match="1 groups wait, at most 1 may"):
+            await link.post_groups([group(2)])
+        assert time.monotonic() - start < 2  # Retry-After says 2 s, the deadline comes first
+
+
+async def test_groups_travel_as_messagepack_once_the_api_has_said_that_it_reads_it() -> None:
+    packed = "application/msgpack"
+    async with running_api() as api, BatchingApiClient(api.url) as client:
+        await start_run(api.url)
+        await client.post_groups([group(1)])  # it has not joined, so it cannot know
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
+        await link.join()
+        arrays = {"tokens": [np.array([2, 2])], "masks": [np.array([-100, 2])], "scores": np.array([0.5]), "inference_logprobs": None}
+        await link.post_groups([arrays])
+        await link.post_groups([group(3), group(4)])
+        replies = [await ask("GET", f"{api.url}/batch", Accept=packed) for _ in range(4)]
+    assert [kind for kind, _ in replies] == ["application/json", packed, packed, packed]
+    batches = [msgspec.json.decode(replies[0][1])] + [msgspec.msgpack.decode(body) for _, body in replies[1:]]
+    assert [batch["batch"][0]["tokens"][0][0] for batch in batches] == [1, 2, 3, 4]
+    assert batches[1]["batch"][0]["scores"] == [0.5] and batches[1]["batch"][0]["env_id"] == 0
+
+
+async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refused_with_its_position() -> None:
+    async with running_api() as api, BatchingApiClient(api.url) as client:
+        await ask("POST", f"{api.url}/register", RUN | {"vocab_size": 100})
+        await ask("GET", f"{api.url}/batch")
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
+        await link.join()
+        await link.post_groups([group(99)])
+        with pytest.raises(ApiRefused, match=r"tokens\[0\]\[0\]: 100 is not an id of the vocabulary of 100"):
+            await link.post_groups([group(100)])
