@@ -20,4 +20,37 @@ class Message(TypedDict):
 
 
 MessageHistory = list[Message]
-GameHistory = list[Message]
+
+
+class AgentStep(TypedDict, total=False):
+    """One step of an agent: its messages and the reward for them."""
+
+    step: int
+    messages: list[Message]
+    reward: float
+
+
+# Steps by the agent's name.
+AgentHistory = dict[str, list[AgentStep]]
+
+
+class Observation(TypedDict):
+    """What an agent sees: the data, and the same as a model is shown it."""
+
+    raw: dict[str, Any]
+    rendered: Content
+
+
+class GameStep(TypedDict):
+    """One move of a game: who saw what, did what, and what came of it (a reward, or one by agent)."""
+
+    step: int
+    agent_id: str
+    observation: Observation
+    action: str
+    reward: float | dict[str, float]
+    done: bool
+    info: dict[str, Any]
+
+
+GameHistory = list[GameStep]

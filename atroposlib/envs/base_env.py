@@ -17,11 +17,21 @@ import orjson
 
 from atroposlib.envs.api_client import ApiRefused, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
+from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.errors import GroupTooLargeError
+from atroposlib.envs.errors import GroupTooLargeError, PeerError
 from atroposlib.envs.metrics import Durations, JsonlSink, Sink, length_metrics, open_wandb
 from atroposlib.envs.pacing import batch_share
-from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem, completion_lengths, group_items, rejection, wire_form
+from atroposlib.envs.payloads import (
+    Item,
+    ScoredDataGroup,
+    ScoredDataItem,
+    completion_lengths,
+    defect,
+    group_items,
+    rejection,
+    wire_form,
+)
 from atroposlib.envs.records import JsonlWriter, checkpoint_file, markdown_table, newest_checkpoint, write_eval_results, write_whole
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
@@ -34,6 +44,7 @@ log = get_logger(__name__)
 Groups = ScoredDataGroup | list[ScoredDataGroup] | None
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 LENGTHS_KEPT = 10_000
+REJECTIONS_REPORTED = 50
 
 
 class BaseEnv(ABC):
@@ -67,6 +78,7 @@ class BaseEnv(ABC):
         self.workers: set[Any] = set()
         self.backlog: list[Item] = []
         self.counts: Counter[str] = Counter()
+        self._rejected_in_row = 0
         self.items_sent_this_step = 0
         self.durations = Durations()
         self.completion_lengths: list[int] = []
@@ -139,16 +151,24 @@ class BaseEnv(ABC):
         do_send_to_api: bool = True,
         abort_on_any_max_length_exceeded: bool = True,
     ) -> None:
-        """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away."""
-        groups = scored_data if isinstance(scored_data, list) else [scored_data] if scored_data else []
-        accepted = [group for group in groups if self._accept(group, abort_on_any_max_length_exceeded)]
+        """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.
+
+        Raises MalformedGroup, once the others are sent, for groups that no trainer could use or that the API refused.
+        """
+        groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
+        defects = [defect(group) for group in groups]
+        whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
+        accepted = [group for group in whole if self._accept(group, item, abort_on_any_max_length_exceeded)]
         for group in accepted:
             await self.add_rollouts_for_wandb(group, item)
             self._remember(group)
         if accepted and do_send_to_api:
             await self._send(accepted)
+        if len(whole) < len(groups):
+            self.counts["groups_malformed"] += len(groups) - len(whole)
+            raise MalformedGroup("a group cannot be trained on: " + "; ".join(found for found in defects if found is not None))
 
-    def _accept(self, group: ScoredDataGroup, limit_lengths: bool) -> bool:
+    def _accept(self, group: ScoredDataGroup, item: Item, limit_lengths: bool) -> bool:
         reason = rejection(
             group,
             group_size=self.config.group_size,
@@ -156,9 +176,13 @@ class BaseEnv(ABC):
             scores_must_differ=self.config.ensure_scores_are_not_same,
         )
         if reason is None:
+            self._rejected_in_row = 0
             return True
         self.counts["items_rejected"] += 1
-        log.info("Dropped a group: %s", reason)
+        self._rejected_in_row += 1
+        log.info("Dropped a group of the item %s: %s", shown(item), reason)
+        if self._rejected_in_row % REJECTIONS_REPORTED == 0:
+            log.warning("%d groups in a row were dropped and nothing was sent, the last because %s", self._rejected_in_row, reason)
         return False
 
     def _remember(self, group: ScoredDataGroup) -> None:
@@ -181,9 +205,10 @@ class BaseEnv(ABC):
         try:
             await self.link.post_groups(bodies)
         except ApiRefused as error:
+            if error.status == 401:
+                raise PeerError(str(error)) from error
             self.counts["items_refused_by_api"] += len(groups)
-            log.error("The API refused %d group(s): %s", len(groups), error)
-            return
+            raise MalformedGroup(f"the API refused {len(groups)} group(s): {error}") from error
         self.items_sent_this_step += len(groups)
 
     # --- the API's view -------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ class BaseEnvConfig(BaseModel):
     @property
     def reasoning(self) -> ReasoningConfig:
         """What the inference clients are told about reasoning."""
-        return ReasoningConfig(enabled=self.thinking_mode, effort=self.reasoning_effort, max_tokens=self.max_reasoning_tokens)
+        return ReasoningConfig.from_env_config(self)
 
     @property
     def evaluation_interval(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from atroposlib.type_definitions import Item, Message
 
-__all__ = ["Item", "ScoredDataGroup", "ScoredDataItem", "completion_lengths", "group_items", "rejection", "wire_form"]
+__all__ = ["Item", "ScoredDataGroup", "ScoredDataItem", "completion_lengths", "defect", "group_items", "rejection", "wire_form"]
 
 NOT_TRAINED = -100
 REQUIRED = ("tokens", "masks", "scores")
@@ -89,15 +89,12 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
 
 
-def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
-    """Why `group` must not be sent, or None. `max_token_len` is the trainer's limit, 0 or less for none."""
+def defect(group: Mapping[str, Any]) -> str | None:
+    """What is wrong with `group` by its author's fault, whatever was sampled; None when it is whole."""
     missing = [key for key in REQUIRED if group.get(key) is None]
     if missing:
         return f"it has no {', '.join(missing)}"
-    expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = len(group["tokens"])
-    if count != expected:
-        return f"{count} sequences instead of {expected}"
     for key in ("masks", "scores", "inference_logprobs", "policy_versions"):
         if group.get(key) is not None and len(group[key]) != count:
             return f"{len(group[key])} {key} for {count} sequences"
@@ -107,6 +104,15 @@ def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, 
                 return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
     if not all(math.isfinite(score) for score in group["scores"]):
         return f"scores {group['scores']} are not all finite"
+    return None
+
+
+def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
+    """Why a whole `group` is not to be sent: what was sampled is of no use; or None. `max_token_len` 0 or less is no limit."""
+    expected = (group.get("group_overrides") or {}).get("group_size", group_size)
+    count = len(group["tokens"])
+    if count != expected:
+        return f"{count} sequences instead of {expected}"
     if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
         return f"all scores are {group['scores'][0]:g}"
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)

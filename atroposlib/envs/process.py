@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-from atroposlib.envs.author_errors import ErrorBudget, origin
+from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.serve import wait_for_inference
-from atroposlib.envs.worker_pool import shown
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -27,7 +26,7 @@ async def process(env: BaseEnv) -> None:
     try:
         await wait_for_inference(env)
         await env.setup()
-        budget = ErrorBudget(env.config.max_failed_items)
+        budget = ErrorBudget(env.config.max_failed_items, giver(type(env)))
         for number in range(env.total_steps):
             await _one_group(env, budget)
             log.info("Group %d of %d is done", number + 1, env.total_steps)
@@ -42,16 +41,18 @@ async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
     """Try items until one gives a group that is accepted."""
     accepted = env.counts["groups_accepted"]
     for pause_s in _pauses():
-        item = env.backlog.pop() if env.backlog else await env.get_next_item()
-        if item is None:
-            raise ProcessError("the environment has no more items")
+        named = "that get_next_item was to give"
         try:
+            item = env.backlog.pop() if env.backlog else await env.get_next_item()
+            if item is None:
+                raise ProcessError("the environment has no more items")
+            named = shown(item)
             await _process_item(env, item)
         except EnvError:
             raise
         except Exception as error:
-            log.exception("%s. Dropped the item %s", origin(error), shown(item))
-            budget.note_failure(error, shown(item))
+            log.exception("%s. Dropped the item %s", origin(error, budget.given_at), named)
+            budget.note_failure(error, named)
         else:
             budget.note_success()
         if env.counts["groups_accepted"] > accepted:

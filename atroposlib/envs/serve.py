@@ -11,7 +11,7 @@ import time
 
 from atroposlib.envs.api_client import BatchingApiClient, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
-from atroposlib.envs.author_errors import ErrorBudget
+from atroposlib.envs.author_errors import ErrorBudget, giver
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
@@ -53,7 +53,7 @@ class ServeLoop:
     def __init__(self, env: BaseEnv, client: BatchingApiClient) -> None:
         self.env = env
         self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
-        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items))
+        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env))))
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None

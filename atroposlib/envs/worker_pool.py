@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from atroposlib.envs.author_errors import ErrorBudget, origin
+from atroposlib.envs.author_errors import ErrorBudget, origin, shown
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger
@@ -15,7 +15,6 @@ log = get_logger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-ITEM_CHARS_LOGGED = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class WorkerPool:
         self._not_before = time.monotonic() + pause_s
         times = self._failures_in_row
         message = "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s"
-        log.error(message, origin(error), times, pause_s, item, exc_info=error)
+        log.error(message, origin(error, self._budget.given_at), times, pause_s, item, exc_info=error)
         try:
             self._budget.note_failure(error, item)
         except EnvError as spent:
@@ -121,9 +120,3 @@ class WorkerPool:
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task)
         self._tasks.discard(task)
-
-
-def shown(item: Item) -> str:
-    """`item` on one line, cut."""
-    text = " ".join(repr(item).split())
-    return text if len(text) <= ITEM_CHARS_LOGGED else f"{text[:ITEM_CHARS_LOGGED]}..."

@@ -33,6 +33,7 @@ from atroposlib.envs.server_handling.sequence_book import (
     TreeBook,
     extended_prompt,
     fresh_prompt,
+    unsampled_prompt,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -93,8 +94,11 @@ class ManagedServer:
             template_arguments=template_arguments,
         )
 
-    # The ancestor's name, which its users' tests call.
+    # The ancestor's names, which its users' tests call.
     _convert_messages_to_prompt = render
+
+    def _get_translator(self) -> ToolCallTranslator | None:
+        return self.translator
 
     async def chat_completion(
         self,
@@ -203,6 +207,8 @@ class ManagedServer:
             fresh_prompt(text, self.tokenizer, templated=templated) if parent is None else extended_prompt(text, parent, self.tokenizer)
         )
         sampled = await self.server.sample_tokens(prompt=text, input_ids=prompt.tokens, n=n, split=split, **parameters)
+        if parent is None:
+            prompt = unsampled_prompt(text, sampled.prompt_token_ids)
         texts = [self._visible_text(sequence, shows_special) for sequence in sampled.sequences]
         nodes = [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)]
         self._book.record(call, parent, nodes)

@@ -18,7 +18,7 @@ from atroposlib.envs.server_handling.errors import (
     describe,
     status_error,
 )
-from atroposlib.envs.server_handling.reasoning import ReasoningConfig, is_openai
+from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
 from atroposlib.envs.server_handling.sampling import SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
@@ -26,7 +26,6 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
-OPENAI_URL = "https://api.openai.com/v1"
 PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 # Below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one.

@@ -1,46 +1,83 @@
 """How much a reasoning model may think, in the two dialects that OpenAI-compatible servers speak."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, field_validator, model_validator
 
 from atroposlib.config import Config
 
+OPENAI_URL = "https://api.openai.com/v1"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ReasoningConfig(Config):
-    """Setting `effort` or `max_tokens` enables reasoning; when both are set, effort wins."""
+    """Setting `effort` or `max_tokens` enables reasoning; when both are set, effort wins. Providers limit the tokens, not this class."""
+
+    # Tokens that stand for an effort where a provider takes nothing else.
+    EFFORT_TO_MAX_TOKENS: ClassVar[Mapping[str, int]] = {
+        "none": 1024,
+        "minimal": 3200,
+        "low": 6400,
+        "medium": 16000,
+        "high": 25600,
+        "xhigh": 30400,
+    }
 
     enabled: bool = False
     effort: Effort | None = None
-    max_tokens: int | None = Field(default=None, ge=1024, le=32000)
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_env_config(cls, config: BaseModel) -> "ReasoningConfig":
+        """What a BaseEnvConfig says about reasoning."""
+        fields = ("thinking_mode", "reasoning_effort", "max_reasoning_tokens")
+        enabled, effort, max_tokens = (getattr(config, field) for field in fields)
+        return cls(enabled=enabled, effort=effort, max_tokens=max_tokens)
+
+    @field_validator("effort", mode="before")
+    @classmethod
+    def _is_an_effort(cls, effort: Any) -> Any:
+        if effort is not None and effort not in get_args(Effort):
+            raise ValueError(f"Invalid reasoning_effort {effort!r}; choose one of: {', '.join(get_args(Effort))}")
+        return effort
 
     @model_validator(mode="after")
     def _enable_by_detail(self) -> "ReasoningConfig":
         self.enabled = self.enabled or self.effort is not None or self.max_tokens is not None
         return self
 
+    def is_reasoning_kwargs_active(self) -> bool:
+        """Whether reasoning is asked for."""
+        return self.enabled
+
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
+        """The part of a request's body that asks for reasoning, in the dialect of `base_url`; None when it is off.
+
+        With `use_max_tokens` an effort is expressed in tokens.
+        """
+        if not self.enabled:
+            return None
+        if base_url and is_openai(base_url):
+            return {"reasoning_effort": self.effort or "medium"}
+        reasoning: dict[str, Any] = {"enabled": True}
+        if self.effort is not None:
+            reasoning |= {"max_tokens": self.EFFORT_TO_MAX_TOKENS[self.effort]} if use_max_tokens else {"effort": self.effort}
+        elif self.max_tokens is not None:
+            reasoning["max_tokens"] = self.max_tokens
+        return {"reasoning": reasoning}
+
     def chat_arguments(self, arguments: dict[str, Any], base_url: str) -> dict[str, Any]:
         """The arguments of a chat request with reasoning asked for, in the dialect of the server at `base_url`."""
         if not self.enabled:
             return arguments
-        if is_openai(base_url):
-            return self._for_openai(arguments)
-        reasoning: dict[str, Any] = {"enabled": True}
-        if self.effort is not None:
-            reasoning["effort"] = self.effort
-        elif self.max_tokens is not None:
-            reasoning["max_tokens"] = self.max_tokens
-        return {**arguments, "extra_body": {"reasoning": reasoning, **(arguments.get("extra_body") or {})}}
-
-    def _for_openai(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI's reasoning models accept temperature 1 only, and count tokens under another name."""
-        body = {"reasoning_effort": self.effort or "medium", **(arguments.get("extra_body") or {})}
-        asked = {**arguments, "temperature": 1.0, "extra_body": body}
-        if "max_tokens" in asked:
-            asked["max_completion_tokens"] = asked.pop("max_tokens")
+        address = base_url or OPENAI_URL
+        asked = {**arguments, "extra_body": {**(self.build_extra_body(address) or {}), **(arguments.get("extra_body") or {})}}
+        if is_openai(address):  # its reasoning models accept temperature 1 only, and count tokens under another name
+            asked["temperature"] = 1.0
+            if "max_tokens" in asked:
+                asked["max_completion_tokens"] = asked.pop("max_tokens")
         return asked
 
 

@@ -42,7 +42,11 @@ class Prompt:
 
 def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
     """A prompt that continues nothing. A templated text brings its own special tokens, a raw one gets the tokenizer's."""
-    tokens = tokenizer.encode(text, add_special_tokens=False) if templated else encode_prompt(tokenizer, text)
+    return unsampled_prompt(text, tokenizer.encode(text, add_special_tokens=False) if templated else encode_prompt(tokenizer, text))
+
+
+def unsampled_prompt(text: str, tokens: list[int]) -> Prompt:
+    """A prompt of these ids; once the server has replied, of those that it says the model saw."""
     return Prompt(text, tokens, [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens), None, has_sampled=False)
 
 

@@ -37,8 +37,10 @@ class ServerBaseline(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _name_unknown_keys(cls, values: Any) -> Any:
+    def _only_known_keys_that_are_set(cls, values: Any) -> Any:
+        """Unknown keys are named; None means the default, since environments pass what `os.environ.get` or a YAML file gave them."""
         if isinstance(values, Mapping):
+            values = {key: value for key, value in values.items() if value is not None}
             for key in sorted(str(key) for key in values.keys() - cls.model_fields.keys()):
                 close = difflib.get_close_matches(key, cls.model_fields, n=1)
                 log.warning("%s ignores the unknown key '%s'%s", cls.__name__, key, f"; did you mean '{close[0]}'?" if close else "")
@@ -57,12 +59,6 @@ class APIServerConfig(ServerBaseline):
     base_url: str = Field(default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
     n_kwarg_is_ignored: bool = Field(default=False, description="The server returns one completion whatever n asks for: send n requests.")
     health_check: bool = Field(default=True, description="Ask the server every few seconds whether it is alive.")
-
-    @field_validator("api_key", "base_url", mode="before")
-    @classmethod
-    def _none_is_empty(cls, value: Any) -> Any:
-        """Environments pass what os.environ.get gave them."""
-        return "" if value is None else value
 
     @field_validator("base_url")
     @classmethod

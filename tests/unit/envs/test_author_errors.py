@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.author_errors import ErrorBudget, TooManyFailures, origin
+from atroposlib.envs.author_errors import ErrorBudget, TooManyFailures, giver, origin
+from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.process import process
+from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.envs.server_handling.errors import NoLiveServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
@@ -71,3 +73,66 @@ async def test_process_ends_likewise(tmp_path: Path) -> None:
         env.taken = 1
         with pytest.raises(TooManyFailures, match="2: ZeroDivisionError: not my day at"):
             await process(env)
+
+
+class MalformedEnv(CountingEnv):
+    """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is no group at all."""
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        if item == 3:
+            return None
+        whole = ScoredDataGroup(tokens=[[1, 2]] * 4, masks=[[-100, 2]] * 4, scores=[0.0, 1.0, 2.0, 3.0])
+        return [whole, {**whole, "masks": [[-100, 2]] * 3}], []
+
+
+async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_ones_through(tmp_path: Path) -> None:
+    async with running_api() as api, FakeInferenceServer() as server:
+        fields: dict[str, Any] = {"max_failed_items": 1, "max_num_workers": 1, "max_batches_offpolicy": 4}
+        env = MalformedEnv(config(tmp_path, api.url, **fields), server_config(server))
+        trainer = Trainer(api.url, batch_size=4)
+        await trainer.register()
+        where = rf"{Path(__file__).name}:{MalformedEnv.collect_trajectories.__code__.co_firstlineno} in collect_trajectories"
+        with pytest.raises(TooManyFailures, match=rf"2 of the last 2 items .* 2: MalformedGroup: .*3 masks for 4 sequences at .*{where}"):
+            await asyncio.wait_for(env.env_manager(), 60)
+        assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
+    assert env.counts["groups_malformed"] == 2 and env.counts["items_failed"] == 2
+
+
+async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
+    async with FakeInferenceServer() as server:
+        groups = str(tmp_path / "groups.jsonl")
+        env = MalformedEnv(config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server))
+        env.taken = 2
+        with pytest.raises(TooManyFailures, match=r"3: TypeError: .* at .*test_author_errors.py:\d+ in collect_trajectories"):
+            await process(env)
+
+
+async def test_group_that_the_api_refuses_counts_against_the_budget(tmp_path: Path) -> None:
+    class HugeIdEnv(MalformedEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            return ScoredDataGroup(tokens=[["x"]] * 4, masks=[[1]] * 4, scores=[0.0, 1.0, 2.0, 3.0]), []  # type: ignore[list-item]
+
+    async with running_api() as api, FakeInferenceServer() as server:
+        env = HugeIdEnv(config(tmp_path, api.url, max_failed_items=0), server_config(server))
+        await Trainer(api.url, batch_size=4).register()
+        with pytest.raises(TooManyFailures, match=r"MalformedGroup: the API refused 1 group.* in collect_trajectories"):
+            await asyncio.wait_for(env.env_manager(), 60)
+
+
+async def test_many_useless_groups_in_a_row_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with FakeInferenceServer() as server:
+        env = CountingEnv(config(tmp_path, ""), server_config(server))
+    caplog.set_level("INFO")
+    short = ScoredDataGroup(tokens=[[1]], masks=[[1]], scores=[1.0])
+    for number in range(50):
+        await env.handle_send_to_api(short, number, do_send_to_api=False)
+    assert "Dropped a group of the item 7: 1 sequences instead of 4" in caplog.text
+    assert "50 groups in a row were dropped and nothing was sent, the last because 1 sequences" in caplog.text
+
+
+def test_giver_is_the_last_method_that_the_author_wrote() -> None:
+    class Asked(QuestionEnv):
+        async def score(self, item: Any, answer: str) -> float:
+            return 1.0
+
+    assert giver(Asked).endswith("in score") and giver(FailingEnv).endswith("in collect_trajectory") and giver(QuestionEnv) == ""

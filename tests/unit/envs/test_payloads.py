@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.payloads import completion_lengths, group_items, rejection, wire_form
+from atroposlib.envs.payloads import completion_lengths, defect, group_items, rejection, wire_form
 
 
 def item(score: float = 1.0, **fields: Any) -> dict[str, Any]:
@@ -48,8 +48,7 @@ def test_good_group_is_accepted_also_with_null_overrides() -> None:
 @pytest.mark.parametrize(
     ("candidate", "reason"),
     [
-        (group(3), "3 sequences instead of 2"),
-        (group(scores=[1.0, 1.0]), "all scores are 1"),
+        ({"tokens": [[1]], "scores": [1.0], "masks": None}, "it has no masks"),
         (group(scores=[1.0, float("nan")]), "not all finite"),
         (group(scores=[1.0]), "1 scores for 2 sequences"),
         (group(masks=[[1, 2, 3], [1, 2]]), "sequence 1: 2 masks for 3 tokens"),
@@ -57,8 +56,15 @@ def test_good_group_is_accepted_also_with_null_overrides() -> None:
         (group(policy_versions=[[0, 0]]), "1 policy_versions for 2 sequences"),
     ],
 )
-def test_bad_group_is_rejected_with_its_figures(candidate: dict[str, Any], reason: str) -> None:
-    assert reason in (reject(candidate) or "")
+def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], reason: str) -> None:
+    assert reason in (defect(candidate) or "")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "reason"), [(group(3), "3 sequences instead of 2"), (group(scores=[1.0, 1.0]), "all scores are 1")]
+)
+def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: str) -> None:
+    assert defect(candidate) is None and reason in (reject(candidate) or "")
 
 
 def test_length_limit_is_exclusive_and_can_be_off() -> None:
