@@ -48,7 +48,7 @@ REJECTIONS_REPORTED = 50
 
 
 class BaseEnv(ABC):
-    """An environment server. Override `setup`, `get_next_item`, `evaluate`, and one of `collect_trajectory`, `collect_trajectories`."""
+    """An environment server. Override `get_next_item`, `evaluate`, usually `setup`, and one of `collect_trajectory`, `collect_trajectories`."""
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
@@ -96,9 +96,9 @@ class BaseEnv(ABC):
         """The configuration before YAML and flags: the environment's, and that of one server, a list of them, or a ServerBaseline."""
         return cls.env_config_cls(), ServerBaseline()
 
-    @abstractmethod
     async def setup(self) -> None:
         """Load data; called once, before anything else, when the tokenizer is loaded and the inference server answers."""
+        return
 
     @abstractmethod
     async def get_next_item(self) -> Item:
@@ -123,6 +123,10 @@ class BaseEnv(ABC):
         """The groups as they are to be sent; None drops them."""
         groups: Groups = trajectories
         return groups
+
+    async def before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """An accepted group as it is to be kept and sent."""
+        return group
 
     async def cleanup(self) -> None:
         """Called after every item, whatever became of it."""
@@ -158,7 +162,7 @@ class BaseEnv(ABC):
         groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
         defects = [defect(group) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
-        accepted = [group for group in whole if self._accept(group, item, abort_on_any_max_length_exceeded)]
+        accepted = [await self.before_sending(group) for group in whole if self._accept(group, item, abort_on_any_max_length_exceeded)]
         for group in accepted:
             await self.add_rollouts_for_wandb(group, item)
             self._remember(group)

@@ -2,6 +2,7 @@
 
     --env.<field>      the environment's configuration           --slurm, --testing     how the inference servers are found
     --openai.<field>   that of its one inference server          --config FILE.yaml     keys env, openai (or a list), slurm, testing
+    --teacher.<field>  that of a teacher, for environments with one (`teacher_distillation_env.py`)
 
 Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree, without keys.
 Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and terminated.
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -21,13 +23,13 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config
-from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
 from atroposlib.envs.records import write_whole
 from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv, with_teacher
 from atroposlib.logs import configure_logging, get_logger
 
 if TYPE_CHECKING:
@@ -48,6 +50,12 @@ class EnvTree(Config):
     slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")
     testing: bool = Field(default=False, description="Use one in-process harness with canned replies for inference.")
     max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
+
+
+class TeacherTree(EnvTree):
+    """That of an environment with a teacher; None when none is configured."""
+
+    teacher: Any = None
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -98,6 +106,8 @@ async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
     """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if it is a bug."""
     try:
         await fill_in_models(tree.env, tree.openai)
+        if isinstance(tree, TeacherTree) and tree.teacher is not None:
+            await fill_in_models(tree.env, tree.teacher)
         env = build(env_cls, tree)
         await COMMANDS[command](env, tree)
     except EnvError as error:
@@ -108,8 +118,10 @@ async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
 
 def build(env_cls: type["BaseEnv"], tree: EnvTree) -> "BaseEnv":
     """The environment as configured. Raises EnvError for a tokenizer, a file or a set of servers that cannot be."""
+    if isinstance(tree, TeacherTree) and issubclass(env_cls, TeacherDistillationEnv):
+        env_cls = with_teacher(env_cls, tree.teacher)
     try:
-        env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
+        env = env_cls(config=tree.env, server_configs=tree.openai, slurm=tree.slurm, testing=tree.testing)
     except (OSError, ValueError, NotImplementedError) as error:
         raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions
@@ -138,25 +150,16 @@ def _exit(message: str) -> NoReturn:
 def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
     """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
     env_config, servers = env_cls.config_init()
-    servers = list(servers) if isinstance(servers, Sequence) else servers
-    yaml_servers = _yaml_servers(arguments)
-    asked = yaml_servers is not None or any(argument.startswith("--openai.") for argument in arguments)
-    count = len(yaml_servers) if isinstance(yaml_servers, list) else 1 if isinstance(yaml_servers, dict) else _count(servers)
-    if count > 1 and any(argument.startswith("--openai.") for argument in arguments):
-        _exit(
-            f"{prog}: error: --openai.* sets one inference server but {count} are configured; list them under `openai:` in a --config file"
-        )
-    several = count > 1 or isinstance(yaml_servers, list)
-    server_cls = APIServerConfig if asked or _has_address(servers) else ServerBaseline
-    tree_cls = _tree_class(type(env_config), server_cls, several)
-    defaults = {"env": _given(env_config) | command_defaults(command, env_cls), "openai": _server_defaults(servers, several)}
-    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
-    if isinstance(tree.openai, list):
-        resolved: Servers = [_as(APIServerConfig, server) for server in tree.openai]
-    else:
-        server = _as(server_cls, tree.openai)
-        resolved = [server] if isinstance(server, APIServerConfig) and not tree.slurm else server
-    return EnvTree(**dict(tree) | {"env": _as(type(env_config), tree.env), "openai": resolved})
+    base: type[EnvTree] = EnvTree
+    entries = {"openai": _server_entry("openai", servers, arguments, prog)}
+    if issubclass(env_cls, TeacherDistillationEnv):
+        base, entries["teacher"] = TeacherTree, _server_entry("teacher", env_cls.teacher_config_init(), arguments, prog)
+    env = _strict(type(env_config))
+    fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {name: entry.field for name, entry in entries.items()}
+    defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {name: entry.given for name, entry in entries.items()}
+    tree = load_config(create_model("EnvTree", __base__=base, **fields), arguments, prog=f"{prog} {command}", defaults=defaults)
+    resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
+    return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
 
 
 def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:
@@ -167,10 +170,43 @@ def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:
     return {"ensure_scores_are_not_same": False, "include_messages": True, "data_path_to_save_groups": path}
 
 
-def _tree_class(config_cls: type[BaseEnvConfig], server_cls: type[ServerBaseline], several: bool) -> type[EnvTree]:
-    env, server = _strict(config_cls), _strict(server_cls)
-    openai: Any = list[server] if several else server  # type: ignore[valid-type]
-    return create_model("EnvTree", __base__=EnvTree, env=(env, Field(default_factory=env)), openai=(openai, ...))
+@dataclass(frozen=True)
+class ServerEntry:
+    """A group of inference servers in the tree: whether it is a list, of which class, and what is `given` before YAML and flags."""
+
+    server_cls: type[ServerBaseline]
+    several: bool
+    given: Any
+    absent: bool  # nothing anywhere says that there is one
+
+    @property
+    def field(self) -> tuple[Any, Any]:
+        """Its annotation and default, for pydantic."""
+        server = _strict(self.server_cls)
+        return (list[server] if self.several else server), ...  # type: ignore[valid-type]
+
+    def resolve(self, value: Any, slurm: bool) -> Servers | None:
+        """The servers as the environment takes them."""
+        if isinstance(value, list):
+            return [_as(APIServerConfig, server) for server in value]
+        server = _as(self.server_cls, value)
+        return None if self.absent else [server] if isinstance(server, APIServerConfig) and not slurm else server
+
+
+def _server_entry(name: str, servers: Any, arguments: Sequence[str], prog: str) -> ServerEntry:
+    """The entry of `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Exits 2 on flags for several."""
+    servers = list(servers) if isinstance(servers, Sequence) else servers
+    yaml_servers = _yaml_servers(arguments, name)
+    flagged = any(argument.startswith(f"--{name}.") for argument in arguments)
+    count = len(yaml_servers) if isinstance(yaml_servers, list) else 1 if isinstance(yaml_servers, dict) else _count(servers)
+    if count > 1 and flagged:
+        _exit(
+            f"{prog}: error: --{name}.* sets one inference server but {count} are configured; list them under `{name}:` in a --config file"
+        )
+    several = count > 1 or isinstance(yaml_servers, list)
+    asked = flagged or yaml_servers is not None
+    server_cls = APIServerConfig if asked or servers is None or _has_address(servers) else ServerBaseline
+    return ServerEntry(server_cls, several, {} if servers is None else _server_defaults(servers, several), servers is None and not asked)
 
 
 def _strict(model: type[M]) -> type[M]:
@@ -205,18 +241,18 @@ def _count(servers: Servers) -> int:
     return len(servers) if isinstance(servers, list) else 1
 
 
-def _yaml_servers(arguments: Sequence[str]) -> Any:
-    """The `openai` entry of the --config file, if there is one; what is wrong with the file is `load_config`'s to say."""
+def _yaml_servers(arguments: Sequence[str], name: str) -> Any:
+    """The entry `name` of the --config file, if there is one; what is wrong with the file is `load_config`'s to say."""
     for position, argument in enumerate(arguments):
-        name, has_value, value = argument.partition("=")
-        if name != "--config" or not has_value and position + 1 == len(arguments):
+        flag, has_value, value = argument.partition("=")
+        if flag != "--config" or not has_value and position + 1 == len(arguments):
             continue
         path = Path(value if has_value else arguments[position + 1])
         try:
             content = yaml.safe_load(path.read_text())
         except (OSError, yaml.YAMLError):
             return None
-        return content.get("openai") if isinstance(content, Mapping) else None
+        return content.get(name) if isinstance(content, Mapping) else None
     return None
 
 

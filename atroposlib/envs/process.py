@@ -1,7 +1,6 @@
 """The `process` command: `total_steps` groups into a JSONL file and a page to read, without API or trainer."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
@@ -14,12 +13,12 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
-FAILURES_IN_A_ROW = 10
+FRUITLESS_ITEMS = 100
 LONGEST_PAUSE_S = 10.0
 
 
 async def process(env: BaseEnv) -> None:
-    """Sample one group after the other, then render the page. Raises ProcessError after ten failures in a row."""
+    """Sample one group after the other, then render the page. Raises ProcessError after a hundred items that gave none."""
     if env.jsonl_writer is None or env.total_steps <= 0:
         raise ProcessError("process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0")
     env.process_mode = True
@@ -40,7 +39,8 @@ async def process(env: BaseEnv) -> None:
 async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
     """Try items until one gives a group that is accepted."""
     accepted = env.counts["groups_accepted"]
-    for pause_s in _pauses():
+    failed = 0
+    for _ in range(FRUITLESS_ITEMS):
         named = "that get_next_item was to give"
         try:
             item = env.backlog.pop() if env.backlog else await env.get_next_item()
@@ -53,12 +53,13 @@ async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
         except Exception as error:
             log.exception("%s. Dropped the item %s", origin(error, budget.given_at), named)
             budget.note_failure(error, named)
+            await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failed))
+            failed += 1
         else:
             budget.note_success()
         if env.counts["groups_accepted"] > accepted:
             return
-        await asyncio.sleep(pause_s)
-    raise ProcessError(f"{FAILURES_IN_A_ROW} items in a row gave no group; the reasons are above")
+    raise ProcessError(f"{FRUITLESS_ITEMS} items in a row gave no group; the reasons are above")
 
 
 async def _process_item(env: BaseEnv, item: Item) -> None:
@@ -70,11 +71,6 @@ async def _process_item(env: BaseEnv, item: Item) -> None:
         await env.handle_send_to_api(groups, item, do_send_to_api=False)
     finally:
         await env.cleanup()
-
-
-def _pauses() -> Iterator[float]:
-    """Seconds after each failure."""
-    return (min(LONGEST_PAUSE_S, 0.1 * 2**failed) for failed in range(FAILURES_IN_A_ROW))
 
 
 def default_groups_path(name: str) -> Path:

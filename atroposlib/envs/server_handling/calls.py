@@ -64,10 +64,11 @@ class InferenceCalls(ABC):
         return (await self.sample_tokens(split=split, **arguments)).as_tuple()
 
     async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> dict[str, Any]:
-        """The most likely tokens at each position of `prompt` or `input_ids`; `top_k` (default 1) a position.
+        """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
 
-        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k], most likely first;
-        nothing precedes the first position, so its lists are empty.
+        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k]: the prompt's own token, then
+        the others, most likely first, so that k is top_k, or top_k + 1 where its own is not among them. With top_k 0 it is its own
+        alone. Nothing precedes the first position, so its lists are empty.
         """
         return await self._run("prompt log-probabilities", lambda server: server.request_prompt_logprobs(arguments), split)
 

@@ -52,17 +52,20 @@ class SGLangServer(VLLMServer):
         return SampledTokens(ids, [self._sampled(sequence.meta_info) for sequence in sequences])
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        top_k = max(1, arguments.get("top_k", 1))
+        top_k = arguments.get("top_k", 1)
         ids = await self._prompt_ids(arguments)
         body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
         (sequence,) = await self._sequences(body | {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
-        ranked = [_known(position or []) for position in sequence.meta_info.input_top_logprobs]
-        if len(ranked) != len(ids):
-            raise PermanentServerError(f"{self.generate_url} gave {len(ranked)} prompt positions for {len(ids)} tokens")
+        own = sequence.meta_info.input_token_logprobs
+        top = sequence.meta_info.input_top_logprobs if top_k else [None] * len(own)
+        if not len(own) == len(top) == len(ids):
+            raise PermanentServerError(f"{self.generate_url} gave {len(own)} and {len(top)} prompt positions for {len(ids)} tokens")
+        # A dict keeps the place of a key that comes again: the prompt's own token stays first.
+        ranked = [{token: logprob for logprob, token in _known([at, *(others or [])])} for at, others in zip(own, top, strict=True)]
         return {
             "prompt_tokens": ids,
-            "prompt_topk_token_ids": [[token for _, token in position] for position in ranked],
-            "prompt_topk_logprobs": [[logprob for logprob, _ in position] for position in ranked],
+            "prompt_topk_token_ids": [list(position) for position in ranked],
+            "prompt_topk_logprobs": [list(position.values()) for position in ranked],
         }
 
     async def _prompt_ids(self, arguments: dict[str, Any]) -> list[int]:

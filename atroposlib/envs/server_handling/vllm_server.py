@@ -89,7 +89,7 @@ class VLLMServer(OpenAIServer):
         reply = self._decode(
             await self._generate(body | {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}), PromptLogprobsReply
         )
-        ranked = [_most_likely(position, top_k) for position in reply.prompt_logprobs]
+        ranked = [_own_token_first(*pair) for pair in zip(reply.prompt_token_ids, reply.prompt_logprobs, strict=True)]
         return {
             "prompt_tokens": reply.prompt_token_ids,
             "prompt_topk_token_ids": [[token for token, _ in position] for position in ranked],
@@ -141,8 +141,8 @@ class VLLMServer(OpenAIServer):
         )
 
 
-def _most_likely(position: dict[int, float] | list[dict[int, float]] | None, top_k: int) -> list[tuple[int, float]]:
-    """(token id, log-probability) pairs of one position, most likely first."""
+def _own_token_first(own: int, position: dict[int, float] | list[dict[int, float]] | None) -> list[tuple[int, float]]:
+    """(token id, log-probability) pairs of one position of a prompt: its own token, then the others, most likely first."""
     maps = position if isinstance(position, list) else [position or {}]
     pairs = [pair for entry in maps for pair in entry.items()]
-    return sorted(pairs, key=lambda pair: -pair[1])[:top_k]
+    return sorted(pairs, key=lambda pair: (pair[0] != own, -pair[1]))

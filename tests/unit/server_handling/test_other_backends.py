@@ -46,8 +46,10 @@ async def manager(folder: Path, server_type: str, path: str, handler: Handler) -
 
 def sglang(body: dict[str, Any]) -> Any:
     if "logprob_start_len" in body:
-        top = [None, *([[-0.1, token, None], [-2.0, token + 1, None]] for token in body["input_ids"][1:])]
-        return {"text": "", "meta_info": {"input_top_logprobs": top, "finish_reason": None}}
+        first, *rest = body["input_ids"]
+        own = [[None, first, None], *([-2.0, token, None] for token in rest)]
+        top = [None, *([[-0.1, token + 1, None], [-2.0, token, None]] for token in rest)] if body["top_logprobs_num"] else []
+        return {"text": "", "meta_info": {"input_token_logprobs": own, "input_top_logprobs": top, "finish_reason": None}}
     assert body["return_logprob"] and body["sampling_params"]["max_new_tokens"] == 8 and "max_tokens" not in body["sampling_params"]
     info = {
         "output_token_logprobs": [[-0.5, token, None] for token in YES],
@@ -71,7 +73,9 @@ async def test_sglang_gives_tokens_log_probabilities_and_versions(tmp_path: Path
 async def test_sglang_gives_prompt_log_probabilities(tmp_path: Path) -> None:
     async with manager(tmp_path, "sglang", "/generate", sglang) as servers:
         found = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=2)
-    assert found["prompt_topk_token_ids"] == [[], [6, 7], [7, 8]] and found["prompt_topk_logprobs"][1] == [-0.1, -2.0]
+        own = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=0)
+    assert found["prompt_topk_token_ids"] == [[], [6, 7], [7, 8]] and found["prompt_topk_logprobs"][1] == [-2.0, -0.1]
+    assert own["prompt_topk_token_ids"] == [[], [6], [7]] and own["prompt_topk_logprobs"] == [[], [-2.0], [-2.0]]
 
 
 async def test_reply_without_log_probabilities_is_no_sglang(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""`TeacherDistillationEnv`: groups that carry, beside the samples, what a second model would have said at each of their tokens.
+
+    accepted group ──tokens──▶ teacher server (prompt log-probabilities) ──▶ distill_token_ids, distill_logprobs [sequence][position][k]
+
+The teacher is another server with flags of its own (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have the student's
+vocabulary, since ids are compared with ids. At each position the sequence's own token comes first, then the teacher's
+likeliest others; nothing precedes the first position, so its lists are empty. A group that the teacher fails on is sent without.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
+from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.logs import get_logger
+from atroposlib.utils.tokenizers import load_tokenizer
+
+log = get_logger(__name__)
+
+TeacherServers = ServerBaseline | Sequence[APIServerConfig] | None
+
+
+class TeacherDistillationConfig(BaseEnvConfig):
+    """A group's `group_overrides` may hold `teacher_top_k`, or `skip_teacher_top_k`, for itself."""
+
+    teacher_enabled: bool = Field(default=False, description="Ask the teacher about every accepted group.")
+    teacher_top_k: int = Field(
+        default=0, ge=-1, description="Likeliest tokens a position, beside the sequence's own; 0: that alone, -1: ask nothing."
+    )
+
+
+class TeacherDistillationEnv(BaseEnv):
+    """An environment extends this instead of BaseEnv, or beside one that does.
+
+    Raises ValueError when the teacher is enabled and not configured, or has another vocabulary.
+    """
+
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
+    # The servers of `--teacher.*`; see `with_teacher`.
+    teacher_servers: ClassVar[TeacherServers] = None
+
+    def __init__(
+        self,
+        config: Any,
+        server_configs: Any,
+        slurm: bool = False,
+        testing: bool = False,
+        teacher_server_configs: TeacherServers = None,
+    ) -> None:
+        super().__init__(config, server_configs, slurm=slurm, testing=testing)
+        self.teacher_server: ServerManager | None = None
+        if not config.teacher_enabled:
+            return
+        servers = teacher_server_configs or self.teacher_servers
+        if servers is None:
+            raise ValueError(
+                "teacher_enabled, but no teacher server configuration was provided: pass --teacher.base_url and --teacher.model_name, "
+                "override teacher_config_init, or pass teacher_server_configs"
+            )
+        given = [servers] if isinstance(servers, APIServerConfig) else servers
+        self.teacher_server = ServerManager(given, slurm=False, testing=False)
+        self._validate_teacher_tokenizer_compatibility((given if isinstance(given, ServerBaseline) else given[0]).tokenizer_id)
+
+    @classmethod
+    def teacher_config_init(cls) -> TeacherServers:
+        """The teacher before YAML and flags."""
+        return None
+
+    async def before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """`group` with the teacher's log-probabilities."""
+        return await self._attach_teacher_distillation(await super().before_sending(group))
+
+    async def close(self) -> None:
+        """Leave the teacher, then everything else."""
+        if self.teacher_server is not None:
+            await self.teacher_server.close()
+        await super().close()
+
+    def _validate_teacher_tokenizer_compatibility(self, teacher_tokenizer_name: str) -> None:
+        student = self.tokenizer.name_or_path
+        if student == teacher_tokenizer_name:
+            return
+        refusal = f"Cross-tokenizer distillation is not supported: the student's tokenizer is {student!r}"
+        try:
+            teacher = load_tokenizer(teacher_tokenizer_name)
+        except OSError as error:
+            raise ValueError(f"{refusal}, and the teacher's cannot be compared: {error}; set --teacher.tokenizer_name") from error
+        if teacher.get_vocab() != self.tokenizer.get_vocab():
+            raise ValueError(f"{refusal}, the teacher's {teacher_tokenizer_name!r} has another vocabulary")
+
+    async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        overrides = group.get("group_overrides") or {}
+        top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
+        group["distill_token_ids"] = group["distill_logprobs"] = None
+        if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
+            return group
+        fetches = [self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]]
+        answers = await asyncio.gather(*fetches, return_exceptions=True)
+        fetched = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if len(fetched) < len(answers):
+            failures = [answer for answer in answers if isinstance(answer, BaseException)]
+            log.warning("A group goes without the teacher, who failed on %d of %d sequences: %s", len(failures), len(answers), failures[0])
+            return group
+        group["distill_token_ids"] = [ids for ids, _ in fetched]
+        group["distill_logprobs"] = [logprobs for _, logprobs in fetched]
+        return group
+
+    async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Ids and log-probabilities, each [position][k]. Raises ValueError unless there is one entry a token."""
+        assert self.teacher_server is not None
+        answer = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, split="train")
+        ids, logprobs = answer["prompt_topk_token_ids"], answer["prompt_topk_logprobs"]
+        if not len(ids) == len(logprobs) == len(token_ids):
+            given = f"{len(ids)} positions of ids and {len(logprobs)} of log-probabilities"
+            raise ValueError(f"the teacher gave {given} for {len(token_ids)} tokens")
+        return ids, logprobs
+
+
+def with_teacher(env_cls: type[TeacherDistillationEnv], servers: TeacherServers) -> type[TeacherDistillationEnv]:
+    """`env_cls` with the teacher's servers, whatever the arguments of its constructor."""
+    body = {"teacher_servers": servers, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__}
+    with_servers: type[TeacherDistillationEnv] = type(env_cls.__name__, (env_cls,), body)
+    return with_servers
