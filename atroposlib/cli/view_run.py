@@ -1,4 +1,4 @@
-"""`view-run`: a page with the last groups of a live run, which it neither resets nor takes anything from.
+"""`view-run`, also `view-run-multimodal`: a page with the last groups of a live run, which it neither resets nor takes anything from.
 
 It asks the batching API for its latest example again and again (GET /latest_example), and shows what it has seen on a page of its own.
 """
@@ -58,7 +58,7 @@ class Watcher:
             self.problem = f"{self.config.api_url} cannot be asked: {error or type(error).__name__}"
             return
         self.problem = ""
-        shown = {"scores": group["scores"], "messages": group.get("messages"), "tokens": group["tokens"]}
+        shown = {"scores": group["scores"], "tokens": group["tokens"], "messages": group.get("messages"), "images": group.get("images")}
         if shown["scores"] and (not self.groups or shown != {key: self.groups[0][key] for key in shown}):
             self.seen += 1
             self.groups.appendleft({**shown, "number": self.seen})

@@ -48,7 +48,7 @@ REJECTIONS_REPORTED = 50
 
 
 class BaseEnv(ABC):
-    """An environment server. Override `get_next_item`, `evaluate`, usually `setup`, and one of `collect_trajectory`, `collect_trajectories`."""
+    """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`, mostly `setup` too."""
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
@@ -281,7 +281,8 @@ class BaseEnv(ABC):
         return status
 
     async def env_step_checks(self) -> None:
-        """Called when the trainer has moved on: write the figures of the step."""
+        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the figures of the step."""
+        self.curr_step = self.status_dict["current_step"]
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
             await self.wandb_log({})
             self.items_sent_this_step = 0
@@ -395,6 +396,14 @@ class BaseEnv(ABC):
         if self.jsonl_writer is not None:
             self.jsonl_writer.close()
         await self.server.close()
+
+    async def add_train_workers(self) -> None:
+        """Called ten times a second: start what the queue policy allows. An override may do nothing, and send groups by itself."""
+        await self.start_groups()
+
+    async def start_groups(self) -> None:
+        """Replaced by the serve loop; outside of it there is no queue to fill."""
+        return
 
     async def env_manager(self) -> None:
         """Serve until the last step; see `serve.py`."""

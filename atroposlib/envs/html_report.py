@@ -1,7 +1,8 @@
-"""A page for people out of a JSONL file of groups: every sample's messages and score. All text is escaped."""
+"""A page for people out of a JSONL file of groups: every sample's messages, images and score. All text is escaped, nothing is fetched."""
 
 import html
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem
 details { border: 1px solid #ccc; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem; }
 details details.good { border-left: 4px solid #2a7; } details details.bad { border-left: 4px solid #c44; }
 summary { cursor: pointer; } .role { color: #666; font-size: 85%; margin: .6rem 0 0; } pre { white-space: pre-wrap; margin: .2rem 0; }
+img { max-width: 100%; max-height: 24rem; display: block; }
 """
+
+IMAGE_URL = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
+# How the first bytes of each kind of image look in base64.
+IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 
 
 def write_html(jsonl: Path, page: Path) -> None:
@@ -32,7 +38,8 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     scores = group["scores"]
     mean = sum(scores) / len(scores) if scores else 0.0
     # A file may hold fewer messages than scores, or more: what has both is shown.
-    samples = "".join(_sample_html(text, score) for text, score in zip(_conversations(group), scores, strict=False))
+    images = _images(group, len(scores))
+    samples = "".join(_sample_html(*sample) for sample in zip(_conversations(group), scores, images, strict=False))
     return f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
 
 
@@ -42,12 +49,37 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
         yield messages if isinstance(messages, list) else [{"role": "text", "content": messages}]
 
 
-def _sample_html(messages: list[Mapping[str, Any]], score: float) -> str:
+def _images(group: Mapping[str, Any], count: int) -> list[Any]:
+    """What `images` holds for each sample: an entry of a list as long as there are samples, or all of it for each."""
+    images = group.get("images")
+    return images if isinstance(images, list) and len(images) == count else [images] * count
+
+
+def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -> str:
     roles = [html.escape(str(message["role"]).capitalize()) for message in messages]
-    texts = [html.escape(_text(message["content"])) for message in messages]
-    parts = [f"<p class=role>{role}</p><pre>{text}</pre>" for role, text in zip(roles, texts, strict=True)]
-    return f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>{''.join(parts)}</details>"
+    parts = [f"<p class=role>{role}</p>{_content_html(message['content'])}" for role, message in zip(roles, messages, strict=True)]
+    shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
+    return f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>{shown}{''.join(parts)}</details>"
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+def _content_html(content: Any) -> str:
+    """A message's text, or its parts in the OpenAI chat format: texts and images."""
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        return "".join(_part_html(part) for part in content)
+    return f"<pre>{html.escape(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))}</pre>"
+
+
+def _part_html(part: Mapping[str, Any]) -> str:
+    if part.get("type") == "text":
+        return f"<pre>{html.escape(str(part.get('text')))}</pre>"
+    image = _image_html((part.get("image_url") or {}).get("url") if part.get("type") == "image_url" else None)
+    return image or f"<pre>{html.escape(json.dumps(part, ensure_ascii=False))}</pre>"
+
+
+def _image_html(image: Any) -> str:
+    """An image that stands in the data itself, as a data URL or in base64; nothing for any other."""
+    if not isinstance(image, str):
+        return ""
+    kind = next((kind for start, kind in IMAGE_STARTS.items() if image.startswith(start)), None)
+    url = image if kind is None else f"data:image/{kind};base64,{image}"
+    return f"<img src='{url}'>" if IMAGE_URL.fullmatch(url) else ""

@@ -55,6 +55,8 @@ class ServeLoop:
         self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
         self.pool = WorkerPool(env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env))))
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
+        env.start_groups = self._sample  # type: ignore[method-assign]
+        self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
         self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None
         self._moved_at = time.monotonic()
@@ -84,7 +86,8 @@ class ServeLoop:
             await self._follow(status)
             if status.version >= self.env.total_steps:
                 break
-            await self._sample(status, in_flight)
+            self._status, self._counted = status, in_flight
+            await self.env.add_train_workers()
             if self.env.config.worker_timeout > 0:
                 self.env.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
             await self.pool.wait(TURN_S)
@@ -136,15 +139,15 @@ class ServeLoop:
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
-    async def _sample(self, status: EnvStatus, in_flight: int) -> None:
+    async def _sample(self) -> None:
         if self.pool.is_paused:
             return
         decision = plan(
             self.env.config,
-            status,
+            self._status,
             batch_size=self.env.config.batch_size,
             total_steps=self.env.total_steps,
-            in_flight=in_flight,
+            in_flight=self._counted,
             max_workers=self.env.max_num_workers,
             evaluating=self._evaluation is not None,
             idle_s=time.monotonic() - self._moved_at,
@@ -201,7 +204,7 @@ class ServeLoop:
         """Take over step and policy version; evaluate, checkpoint and log if they changed."""
         env = self.env
         old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, env.policy_version)
-        env.curr_step, env.policy_version = status.current_step, status.version
+        env.policy_version = status.version
         due = self.schedule.advance(status.version)
         if due is not None:
             self._due = due
@@ -213,6 +216,7 @@ class ServeLoop:
         await env.server.update_weight(min(1.0, status.env_weight))
         await env.get_server_info()
         await env.env_step_checks()
+        env.curr_step = status.current_step
         step = crossed(old_step, env.curr_step, env.checkpoint_interval)
         if step is not None:
             env.save_checkpoint(step)

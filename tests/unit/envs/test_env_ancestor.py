@@ -136,6 +136,40 @@ async def test_environment_of_the_ancestor_runs_unchanged(tmp_path: Path, env_cl
     assert any("eval/percent_correct" in metrics for metrics in env.logged)
 
 
+class FileEnv(OldStyleEnv):
+    """Samples nothing: when the trainer has moved on it sends by itself, in the manner of the ancestor's loader of SFT data."""
+
+    name = "file"
+
+    async def add_train_workers(self) -> None:
+        pass
+
+    async def env_step_checks(self) -> None:
+        step = self.status_dict["current_step"]
+        if self.curr_step != step or not self.items_sent_this_step:
+            for _ in range(2):
+                await self.handle_send_to_api({"tokens": [[1, step]] * 2, "masks": [[1, step]] * 2, "scores": [1.0, 0.0]})
+        await super().env_step_checks()
+
+
+async def test_environment_that_sends_at_steps_and_starts_no_workers_runs_unchanged(tmp_path: Path) -> None:
+    async with running_api() as api, FakeInferenceServer() as server:
+        config, servers = FileEnv.config_init()
+        config.tokenizer_name = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+        config.rollout_server_url = api.url
+        servers[0].base_url = server.base_url
+        env = FileEnv(config, servers)
+        trainer = Trainer(api.url, batch_size=4, num_steps=3)
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await trainer.joined()
+        trainer.step = 1  # moved on without a batch of this environment
+        await trainer.report()
+        await asyncio.wait_for(trainer.train(2), 30)
+        await asyncio.wait_for(serving, 20)
+    assert [batch[0]["tokens"][0][1] for batch in trainer.batches] == [0, 1] and not server.hits["/v1/chat/completions"]
+
+
 def test_baseline_configuration_is_accepted(tmp_path: Path) -> None:
     config = OldStyleConfig(tokenizer_name=str(save_tiny_tokenizer(tmp_path / "tokenizer")))
     env = OldStyleEnv(config, ServerBaseline(model_name="m"), slurm=False)  # type: ignore[arg-type]

@@ -1,0 +1,129 @@
+"""`inference-node-wandb-watcher`: which inference servers of this node answer, as figures of the run's W&B project.
+
+One is started on each inference node. It waits for the trainer to name a project, then asks every server of the node
+(ports 9000, 9001, ..., one for `tp` of its GPUs) every minute, and logs `server/server_health_<node>_<i>`, 1 or 0, at the API's step.
+An API that is away costs a line; the figures go on with the last step that is known.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+from pydantic import Field, SecretStr
+
+from atroposlib.config import Config, load_config
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.metrics import Sink, open_wandb
+from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.logs import configure_logging, get_logger
+
+log = get_logger(__name__)
+
+REQUEST_TIMEOUT_S = 10.0
+
+
+class WatcherConfig(Config):
+    """Flags."""
+
+    api_addr: str = Field(description="Address of the batching API, e.g. http://node1:8000.")
+    tp: int = Field(ge=1, description="GPUs of one inference server.")
+    node_num: int = Field(ge=0, description="Number of this node, for the names of its figures.")
+    token: SecretStr | None = Field(default=None, description="Token of the API.", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
+    gpus: int = Field(default=8, ge=1, description="GPUs of the node.")
+    host: str = Field(default="localhost", description="Address of the node's servers.")
+    first_port: int = Field(default=9000, ge=1, le=65535, description="Port of the first server; the others follow.")
+    health_path: str = Field(default="/health", description="What a server is asked for; 200 counts as healthy.")
+    interval: float = Field(default=60.0, gt=0, description="Seconds between two rounds.")
+    startup_timeout: float = Field(default=1800.0, gt=0, description="Seconds to wait for the trainer to name a project.")
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Address of each server's health by the name of its figure."""
+        urls = [f"http://{self.host}:{self.first_port + index}{self.health_path}" for index in range(self.gpus // self.tp)]
+        return {f"server/server_health_{self.node_num}_{index}": url for index, url in enumerate(urls)}
+
+
+async def ask_api(config: WatcherConfig, client: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    """The reply of the batching API. Raises NotYet when there is none."""
+    headers = {} if config.token is None else {"Authorization": f"Bearer {config.token.get_secret_value()}"}
+    try:
+        reply = await client.get(f"{config.api_addr.rstrip('/')}{path}", headers=headers)
+        reply.raise_for_status()
+        content: dict[str, Any] = reply.json()
+        return content
+    except (httpx.HTTPError, ValueError) as error:
+        raise NotYet(str(error) or type(error).__name__) from None
+
+
+async def project(config: WatcherConfig, client: httpx.AsyncClient) -> tuple[str | None, str]:
+    """(group, project) that the trainer named. Raises PeerError after the timeout."""
+
+    async def attempt() -> tuple[str | None, str]:
+        named = await ask_api(config, client, "/wandb_info")
+        if not named["project"]:
+            raise NotYet("no trainer has named one")
+        return named["group"], named["project"]
+
+    remedy = "start the trainer with --use-wandb and --wandb-project, or correct --api-addr"
+    limit_s = config.startup_timeout
+    return await wait_for_peer("the W&B project", config.api_addr, attempt, timeout_s=limit_s, remedy=remedy, every_s=1.0)
+
+
+async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, float]:
+    """1 or 0 for each server of the node."""
+
+    async def one(url: str) -> float:
+        try:
+            return float((await client.get(url)).status_code == 200)
+        except httpx.HTTPError:
+            return 0.0
+
+    names, urls = list(config.servers), list(config.servers.values())
+    return dict(zip(names, await asyncio.gather(*map(one, urls)), strict=True))
+
+
+async def watch(config: WatcherConfig, client: httpx.AsyncClient, sink: Sink) -> None:
+    """Write the health of all servers to `sink`, until cancelled."""
+    step, known = 0, dict[str, float]()
+    while True:
+        try:
+            step = (await ask_api(config, client, "/status"))["current_step"]
+        except NotYet as reason:
+            log.warning("Step %d still, as far as known: %s does not answer (%s)", step, config.api_addr, reason)
+        found = await health(config, client)
+        for name in found:
+            if found[name] != known.get(name):
+                log.info("%s is %s", config.servers[name], "healthy" if found[name] else "not healthy")
+        sink.write(found, step)
+        known = found
+        await asyncio.sleep(config.interval)
+
+
+async def run(config: WatcherConfig) -> None:
+    """Wait for the project, then watch. Raises EnvError when there is no project, or no W&B to log to."""
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        group, name = await project(config, client)
+        sink = await open_wandb(f"inf_node_{config.node_num}", group, name, config.model_dump(mode="json"))
+        if sink is None:
+            raise EnvError("there is nowhere to log to; the reason is above")
+        try:
+            await watch(config, client, sink)
+        finally:
+            sink.close()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Watch until interrupted."""
+    config = load_config(WatcherConfig, argv, prog="inference-node-wandb-watcher")
+    configure_logging("watcher")
+    try:
+        asyncio.run(run(config))
+    except EnvError as error:
+        raise SystemExit(f"inference-node-wandb-watcher: error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from atroposlib.cli.inference_node_wandb_watcher import WatcherConfig, main, run
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from tests.unit.envs.fakes import Trainer, running_api
+
+
+class FakeWandb:
+    """What the watcher uses of the wandb package: a run that keeps what it is given."""
+
+    Error = RuntimeError
+
+    def __init__(self) -> None:
+        self.named: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def init(self, **arguments: Any) -> Any:
+        self.named = arguments
+        return SimpleNamespace(log=lambda metrics, step: self.logged.append((step, metrics)), finish=self.finish)
+
+    def Settings(self, **arguments: Any) -> dict[str, Any]:  # noqa: N802
+        return arguments
+
+    def finish(self) -> None:
+        self.finished = True
+
+    async def shows(self, step: int, **values: float) -> None:
+        """Return when these values have been logged at `step`."""
+        wanted = (step, {f"server/server_health_3_{name[1:]}": value for name, value in values.items()})
+        while wanted not in self.logged:
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: FakeWandb) -> None:
+    async with running_api() as api, FakeInferenceServer() as server:
+        config = WatcherConfig(api_addr=api.url, tp=4, node_num=3, first_port=server.port, host="127.0.0.1", interval=0.02)
+        watching = asyncio.create_task(run(config))
+        await asyncio.sleep(0.1)
+        assert not wandb.named  # no trainer has named a project
+        trainer = Trainer(api.url, batch_size=2, project="p")
+        await trainer.register()
+        async with asyncio.timeout(30):
+            await wandb.shows(0, _0=1.0, _1=0.0)
+            server.healthy = False
+            await wandb.shows(0, _0=0.0, _1=0.0)
+            await api.stop()
+            count = len(wandb.logged)
+            while len(wandb.logged) < count + 2:
+                await asyncio.sleep(0.01)
+            await api.start()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+    assert (wandb.named["project"], wandb.named["group"]) == ("p", "g") and wandb.named["name"].startswith("inf_node_3-")
+    assert wandb.finished
+
+
+def test_watcher_without_an_api_ends_with_the_remedy(wandb: FakeWandb, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no the W&B project|no .*from http://127.0.0.1:1 within 0.1 s.*correct --api-addr"):
+        main(["--api_addr", "http://127.0.0.1:1", "--tp", "8", "--node_num", "0", "--startup-timeout", "0.1"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["--api_addr", "http://127.0.0.1:1"])
+    assert "tp" in capsys.readouterr().err
