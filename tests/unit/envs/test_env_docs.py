@@ -1,72 +1,216 @@
+"""Every command of docs/environments.md and docs/write_an_environment.md is run, with ports, folders and models of this test."""
+
 import asyncio
+import json
+import os
 import re
 import shlex
+import socket
 import sys
+import time
+import tomllib
 from pathlib import Path
 
+import aiohttp
 import pytest
+import requests
 
 from atroposlib.config import resolve_config
-from atroposlib.envs.cli import load_tree
+from atroposlib.envs.cli import build, load_tree
+from atroposlib.envs.process import process
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from example_trainer.config import TrainerConfig
+from tests.unit.cli.test_generation import group
 from tests.unit.environments.support import env_class
+from tests.unit.envs.fakes import running_api
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/environments.md").read_text()
-COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
-CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+GUIDE = (ROOT / "docs/write_an_environment.md").read_text()
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
-async def run(*command: str, cwd: Path) -> str:
-    """What a command prints; it must succeed."""
+def commands(page: str) -> list[str]:
+    """What a page tells people to type: in blocks, and in the text."""
+    blocks = [line for kind, block in BLOCK.findall(page) if kind == "bash" for line in block.replace("\\\n", " ").splitlines()]
+    texts = [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", BLOCK.sub("", page))]
+    return list(dict.fromkeys(blocks + [text for text in texts if text.split()[0] in {"python", *SCRIPTS}]))
+
+
+def code(page: str) -> str:
+    """The page's program."""
+    (block,) = [block for kind, block in BLOCK.findall(page) if kind == "python"]
+    return block
+
+
+COMMANDS = commands(PAGE) + commands(GUIDE)
+SAMPLING = [command for command in COMMANDS if re.match(r"python environments/\w+\.py( serve|$)", command)]
+ONCE = [command for command in COMMANDS if re.match(r"python \S+\.py (process|evaluate)", command)]
+GENERATORS = [command for command in COMMANDS if command.endswith("-gen FILE")]
+WATCHERS = [command for command in COMMANDS if command.startswith("inference-node")]
+# Where a service answers.
+SERVICES = {
+    command: health
+    for name, health in {"fake_inference_server": "/health", "run_api": "/health", "proxy": "/health", "view-run": "/"}.items()
+    for command in COMMANDS
+    if name in command
+}
+# What loads a model: the same programs are run, with flags of their own, by tests that have one.
+WITH_MODEL = {
+    "python -m example_trainer.quickstart_model": "tests/integration/test_guide.py",
+    next(command for command in COMMANDS if "vllm_api_server.py" in command): "tests/integration/test_guide.py",
+    next(command for command in COMMANDS if "grpo.py" in command): "tests/integration/test_guide.py",
+}
+
+
+def test_every_command_is_tried_below() -> None:
+    assert sorted(COMMANDS) == sorted([*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *SERVICES, *WITH_MODEL])
+    for command, test in WITH_MODEL.items():
+        assert next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1] in (ROOT / test).read_text()
+
+
+def python_arguments(command: str) -> list[str]:
+    """`command` as arguments of this Python; a program of pyproject.toml is called as its script would."""
+    program, *rest = shlex.split(command)
+    if program == "python":
+        return [str(ROOT / word) if word.startswith("environments/") else word for word in rest]
+    module, function = SCRIPTS[program].split(":")
+    return ["-c", f"import sys; from {module} import {function}; sys.argv[0] = {program!r}; {function}()", *rest]
+
+
+async def started(*arguments: str, cwd: Path) -> asyncio.subprocess.Process:
     pipe, out = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, cwd=cwd, stdout=pipe, stderr=out)
-    printed, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0, printed.decode()
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return await asyncio.create_subprocess_exec(sys.executable, *arguments, cwd=cwd, env=env, stdout=pipe, stderr=out)
+
+
+async def run(*arguments: str, cwd: Path, code: int = 0) -> str:
+    """What a command prints; it must end with `code`."""
+    child = await started(*arguments, cwd=cwd)
+    printed, _ = await asyncio.wait_for(child.communicate(), 90)
+    assert child.returncode == code, printed.decode()
     return printed.decode()
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "environments/" in command])
-def test_command_of_the_page_has_flags_that_exist(command: str) -> None:
-    _, script, *arguments = shlex.split(command)
-    assert load_tree(env_class(Path(script).stem), "serve", arguments[1:], script).env.group_size >= 4
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
 
 
-async def test_environment_of_the_page_runs_as_the_page_says(tmp_path: Path) -> None:
-    (tmp_path / "colours.py").write_text(CODE[0])
-    tokenizer = save_tiny_tokenizer(tmp_path / "tokenizer")
-    command = next(command for command in COMMANDS if "colours.py" in command).replace("path/to/a/tokenizer", str(tokenizer))
+@pytest.mark.parametrize("command", SAMPLING)
+async def test_environment_served_by_a_command_samples_a_group(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, *arguments = shlex.split(command)[1:]
+    env_cls = env_class(Path(script).stem)
+    async with FakeInferenceServer(lambda prompt: [r"<answer>1</answer> \boxed{1}", r"<answer>2</answer> \boxed{2}"]) as server:
+        fields = {"tokenizer_name": save_tiny_tokenizer(tmp_path / "tokenizer"), "total_steps": 1, "heldout_size": 2}
+        fields |= {"data_path_to_save_groups": tmp_path / "groups.jsonl", "ensure_scores_are_not_same": False}
+        if "HuggingFaceH4" in command or env_cls.name == "gsm8k" and "arithmetic" not in command:  # no hub here
+            record = {"question": "1+1?", "problem": "1+1?", "answer": "#### 2"}
+            (tmp_path / "problems.jsonl").write_text(f"{json.dumps(record)}\n" * 8)
+            fields |= {"dataset_path": tmp_path / "problems.jsonl"}
+        flags = [f"--env.{name}={value}" for name, value in fields.items()]
+        flags += [f"--openai.base_url={server.base_url}", "--openai.model_name=fake"]
+        await process(build(env_cls, load_tree(env_cls, "serve", [*arguments[1:], *flags], script)))
+    assert (tmp_path / "groups.jsonl").read_text().count("\n") == 1
+
+
+async def test_environment_without_arguments_serves(tmp_path: Path) -> None:
+    printed = await run(*python_arguments(SAMPLING[0]), "--env.rollout_server_url", "none", "--dry-run", cwd=tmp_path)
+    assert SAMPLING[0] == "python environments/gsm8k_server.py" and "rollout_server_url: none" in printed
+
+
+@pytest.mark.parametrize("command", ONCE)
+async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command: str) -> None:
+    (tmp_path / "colours.py").write_text(code(PAGE))
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    arguments = python_arguments(command.replace("path/to/a/tokenizer", tokenizer))
+    own = [] if "--env.tokenizer_name" in arguments else ["--env.tokenizer_name", tokenizer]
+    async with FakeInferenceServer(lambda prompt: ["It is 50, and blue.", "No idea."]) as server:
+        await run(*arguments, *own, "--openai.base_url", server.base_url, cwd=tmp_path)
+    if "evaluate" in command:
+        assert "accuracy" in json.loads((tmp_path / "results/metrics.json").read_text())["results"]["all"]
+        return
+    count = int(arguments[arguments.index("--env.total_steps") + 1])
+    (groups,) = (tmp_path / "data").glob("*.jsonl")
+    assert groups.read_text().count("\n") == count == groups.with_suffix(".html").read_text().count("Group ")
+
+
+async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> None:
+    (tmp_path / "colours.py").write_text(code(PAGE))
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
     async with FakeInferenceServer(lambda prompt: ["It is blue.", "No idea."]) as server:
-        await run(*shlex.split(command)[1:], "--openai.base_url", server.base_url, cwd=tmp_path)
-        evaluated = ["colours.py", "evaluate", "--env.tokenizer_name", str(tokenizer), "--openai.base_url", server.base_url]
-        assert "'accuracy': 1.0" in await run(*evaluated, cwd=tmp_path)
+        flags = ["--env.tokenizer_name", tokenizer, "--openai.base_url", server.base_url]
+        await run("colours.py", "process", "--env.total_steps", "2", *flags, cwd=tmp_path)
+        assert "'accuracy': 1.0" in await run("colours.py", "evaluate", *flags, cwd=tmp_path)
     assert (tmp_path / "data/colours.html").read_text().count("score 1<") == 4
 
 
-GUIDE = (ROOT / "docs/write_an_environment.md").read_text()
+@pytest.mark.parametrize("command", SERVICES)
+async def test_service_of_the_page_answers(tmp_path: Path, command: str) -> None:
+    port = free_port()
+    arguments = python_arguments(re.sub(r" --port \d+", "", command))
+    model = {"model_name": "m", "tokenizer_name": str(save_tiny_tokenizer(tmp_path / "tokenizer"))}
+    server = {"base_url": "http://127.0.0.1:1/v1", "server_type": "vllm", "health_check": False}
+    (tmp_path / "servers.json").write_text(json.dumps(model | {"servers": [server]}))
+    child = await started(*arguments, "--port", str(port), cwd=tmp_path)
+    try:
+        async with aiohttp.ClientSession() as session:
+            await answers(session, f"http://127.0.0.1:{port}{SERVICES[command]}", child)
+    finally:
+        if child.returncode is None:
+            child.terminate()
+        await asyncio.wait_for(child.communicate(), 30)
+
+
+async def answers(session: aiohttp.ClientSession, url: str, child: asyncio.subprocess.Process) -> None:
+    """Return when `url` replies 200; `child` must live until then."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert child.returncode is None, (await child.communicate())[0].decode()
+        try:
+            async with session.get(url) as reply:
+                assert reply.status == 200
+                return
+        except aiohttp.ClientError:
+            await asyncio.sleep(0.1)
+    raise AssertionError(f"{url} gave no reply within 60 s")
+
+
+@pytest.mark.parametrize("command", GENERATORS)
+async def test_generator_of_the_page_keeps_records(tmp_path: Path, command: str) -> None:
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
+    async with running_api() as api:
+        flags = ["--api-url", api.url, "--tokenizer", tokenizer, "--num-seqs-to-save", "1", "--tasks-per-step", "1"]
+        keeping = asyncio.create_task(run(*python_arguments(command), *flags, cwd=tmp_path))
+        async with aiohttp.ClientSession() as session:
+            while (await (await session.get(f"{api.url}/info")).json())["batch_size"] < 0:
+                await asyncio.sleep(0.05)
+        for _ in range(8):
+            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
+        await keeping
+    assert json.loads((tmp_path / "FILE").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("command", WATCHERS)
+async def test_watcher_of_the_page_waits_for_the_trainer(tmp_path: Path, command: str) -> None:
+    async with running_api() as api:
+        arguments = python_arguments(command.replace("http://localhost:8000", api.url))
+        said = await run(*arguments, "--startup-timeout", "0.1", cwd=tmp_path, code=1)
+    assert "no trainer has named one" in said and "--wandb-project" in said
 
 
 def test_code_of_the_guide_is_the_template_and_short() -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
-    assert code == (ROOT / "environments/template_server.py").read_text()
-    assert len(code.splitlines()) < 60
+    assert code(GUIDE) == (ROOT / "environments/template_server.py").read_text()
+    assert len(code(GUIDE).splitlines()) < 60
 
 
-async def test_command_of_the_guide_tries_the_template_without_a_model(tmp_path: Path) -> None:
-    command = next(line for line in GUIDE.splitlines() if "template_server.py process" in line)
-    tokenizer = save_tiny_tokenizer(tmp_path / "tokenizer")
-    arguments = shlex.split(command.replace("path/to/a/tokenizer", str(tokenizer)))[1:]
-    async with FakeInferenceServer(lambda prompt: "It is 50.") as server:
-        await run(str(ROOT / arguments[0]), *arguments[1:], "--openai.base_url", server.base_url, cwd=tmp_path)
-    assert (tmp_path / "data/larger_number.html").read_text().count("Which number is larger") == 8
-
-
-def test_training_commands_of_the_guide_have_flags_that_exist() -> None:
-    commands = [shlex.split(block.replace("\\\n", " ")) for block in re.findall(r"```bash\n(.*?)```", GUIDE, re.DOTALL)]
-    trainer = next(command for command in commands if "example_trainer/grpo.py" in command)
+def test_training_commands_of_the_guide_fit_together() -> None:
+    trainer = shlex.split(next(command for command in COMMANDS if "grpo.py" in command))
+    serve = shlex.split(next(command for command in COMMANDS if "template_server.py serve" in command))
     config, _ = resolve_config(TrainerConfig, trainer[3:], prog="grpo", env={})
-    serve = next(command for command in commands if "serve" in command)
     tree = load_tree(env_class("template_server"), "serve", serve[3:], "template")
     assert tree.env.group_size == 8 and config.training_steps == 12 and config.batch_size % tree.env.group_size == 0
