@@ -25,6 +25,8 @@ PER_SEQUENCE = (
     "distill_logprobs",
     "policy_versions",
 )
+# Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
+SAMPLING = {"temperature", "top_p", "top_k"}
 WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "generation_params", "overrides", "group_overrides")
 
 
@@ -69,7 +71,7 @@ class ScoredDataItem(TypedDict, total=False):
 def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     """One group of `items`, in order. An optional field is set when every item has it, else None.
 
-    Differing generation parameters cannot be the group's: their temperatures then become overrides of each sequence.
+    Differing generation parameters cannot be the group's: what a trainer reads of them then becomes overrides of each sequence.
     """
     group: dict[str, Any] = {key: [item[key] for item in items] for key in REQUIRED}
     for key in PER_SEQUENCE:
@@ -80,8 +82,8 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     alike = all(each == parameters[0] for each in parameters)
     if not alike:
         for override, each in zip(overrides, parameters, strict=True):
-            if each and "temperature" in each:
-                override.setdefault("temperature", each["temperature"])
+            for name in SAMPLING & (each or {}).keys():
+                override.setdefault(name, each[name])
     group["generation_params"] = parameters[0] if items and alike else None
     group["overrides"] = overrides if any(overrides) else None
     merged = {key: value for item in items for key, value in (item.get("group_overrides") or {}).items()}

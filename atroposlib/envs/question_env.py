@@ -44,7 +44,7 @@ class QuestionEnvConfig(BaseEnvConfig):
     heldout_size: int = Field(default=64, ge=1, description="Questions to measure with, at most.")
     max_new_tokens: int = Field(default=512, ge=1, description="Tokens of one answer.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer assumes 1.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
 
 
 class QuestionEnv(BaseEnv):
@@ -118,7 +118,7 @@ class QuestionEnv(BaseEnv):
             self.counts["groups_unscored"] += 1
             log.warning("Dropped a group: %d of its %d answers could not be scored", len(scores) - len(known), len(scores))
             return None, []
-        return scored_group(rollouts, known, self.config.temperature), []
+        return scored_group(rollouts, known, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
 
     async def _score(self, item: Item, rollout: Rollout) -> float | None:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
@@ -167,7 +167,7 @@ def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[st
     return [*said, {"role": "assistant", "content": text}]
 
 
-def scored_group(rollouts: Sequence[Rollout], scores: Sequence[float], temperature: float) -> ScoredDataGroup:
+def scored_group(rollouts: Sequence[Rollout], scores: Sequence[float], sampling: Mapping[str, float]) -> ScoredDataGroup:
     """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
     nodes = [rollout.node for rollout in rollouts]
     versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
@@ -177,6 +177,6 @@ def scored_group(rollouts: Sequence[Rollout], scores: Sequence[float], temperatu
         inference_logprobs=[node.logprobs for node in nodes],
         scores=list(scores),
         messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
-        generation_params={"temperature": temperature},
+        generation_params=dict(sampling),
         policy_versions=versions if all(versions) else None,
     )

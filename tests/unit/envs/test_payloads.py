@@ -31,10 +31,10 @@ def test_generation_parameters_are_the_groups_when_alike_else_temperatures_becom
     alike = group_items([item(generation_params={"temperature": 0.7})] * 2)
     assert alike["generation_params"] == {"temperature": 0.7} and alike["overrides"] is None
     mixed = group_items(
-        [item(generation_params={"temperature": 0.7}), item(generation_params={"temperature": 1.0}, overrides={"sft": True})]
+        [item(generation_params={"temperature": 0.7, "top_p": 0.9, "n": 4}), item(generation_params={"top_p": 1.0}, overrides={"sft": True})]
     )
     assert mixed["generation_params"] is None
-    assert mixed["overrides"] == [{"temperature": 0.7}, {"sft": True, "temperature": 1.0}]
+    assert mixed["overrides"] == [{"temperature": 0.7, "top_p": 0.9}, {"sft": True, "top_p": 1.0}]
 
 
 def test_group_overrides_are_merged() -> None:

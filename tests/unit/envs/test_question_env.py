@@ -32,6 +32,14 @@ async def test_group_in_which_an_answer_has_no_score_is_dropped_and_counted(tmp_
         assert env.counts["groups_unscored"] == 1 and env.scores == [1.0, 1.0]
 
 
+async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:
+    async with FakeInferenceServer() as server, running_env(EchoEnv, tmp_path, server, temperature=0.7, top_p=0.9) as env:
+        group, _ = await env.collect_trajectories("7")
+        body = server.requests[0][1]
+    assert group is not None and group["generation_params"] == {"temperature": body["temperature"], "top_p": body["top_p"]}
+    assert (body["temperature"], body["top_p"]) == (0.7, 0.9)
+
+
 async def test_thinking_mode_asks_to_think_and_scores_what_comes_after(tmp_path: Path) -> None:
     answers = ["<think>7</think>8", "<think>8</think>7"]
     async with (
