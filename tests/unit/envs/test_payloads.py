@@ -30,9 +30,8 @@ def test_optional_fields_are_lists_when_every_item_has_them_and_null_otherwise()
 def test_generation_parameters_are_the_groups_when_alike_else_temperatures_become_overrides() -> None:
     alike = group_items([item(generation_params={"temperature": 0.7})] * 2)
     assert alike["generation_params"] == {"temperature": 0.7} and alike["overrides"] is None
-    mixed = group_items(
-        [item(generation_params={"temperature": 0.7, "top_p": 0.9, "n": 4}), item(generation_params={"top_p": 1.0}, overrides={"sft": True})]
-    )
+    first, second = {"temperature": 0.7, "top_p": 0.9, "n": 4}, {"top_p": 1.0}
+    mixed = group_items([item(generation_params=first), item(generation_params=second, overrides={"sft": True})])
     assert mixed["generation_params"] is None
     assert mixed["overrides"] == [{"temperature": 0.7, "top_p": 0.9}, {"sft": True, "top_p": 1.0}]
 
