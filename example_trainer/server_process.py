@@ -25,7 +25,7 @@ from example_trainer.errors import TrainerError
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 SHARED_MEMORY = "/dev/shm"
 POLL_S = 0.05
-FOLLOW_S = 2.0
+FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
 
@@ -89,7 +89,8 @@ class ServerProcess:
                     f"see `ps` for what they wait for, and {self.log_path}"
                 )
         self._popen.wait()
-        _remove_shared_memory(shared - mapped_shared_memory(_processes()))
+        if shared:
+            _remove_shared_memory(shared - mapped_shared_memory(_processes()))
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds

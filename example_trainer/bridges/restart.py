@@ -34,7 +34,8 @@ from example_trainer.server_process import ServerProcess
 from vllm_patching.protocol import read_policy_version
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
-GRACE_S = 4.0  # from TERM to KILL; a launcher that ends the trainer grants it five
+GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
+PORT_WAIT_S = 4.0  # for the port of a server that has just ended
 POLL_S = 0.5
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 SHARED_GPU_FRACTION = "0.45"  # of the memory of a GPU that vLLM shares with the trainer
@@ -138,7 +139,7 @@ class RestartBridge:
                 f"nothing listens at {self._vllm.url}, and this trainer starts vLLM on its own loopback only: "
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
-        _await_free_port(config.vllm_host, config.vllm_port, GRACE_S)
+        _await_free_port(config.vllm_host, config.vllm_port, PORT_WAIT_S)
         command = ["-u", *self._command(source, policy_version, config.model_name), *self._defaults(), *shlex.split(config.vllm_flags)]
         self._server = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
         log.info("[Bridge] Started vLLM (pid %d, log %s): python %s", self._server.pid, self._server.log_path, shlex.join(command))
