@@ -7,13 +7,13 @@
 """
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from vllm_patching.adapters import AdapterOffer, AdapterRefused, Adapters
+from vllm_patching.adapters import AdapterOffer, Adapters
+from vllm_patching.replies import add_session_routes, answer
 
 
 def _adapters(request: Request) -> Adapters:
@@ -29,18 +29,7 @@ Found = Annotated[Adapters, Depends(_adapters)]
 def adapter_routes() -> APIRouter:
     """Routes under /v1/bridge/adapter; what the rules forbid is a 4xx with the reason."""
     router = APIRouter(prefix="/v1/bridge/adapter", tags=["bridge"])
-
-    @router.post("/session")
-    async def open_session(adapters: Found, offer: AdapterOffer) -> JSONResponse:
-        return await _or_refused(adapters.open(offer))
-
-    @router.post("/session/{session}/heartbeat")
-    async def heartbeat(adapters: Found, session: str) -> JSONResponse:
-        return await _or_refused(adapters.heartbeat(session))
-
-    @router.delete("/session/{session}")
-    async def close_session(adapters: Found, session: str) -> JSONResponse:
-        return await _or_refused(adapters.close(session))
+    add_session_routes(router, _adapters, AdapterOffer)
 
     @router.post("")
     async def load(
@@ -51,14 +40,6 @@ def adapter_routes() -> APIRouter:
         session: Annotated[str | None, Body()] = None,
     ) -> JSONResponse:
         # shielded: a trainer that hangs up in the middle leaves either adapter current, never a half-done change
-        return await _or_refused(asyncio.shield(asyncio.create_task(adapters.load(session, name, path, policy_version))))
+        return await answer(asyncio.shield(asyncio.create_task(adapters.load(session, name, path, policy_version))))
 
     return router
-
-
-async def _or_refused(act: Awaitable[dict[str, Any]]) -> JSONResponse:
-    """The reply, or the reason in vLLM's form of an error; an HTTPException would reach the trainer with its paths blotted out."""
-    try:
-        return JSONResponse(await act)
-    except AdapterRefused as refused:
-        return JSONResponse({"error": {"message": str(refused), "code": refused.status}}, refused.status)

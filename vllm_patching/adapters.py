@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_patching import compat
 from vllm_patching.processes import Process, is_alive, this_process
+from vllm_patching.replies import Refused
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -27,14 +28,6 @@ DEFAULT = "default"  # the policy that is served now, as environments may ask fo
 BASE = "base"  # the model without an adapter
 LOAD_DEADLINE_S = 60.0
 POLL_S = 0.2
-
-
-class AdapterRefused(RuntimeError):
-    """A request that cannot be served or that the state forbids; `status` is the HTTP code."""
-
-    def __init__(self, message: str, status: int = 409) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class AdapterOffer(BaseModel):
@@ -126,10 +119,10 @@ class Adapters:
             return adapter, self._version_of(adapter)
         if self._models.is_base_model(name):
             return None, 0
-        raise AdapterRefused(f"the model {name!r} is not served: ask for {DEFAULT!r}, the current policy, or see /v1/models", 404)
+        raise Refused(f"the model {name!r} is not served: ask for {DEFAULT!r}, the current policy, or see /v1/models", 404)
 
     async def open(self, offer: AdapterOffer) -> dict[str, Any]:
-        """Give the bridge to a trainer whose model and rank fit. Raises AdapterRefused."""
+        """Give the bridge to a trainer whose model and rank fit. Raises Refused."""
         async with self._lock:
             self._check_base(offer.model, f"--model-name {offer.model}")
             self._check_rank(offer.rank)
@@ -182,7 +175,7 @@ class Adapters:
             errors = [f"not done within {LOAD_DEADLINE_S:.0f} s"]
         if errors:
             await self._engine.remove_lora(lora_id)
-            raise AdapterRefused(f"vLLM cannot load {path}: {errors[0]}; it goes on with {self.status()['served_model']}", 422)
+            raise Refused(f"vLLM cannot load {path}: {errors[0]}; it goes on with {self.status()['served_model']}", 422)
         self._table[name] = adapter = compat.adapter_request(name, lora_id, path)
         return adapter
 
@@ -206,13 +199,13 @@ class Adapters:
     def _current(self, session: str) -> _Session:
         if self._session is None or self._session.offer.session != session:
             holder = f"session {self._session.offer.session} of {self._session.offer.trainer}" if self._session else "no session"
-            raise AdapterRefused(f"session {session} is not the current one ({holder} is): open a new session", 404)
+            raise Refused(f"session {session} is not the current one ({holder} is): open a new session", 404)
         return self._session
 
     def _refuse_second_trainer(self) -> None:
         current = self._session
         if current is not None and current.lease_left() > 0 and not current.gone():
-            raise AdapterRefused(
+            raise Refused(
                 f"trainer {current.offer.trainer} holds session {current.offer.session} for another "
                 f"{current.lease_left():.0f} s: stop it, or wait for its lease to end"
             )
@@ -220,21 +213,21 @@ class Adapters:
     def _check_next(self, session: _Session, policy_version: int) -> None:
         session.renewed = time.monotonic()
         if session.served is not None and policy_version != session.served + 1:
-            raise AdapterRefused(f"policy version {policy_version} does not follow {session.served}: it rises by one")
+            raise Refused(f"policy version {policy_version} does not follow {session.served}: it rises by one")
 
     def _check_name(self, name: str) -> None:
         if not name or name in self._versions or name in self._table or self._models.is_base_model(name):
-            raise AdapterRefused(f"the adapter name {name!r} was used before on this server: take a new one for every version", 422)
+            raise Refused(f"the adapter name {name!r} was used before on this server: take a new one for every version", 422)
 
     def _check_folder(self, path: str) -> None:
-        """Raise AdapterRefused unless `path` holds an adapter for this model that fits this server."""
+        """Raise Refused unless `path` holds an adapter for this model that fits this server."""
         if not Path(path).is_absolute():
-            raise AdapterRefused(f"path {path!r} is not absolute: give the folder's whole path", 422)
+            raise Refused(f"path {path!r} is not absolute: give the folder's whole path", 422)
         try:
             config = json.loads((Path(path) / "adapter_config.json").read_text())
             rank, base = int(config["r"]), config.get("base_model_name_or_path")
         except (OSError, ValueError, KeyError) as error:
-            raise AdapterRefused(
+            raise Refused(
                 f"{path} cannot be read as a PEFT adapter folder ({type(error).__name__}: {error}): "
                 "trainer and vLLM must see it under the same path",
                 422,
@@ -245,7 +238,7 @@ class Adapters:
 
     def _check_rank(self, rank: int) -> None:
         if rank > self._max_rank:
-            raise AdapterRefused(
+            raise Refused(
                 f"an adapter of rank {rank} is more than this server's --max-lora-rank {self._max_rank}: "
                 "restart vLLM with a higher one, or train with a lower --lora-r",
                 422,
@@ -253,4 +246,4 @@ class Adapters:
 
     def _check_base(self, base: str, whose: str) -> None:
         if base != self._model and not (Path(base).is_dir() and Path(self._model).is_dir() and Path(base).samefile(self._model)):
-            raise AdapterRefused(f"{whose} is for the model {base}, this server serves {self._model}: give both the same name or path", 422)
+            raise Refused(f"{whose} is for the model {base}, this server serves {self._model}: give both the same name or path", 422)

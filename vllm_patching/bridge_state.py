@@ -15,6 +15,7 @@ from vllm_patching.batch_invariant import switch
 from vllm_patching.gate import Gate
 from vllm_patching.processes import Process, is_alive
 from vllm_patching.protocol import Manifest, SessionOffer, read_policy_version
+from vllm_patching.replies import Refused
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -23,16 +24,11 @@ WEIGHTS = "weights"  # the gate's cause while the live weights are half updated
 FENCE = "fence"  # its cause while a trainer of several servers has left this one behind
 
 
-class BridgeConflict(RuntimeError):
-    """A request that the current state forbids; `status` is the HTTP code."""
-
-    def __init__(self, message: str, status: int = 409) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class WorkerFailed(RuntimeError):
+class WorkerFailed(Refused):
     """A worker could not do what it was asked for; the message says which and why, its log has the traceback."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, 500)
 
 
 @dataclass
@@ -98,14 +94,14 @@ class BridgeState:
         return (await self.rpc("bridge_manifest"))[0]
 
     async def open(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Accept a trainer's session on every worker. Raises BridgeConflict."""
+        """Accept a trainer's session on every worker. Raises Refused."""
         try:
             offer = SessionOffer.from_json(data)
         except (ValueError, TypeError) as error:
-            raise BridgeConflict(str(error), 422) from error
+            raise Refused(str(error), 422) from error
         async with self.lock:
             if offer.world_size != 1 + self._tp_size:
-                raise BridgeConflict(
+                raise Refused(
                     f"world_size {offer.world_size}: this server has {self._tp_size} worker(s), so it must be {1 + self._tp_size}", 422
                 )
             await self._admit(offer.manifest_digest)
@@ -123,33 +119,30 @@ class BridgeState:
             return {"policy_version": self.policy_version, "workers": workers}
 
     async def attach(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Give a trainer of this machine the live weights to step. Raises BridgeConflict."""
-        try:
-            offer = single_copy.parse_offer(data)
-            async with self.lock:
-                await self._admit(offer.manifest_digest)
-                workers = await single_copy.attach(self, offer)
-                self._session = Session(offer.session, offer.trainer, offer.lease_s, time.monotonic(), offer.process)
-        except single_copy.Refused as refused:
-            raise BridgeConflict(str(refused), 422) from refused
+        """Give a trainer of this machine the live weights to step. Raises Refused."""
+        offer = single_copy.parse_offer(data)
+        async with self.lock:
+            await self._admit(offer.manifest_digest)
+            workers = await single_copy.attach(self, offer)
+            self._session = Session(offer.session, offer.trainer, offer.lease_s, time.monotonic(), offer.process)
         return {"policy_version": self.policy_version, "workers": workers}
 
     async def pause(self, session: str, version: int, deadline_s: float) -> dict[str, Any]:
-        """Stop generation for a single copy's step. Raises BridgeConflict."""
+        """Stop generation for a single copy's step. Raises Refused."""
         async with self.lock:
             current = self._current(session)
             self._check_next(current, version)
             if current.process is None or current.pause is not None:
-                raise BridgeConflict(f"session {session} " + ("is paused already" if current.pause else "has not attached to the weights"))
+                raise Refused(f"session {session} " + ("is paused already" if current.pause else "has not attached to the weights"))
             return await single_copy.pause(self, current, version, deadline_s)
 
     async def resume(self, session: str, version: int | None) -> dict[str, Any]:
-        """Serve `version`, which the trainer has written; None if it wrote nothing. Raises BridgeConflict."""
+        """Serve `version`, which the trainer has written; None if it wrote nothing. Raises Refused."""
         async with self.lock:
             current = self._current(session)
             if current.pause is None or version not in (None, current.pause.version):
                 held = f"for policy version {current.pause.version}" if current.pause else "not at all"
-                raise BridgeConflict(f"resume with policy version {version}, but session {session} is paused {held}")
+                raise Refused(f"resume with policy version {version}, but session {session} is paused {held}")
             return await single_copy.resume(self, current, current.pause, version)
 
     async def heartbeat(self, session: str) -> dict[str, Any]:
@@ -169,24 +162,24 @@ class BridgeState:
     async def fence(self, session: str, reason: str) -> dict[str, Any]:
         """A trainer of several servers goes on without this one: end its session, and serve no version that the others have left.
 
-        Does not wait for the lock, which a commit that hangs would hold. Raises BridgeConflict.
+        Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
         """
         current = self._current(session)
         if current.process is not None:
-            raise BridgeConflict(f"session {session} is a single copy's, which feeds this server only: close it instead")
+            raise Refused(f"session {session} is a single copy's, which feeds this server only: close it instead")
         self._session = None
         await self.refuse_generation(FENCE, f"{reason}; a trainer's next complete sync serves a current version again")
         return {"policy_version": self.policy_version}
 
     async def commit(self, session: str, version: int) -> dict[str, Any]:
-        """Swap `version` in on every rank between two forward steps; seconds of each part. Raises BridgeConflict."""
+        """Swap `version` in on every rank between two forward steps; seconds of each part. Raises Refused."""
         async with self.lock:
             current = self._current(session)
             current.renewed = time.monotonic()
             self._check_next(current, version)
             staged = await self.rpc("bridge_staged", session, version)
             if not all(staged):
-                raise BridgeConflict(f"policy version {version} is staged on {sum(staged)} of {len(staged)} workers; send it whole first")
+                raise Refused(f"policy version {version} is staged on {sum(staged)} of {len(staged)} workers; send it whole first")
             return await self._apply(current, version)
 
     async def _apply(self, current: Session, version: int) -> dict[str, Any]:
@@ -254,18 +247,18 @@ class BridgeState:
     def _current(self, session: str) -> Session:
         if self._session is None or self._session.id != session:
             holder = f"session {self._session.id} of {self._session.trainer}" if self._session else "no session"
-            raise BridgeConflict(f"session {session} is not the current one ({holder} is): open a new session", 404)
+            raise Refused(f"session {session} is not the current one ({holder} is): open a new session", 404)
         return self._session
 
     def _check_next(self, session: Session, version: int) -> None:
         if session.committed is not None and version != session.committed + 1:
-            raise BridgeConflict(f"policy version {version} does not follow {session.committed}: it rises by one")
+            raise Refused(f"policy version {version} does not follow {session.committed}: it rises by one")
 
     async def _admit(self, manifest_digest: str) -> None:
-        """Make room for a newcomer that holds the model with this digest. Raises BridgeConflict."""
+        """Make room for a newcomer that holds the model with this digest. Raises Refused."""
         digest = Manifest.from_json(await self.manifest()).digest()
         if manifest_digest != digest:
-            raise BridgeConflict(
+            raise Refused(
                 f"manifest digest {manifest_digest[:12]} is not this server's {digest[:12]}: trainer and vLLM hold different models"
             )
         await self._refuse_second_trainer()
@@ -279,7 +272,7 @@ class BridgeState:
         if writer is None or not is_alive(writer):
             return
         if refused := [why for why in await self.rpc("bridge_renew") if why is not None]:
-            raise BridgeConflict(f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})")
+            raise Refused(f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})")
 
     async def _refuse_second_trainer(self) -> None:
         current = self._session
@@ -288,7 +281,7 @@ class BridgeState:
         workers = await self.rpc("bridge_status")
         if all(worker["state"] == "failed" for worker in workers):
             return
-        raise BridgeConflict(
+        raise Refused(
             f"trainer {current.trainer} holds session {current.id} for another "
             f"{current.lease_left():.0f} s: stop it, or wait for its lease to end"
         )

@@ -20,6 +20,7 @@
 import asyncio
 import hmac
 from argparse import Namespace
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
@@ -28,9 +29,10 @@ from fastapi.responses import JSONResponse
 from vllm_patching import compat
 from vllm_patching.adapter_routes import adapter_routes
 from vllm_patching.adapters import Adapters
-from vllm_patching.bridge_state import BridgeConflict, BridgeState
+from vllm_patching.bridge_state import BridgeState
 from vllm_patching.gate import Gate, GateMiddleware
-from vllm_patching.generate import GenerateError, run_generate
+from vllm_patching.generate import run_generate
+from vllm_patching.replies import add_session_routes, answer
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -89,28 +91,18 @@ def bridge_routes() -> APIRouter:
     async def manifest(bridge: Bridge) -> dict[str, Any]:
         return await bridge.manifest()
 
-    @router.post("/session")
-    async def open_session(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
-        return await _or_conflict(bridge.open(offer))
-
-    @router.post("/session/{session}/heartbeat")
-    async def heartbeat(bridge: Bridge, session: str) -> dict[str, Any]:
-        return await _or_conflict(bridge.heartbeat(session))
-
-    @router.delete("/session/{session}")
-    async def close_session(bridge: Bridge, session: str) -> dict[str, Any]:
-        return await _or_conflict(bridge.close(session))
+    add_session_routes(router, _bridge, dict[str, Any])
 
     @router.post("/commit")
-    async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> dict[str, Any]:
+    async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> JSONResponse:
         return await _whole(bridge.commit(session, policy_version))
 
     @router.post("/fence")
-    async def fence(bridge: Bridge, session: Annotated[str, Body()], reason: Annotated[str, Body(max_length=2000)]) -> dict[str, Any]:
+    async def fence(bridge: Bridge, session: Annotated[str, Body()], reason: Annotated[str, Body(max_length=2000)]) -> JSONResponse:
         return await _whole(bridge.fence(session, reason))
 
     @router.post("/attach")
-    async def attach(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> dict[str, Any]:
+    async def attach(bridge: Bridge, offer: Annotated[dict[str, Any], Body()]) -> JSONResponse:
         return await _whole(bridge.attach(offer))
 
     @router.post("/pause")
@@ -119,28 +111,21 @@ def bridge_routes() -> APIRouter:
         session: Annotated[str, Body()],
         policy_version: Annotated[int, Body(ge=0)],
         deadline_s: Annotated[float, Body(gt=0, le=86400)],
-    ) -> dict[str, Any]:
+    ) -> JSONResponse:
         return await _whole(bridge.pause(session, policy_version, deadline_s))
 
     @router.post("/resume")
     async def resume(
         bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int | None, Body(ge=0)] = None
-    ) -> dict[str, Any]:
+    ) -> JSONResponse:
         return await _whole(bridge.resume(session, policy_version))
 
     return router
 
 
-async def _whole(act: Any) -> dict[str, Any]:
+async def _whole(act: Coroutine[Any, Any, dict[str, Any]]) -> JSONResponse:
     """`act` to its end, also for a trainer that hangs up: the engine must not be left paused in the middle of it."""
-    return await _or_conflict(asyncio.shield(asyncio.create_task(act)))
-
-
-async def _or_conflict(act: Any) -> dict[str, Any]:
-    try:
-        return await act
-    except BridgeConflict as conflict:
-        raise HTTPException(conflict.status, str(conflict)) from conflict
+    return await answer(asyncio.shield(asyncio.create_task(act)))
 
 
 def generate_routes() -> APIRouter:
@@ -151,11 +136,7 @@ def generate_routes() -> APIRouter:
     @router.post("/v1/generate")
     async def generate(request: Request, body: Annotated[dict[str, Any], Body()]) -> JSONResponse:
         _check_key(request)
-        try:
-            reply = await run_generate(request, body)
-        except GenerateError as error:
-            raise HTTPException(error.status, str(error)) from error
-        return JSONResponse(reply)
+        return await answer(run_generate(request, body))
 
     return router
 

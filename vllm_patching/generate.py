@@ -16,21 +16,14 @@ from typing import Any
 from fastapi import Request
 
 from vllm_patching import compat
-from vllm_patching.adapters import AdapterRefused, Adapters
+from vllm_patching.adapters import Adapters
+from vllm_patching.replies import Refused
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 
 
-class GenerateError(RuntimeError):
-    """A request that cannot be served; `status` is the HTTP code."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
-    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises GenerateError."""
+    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused."""
     prompt = _prompt(body)
     params = _sampling_params(body)
     bridge = request.app.state.bridge
@@ -43,18 +36,18 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     except asyncio.CancelledError:  # uvicorn's, at the end of its grace: the engine is gone
         generating.cancel()
         hung_up.cancel()
-        raise GenerateError("the server is shutting down", 503) from None
+        raise Refused("the server is shutting down", 503) from None
     if generating not in done:
         generating.cancel()
-        raise GenerateError("the client closed the connection", 499)
+        raise Refused("the client closed the connection", 499)
     hung_up.cancel()
     try:
         output = generating.result()
     except ValueError as error:  # vLLM's verdict on the prompt, e.g. longer than --max-model-len
-        raise GenerateError(str(error), 400) from error
+        raise Refused(str(error), 400) from error
     refusal = bridge.gate.reason()
     if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
-        raise GenerateError(refusal, 503)
+        raise Refused(refusal, 503)
     reply = _reply(output, params, started, bridge.policy_version)
     if adapter_version is not None:  # a request keeps its adapter to the end
         reply["policy_versions"] = [[adapter_version, adapter_version] for _ in output.outputs]
@@ -66,10 +59,7 @@ def _adapter(request: Request, body: dict[str, Any]) -> tuple[Any, int | None]:
     adapters: Adapters | None = request.app.state.adapters
     if adapters is None:
         return None, None
-    try:
-        return adapters.resolve(body.get("model"))
-    except AdapterRefused as refused:
-        raise GenerateError(str(refused), refused.status) from refused
+    return adapters.resolve(body.get("model"))
 
 
 def _prompt(body: dict[str, Any]) -> Any:
@@ -78,7 +68,7 @@ def _prompt(body: dict[str, Any]) -> Any:
         return prompt
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-        raise GenerateError("prompt must be a string or {'prompt_token_ids': [non-negative ints]}", 422)
+        raise Refused("prompt must be a string or {'prompt_token_ids': [non-negative ints]}", 422)
     return {"prompt_token_ids": ids}
 
 
@@ -88,11 +78,11 @@ def _sampling_params(body: dict[str, Any]) -> Any:
     for key in chosen:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)
-            raise GenerateError(f"unknown sampling parameter {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""), 422)
+            raise Refused(f"unknown sampling parameter {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""), 422)
     try:
         return compat.SamplingParams(**{"max_tokens": None, **chosen, "output_kind": compat.RequestOutputKind.FINAL_ONLY})
     except (ValueError, TypeError) as error:
-        raise GenerateError(str(error), 422) from error
+        raise Refused(str(error), 422) from error
 
 
 async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_patching import compat
 from vllm_patching.processes import is_alive, this_process
 from vllm_patching.protocol import AttachOffer
+from vllm_patching.replies import Refused
 
 if TYPE_CHECKING:
     from vllm_patching.bridge_state import BridgeState, Session
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 log = compat.init_logger("vllm.atropos_bridge")
 
 WATCH_S = 0.1  # how often the holder of a pause is looked at
-
-
-class Refused(ValueError):
-    """An attach offer that cannot be accepted, whoever holds the bridge; the message says why."""
 
 
 @dataclass
@@ -54,17 +51,19 @@ def parse_offer(data: dict[str, Any]) -> AttachOffer:
     try:
         offer = AttachOffer.from_json(data)
     except (ValueError, TypeError) as error:
-        raise Refused(str(error)) from error
+        raise Refused(str(error), 422) from error
     here = this_process()
     if offer.process.boot_id != here.boot_id:
         raise Refused(
             f"trainer {offer.trainer} runs on another machine: single copy shares memory within one; "
-            "start it beside vLLM, or use --use-shared-memory (broadcast)"
+            "start it beside vLLM, or use --use-shared-memory (broadcast)",
+            422,
         )
     if offer.process.pid_namespace != here.pid_namespace:
         raise Refused(
             f"trainer {offer.trainer} runs in another container: single copy needs the same process namespace (docker --pid); "
-            "or use --use-shared-memory (broadcast)"
+            "or use --use-shared-memory (broadcast)",
+            422,
         )
     return offer
 
@@ -73,7 +72,7 @@ async def attach(bridge: "BridgeState", offer: AttachOffer) -> list[dict[str, An
     """Every rank's live weights as a trainer can open them. Raises Refused where one cannot be shared."""
     workers: list[dict[str, Any]] = await bridge.rpc("bridge_attach")
     if refused := [worker["refused"] for worker in workers if "refused" in worker]:
-        raise Refused(refused[0])
+        raise Refused(refused[0], 422)
     log.info("Trainer %s attaches to the live weights, session %s, lease %.0f s", offer.trainer, offer.session, offer.lease_s)
     return workers
 
