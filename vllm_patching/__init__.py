@@ -10,7 +10,8 @@ shared_buffer.py, cuda_ipc.py   memory that trainer and worker share: memfd, CUD
 worker.py     BridgeWorker (--worker-cls): owns arena and updater, applies a staged version
 bridge_state.py  the one session, commit; single_copy.py  attach, pause, resume and the watch over a paused trainer
 gate.py       503 with the reason while the weights must not be served
-adapters.py   LoRA: the adapter that is served, and who may change it; adapter_routes.py, adapter_worker.py
+adapters.py   LoRA: the adapter that is served, and who may change it; adapter_routes.py, adapter_worker.py,
+              adapter_rows.py
 processes.py  which process is which, and whether it still lives
 endpoint.py   /v1/bridge/* and /generate inside vLLM's own OpenAI server
 """

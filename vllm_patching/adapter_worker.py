@@ -6,7 +6,7 @@ gets the reply of the one before. So the method that loads a policy never raises
 
 from typing import Any
 
-from vllm_patching import compat
+from vllm_patching import adapter_rows, compat
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -15,6 +15,8 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
     """Chosen by the launcher with `--worker-cls vllm_patching.adapter_worker.AdapterWorker`."""
 
     def load_model(self, **kwargs: Any) -> None:
+        if compat.on_cpu():
+            compat.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
         super().load_model(**kwargs)
         if compat.on_cpu() and compat.get_tp_group().world_size > 1:
             compat.unlink_collective_files()

@@ -31,6 +31,7 @@ __all__ = [
     "init_logger",
     "keep_plain_linears",
     "on_cpu",
+    "replace_adapter_products",
     "replace_norm_and_activation",
     "replace_rotary",
     "unlink_collective_files",
@@ -83,6 +84,16 @@ def keep_plain_linears(linear: Callable[..., Any] = torch.nn.functional.linear, 
             layer.cpu_linear = linear
 
     utils.dispatch_cpu_unquantized_gemm = plain
+
+
+def replace_adapter_products(shrink: Callable[..., None], expand: Callable[..., None], expand_slice: Callable[..., None]) -> None:
+    """Use these for LoRA on CPUs, instead of operators that copy an adapter's matrices for every token (before the model is loaded)."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    operators: Any
+    for operators in (lora_ops, punica_cpu):  # a prompt's sgmv_* are the former's, and call these
+        operators.bgmv_shrink, operators.bgmv_expand, operators.bgmv_expand_slice = shrink, expand, expand_slice
 
 
 def wrap_config_check(check: Callable[[Any], None]) -> None:

