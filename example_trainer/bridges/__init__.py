@@ -49,7 +49,7 @@ class WeightBridge(Protocol):
         """
 
     def parity_probe(self) -> float:
-        """Largest |log-probability difference| between vLLM and the trainer on a fixed prompt, in nats; after a sync that served."""
+        """How far vLLM's log-probabilities of a fixed prompt are from the trainer's, root mean square in nats; after a sync that served."""
 
     def check(self) -> None:
         """Return if vLLM is there as far as is known; never waits, and may be called before `connect`."""
