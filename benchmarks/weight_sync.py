@@ -1,17 +1,22 @@
 """What handing weights to vLLM costs in every bridge mode, on one model, in one run, beside the limits of this machine.
 
     python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy] [--syncs 10]
+        [--out docs/benchmarks/weight_sync.md]
 
-For each mode it starts a real vLLM server (legacy: the trainer does), then a trainer process of its own that takes one fused AdamW
-step on random gradients a sync: first with nothing else going on, then with `--clients` generations in flight. Around the modes it
-measures the limits: a memcpy of the model's bytes in one thread, and a bare Gloo broadcast of them between two processes over
-loopback. Memory is the sum of PSS over the server's and the trainer's processes, so that shared pages count once.
+For each mode it starts a real vLLM server (legacy and lora_restart: the trainer does), then a trainer process of its own that takes one
+fused AdamW step on given gradients a sync: one to warm up, one during which memory is watched, then timed ones, first with nothing else
+going on, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of the model's bytes in one
+thread, and a bare Gloo broadcast of them between two processes over loopback. Memory is the sum of PSS over the server's and the
+trainer's processes, so that shared pages count once. `--out` is the page that the tables are written to.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import re
+import shlex
 import signal
 import socket
 import statistics
@@ -21,6 +26,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,11 +41,54 @@ from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
 from vllm_patching import transport
+from vllm_patching.version import VERSION
 
 log = get_logger("weight_sync")
 SERVER = Path(__file__).parents[1] / "example_trainer" / "vllm_api_server.py"
 START_DEADLINE_S = 600
 SAMPLE_S = 0.05
+SERVER_FLAGS = ["--max-model-len", "256", "--max-num-seqs", "64"]
+ENVIRONMENT = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+PARITY = 2e-5  # nats; float32 on both sides
+
+PAGE = """# What a weight sync costs
+
+```bash
+{command} --out docs/benchmarks/weight_sync.md
+```
+
+That command writes this page. Every mode has a vLLM server and a trainer process of its own; a sync is one fused AdamW step and what the
+bridge does to have the result served.
+
+Model: {model}. Machine: {machine}; {load}.
+Limits of the machine, in the same run: {limits}.
+
+Median (worst) in ms; under load {clients} generations are in flight:
+
+| mode | load | update | transfer | stall | apply | served after | MB moved |
+|---|---|---|---|---|---|---|---|
+{times}
+
+Update: the optimizer step, part of the stall for single copy only. Transfer: bytes travel, or files are written, and generation goes on.
+Stall: generation stands still. Apply: the part of it in which the weights change. Served after: from the end of update and transfer until
+the trainer knows that the new version is served.
+
+| mode | server alone | both | weights in memory files | peak extra | files, threads | requests, failed |
+|---|---|---|---|---|---|---|
+{memory}
+
+Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is after the first step,
+so with gradients and moments, and "peak extra" is what one more sync takes above that. The memory files hold vLLM's live weights, which a
+single-copy trainer has no copy of, and the staging of a broadcast. Open files and threads are those after the first step and at the end.
+
+| goal | measured | limit | |
+|---|---|---|---|
+{goals}
+
+Parity is the root mean square of the differences of log-probabilities between trainer and vLLM on one prompt, the larger one of after the
+first and after the last sync.
+Not shown: NCCL and GPUs, more than one machine.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +106,10 @@ MODES = {
     "single_copy": Mode({"weight_bridge_mode": "shared_vllm", "single_copy": True}),
     "lora": Mode({"weight_bridge_mode": "lora_only"}, ["--enable-lora", "--max-lora-rank", "16"]),
     "legacy": Mode({"weight_bridge_mode": "none", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False),
+    "lora_restart": Mode({"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False),
 }
+KINDS = ("idle", "under load")  # of timed syncs
+PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 
 
 def main() -> None:
@@ -66,6 +118,7 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="comma list out of " + ", ".join(MODES))
     parser.add_argument("--syncs", type=int, default=10, help="of each kind, idle and under load")
     parser.add_argument("--clients", type=int, default=3, help="generations kept in flight during the loaded syncs")
+    parser.add_argument("--out", type=Path, help="markdown page to write, beside printing it")
     parser.add_argument("--arm", help=argparse.SUPPRESS)  # this script as the trainer of one mode
     parser.add_argument("--gloo-peer", help=argparse.SUPPRESS)  # this script as the receiving end of the bare broadcast
     options = parser.parse_args()
@@ -80,16 +133,21 @@ def main() -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     nbytes = _model_bytes(options.model)
+    load, start = os.getloadavg()[0], time.monotonic()
     memcpy, gloo = [_memcpy(nbytes) for _ in range(5)], [_bare_gloo(nbytes)]
     figures = {}
     for name in options.modes.split(","):
-        figures[name] = _measure(name, options, nbytes)
+        figures[name] = _measure(name, options)
         memcpy += [_memcpy(nbytes) for _ in range(5)]
         gloo.append(_bare_gloo(nbytes))
-    _print(options, nbytes, figures, statistics.median(memcpy), statistics.median(gloo))
+        limits = {"memcpy": statistics.median(memcpy), "bare Gloo broadcast": statistics.median(gloo)}
+        page = _page(options, nbytes, figures, limits, load, time.monotonic() - start)
+        if options.out is not None:  # after each mode: a later one that fails must not cost the minutes of those before
+            options.out.write_text(page)
+    print(page)
 
 
-def _measure(name: str, options: argparse.Namespace, nbytes: int) -> dict[str, Any]:
+def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One mode from the start of its server to its end."""
     mode = MODES[name]
     idle, loaded = mode.idle_syncs or options.syncs, options.syncs if mode.loaded else 0
@@ -97,7 +155,7 @@ def _measure(name: str, options: argparse.Namespace, nbytes: int) -> dict[str, A
         port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         server = None if mode.server is None else _start_server(options.model, port, mode.server, folder)
-        alone = _pss([server.pid]) if server else 0
+        alone = _pss([server.pid]) if server else None
         arm = {
             "model": options.model,
             "port": port,
@@ -107,9 +165,10 @@ def _measure(name: str, options: argparse.Namespace, nbytes: int) -> dict[str, A
             "folder": folder,
             "mode": mode.trainer,
         }
-        trainer = subprocess.Popen([sys.executable, __file__, "--model", "-", "--arm", json.dumps(arm)], stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, __file__, "--model", "-", "--arm", json.dumps(arm)]
+        trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT)
         try:
-            return _read_arm(trainer, server, nbytes) | {"server_alone": alone}
+            return _read_arm(trainer, [trainer.pid, *([server.pid] if server else [])]) | {"server_alone": alone}
         finally:
             for process in filter(None, (trainer, server)):
                 if process.poll() is None:
@@ -117,63 +176,75 @@ def _measure(name: str, options: argparse.Namespace, nbytes: int) -> dict[str, A
                 process.wait(60)
 
 
-def _read_arm(trainer: subprocess.Popen[str], server: subprocess.Popen[bytes] | None, nbytes: int) -> dict[str, Any]:
-    """The trainer's reports, and what the processes held meanwhile."""
-    assert trainer.stdout is not None
-    roots = [trainer.pid, *([server.pid] if server else [])]
-    sampler, result = _Sampler(roots), {"reports": {"warm-up": [], "idle": [], "under load": []}}
+def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any]:
+    """The trainer's reports, and what the process trees `roots` held meanwhile."""
+    assert trainer.stdout is not None and trainer.stdin is not None
+    reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("warm-up", "watched", *KINDS)}
+    result: dict[str, Any] = {"reports": reports, "counts": []}
+    sampler = _Sampler(roots)
     for line in trainer.stdout:
         message = json.loads(line)
-        if message["event"] == "connected":
-            result["steady"] = _pss(roots)
-            result["counts"] = [_counts(roots)]
-            sampler.start()
-        elif message["event"] == "synced":
-            result["reports"][message["kind"]].append(message["report"])
-        else:
-            result |= message
+        if message["event"] == "synced":
+            reports[message["kind"]].append(message["report"])
+        elif message["event"] == "warm":
+            result |= {"steady": _pss(roots), "weights": _pss(roots, "memfd:atropos-weights")}
             result["counts"].append(_counts(roots))
+            sampler.start()
+        elif message["event"] == "watched":
             result["peak"] = sampler.stop()
+        else:
+            result["counts"].append(_counts(roots))
+            result |= message
+        if message["event"] != "synced":
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
     if trainer.wait() != 0:
         raise RuntimeError(f"the trainer of this mode ended with exit status {trainer.returncode}; its messages are above")
     return result
 
 
 def _train(arm: dict[str, Any]) -> None:
-    """The trainer of one mode: connect, sync, report each on stdout."""
+    """The trainer of one mode: connect, sync, tell each on stdout; after the messages other than "synced" a line on stdin lets it go on."""
     configure_logging("trainer")
     config = TrainerConfig(
         model_name=arm["model"],
         vllm_port=arm["port"],
         save_path=Path(arm["folder"]) / "checkpoints",
         log_dir=Path(arm["folder"]),
+        vllm_flags=shlex.join(SERVER_FLAGS),
         **arm["mode"],
     )
     bridge = make_bridge(config)
-    model = bridge.connect(arm["model"], torch.device("cpu"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    with contextlib.closing(bridge):
+        model = bridge.connect(arm["model"], torch.device("cpu"))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+        bridge.sync(0, keep_weights)
+        parity = [bridge.parity_probe()]
+        kinds = ["warm-up", "watched"] + ["idle"] * arm["idle"] + ["under load"] * arm["loaded"]
+        load = _Load(arm["port"], arm["clients"])
+        with contextlib.ExitStack() as during_load:
+            for version, kind in enumerate(kinds, start=1):
+                if kind == "under load":
+                    if kinds[version - 2] != kind:
+                        during_load.enter_context(load)
+                    time.sleep(0.5)
+                for parameter in trained:
+                    parameter.grad = torch.full_like(parameter, 1e-3)
+                start = time.perf_counter()
+                done = bridge.sync(version, optimizer.step)
+                served_after_s = time.perf_counter() - start - done.update_s - done.transfer_s
+                _tell(event="synced", kind=kind, report=asdict(done) | {"served_after_s": served_after_s})
+                if kind in ("warm-up", "watched"):  # the first step makes AdamW's moments
+                    _tell(event={"warm-up": "warm"}.get(kind, kind))
+                    sys.stdin.readline()
+        parity.append(bridge.parity_probe())
+        _tell(event="done", parity=max(parity), served=load.served, failed=load.failed)
+        sys.stdin.readline()
 
-    def report(kind: str, version: int) -> None:
-        for parameter in trained:
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        done = bridge.sync(version, optimizer.step)
-        print(json.dumps({"event": "synced", "kind": kind, "report": asdict(done)}), flush=True)
 
-    bridge.sync(0, keep_weights)
-    print(json.dumps({"event": "connected"}), flush=True)
-    report("warm-up", 1)  # the first step makes AdamW's moments
-    for version in range(2, 2 + arm["idle"]):
-        report("idle", version)
-    load = _Load(arm["port"], arm["clients"])
-    if arm["loaded"]:
-        with load:
-            for version in range(2 + arm["idle"], 2 + arm["idle"] + arm["loaded"]):
-                report("under load", version)
-                time.sleep(0.5)
-    parity = bridge.parity_probe()
-    print(json.dumps({"event": "done", "parity": parity, "served": load.served, "failed": load.failed}), flush=True)
-    bridge.close()
+def _tell(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
 
 
 class _Load:
@@ -199,10 +270,13 @@ class _Load:
     def _run(self) -> None:
         body = {"prompt": {"prompt_token_ids": list(range(5, 25))}, "max_tokens": 24, "ignore_eos": True}
         while not self._stop.is_set():
-            reply = requests.post(self._url, json=body, timeout=60)
+            try:
+                served = requests.post(self._url, json=body, timeout=120).status_code == 200
+            except requests.RequestException:
+                served = False
             with self._lock:
-                self.served += reply.status_code == 200
-                self.failed += reply.status_code != 200
+                self.served += served
+                self.failed += not served
 
 
 class _Sampler:
@@ -239,15 +313,16 @@ def _trees(roots: list[int]) -> list[psutil.Process]:
     return found
 
 
-def _pss(roots: list[int]) -> int:
-    """Bytes held by the process trees, shared pages once."""
+def _pss(roots: list[int], mapping: str | None = None) -> int:
+    """Bytes held by the process trees, shared pages once; of the mappings whose name starts with `mapping` alone if it is given."""
     total = 0
     for process in _trees(roots):
         try:
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            smaps = Path(f"/proc/{process.pid}/smaps" + ("_rollup" if mapping is None else "")).read_text()
         except OSError:  # it ended meanwhile
             continue
-        total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+        pattern = r"^Pss: +(\d+) kB" if mapping is None else rf"/{mapping}.*(?:\n.*){{1,8}}?\nPss: +(\d+) kB"
+        total += sum(int(size) << 10 for size in re.findall(pattern, smaps, re.MULTILINE))
     return total
 
 
@@ -257,45 +332,72 @@ def _counts(roots: list[int]) -> tuple[int, int]:
     return sum(process.num_fds() for process in trees), sum(process.num_threads() for process in trees)
 
 
-def _print(options: argparse.Namespace, nbytes: int, figures: dict[str, dict[str, Any]], memcpy: float, gloo: float) -> None:
-    print(f"\nmachine: {os.cpu_count()} cores, {_cpu_name()}; PyTorch {torch.__version__}")
-    print(f"command: python benchmarks/weight_sync.py --model {Path(options.model).name} --modes {options.modes}"
-          f" --syncs {options.syncs} --clients {options.clients}")  # fmt: skip
-    print(f"weights: {nbytes / 1e6:.1f} MB in float32: memcpy {memcpy * 1e3:.0f} ms, bare Gloo broadcast {gloo * 1e3:.0f} ms\n")
-    print("Median (worst) in ms:\n")
-    print("| mode | load | update | transfer | stall | apply | MB moved |\n|---|---|---|---|---|---|---|")
+def _page(
+    options: argparse.Namespace,
+    nbytes: int,
+    figures: dict[str, dict[str, Any]],
+    limits: dict[str, float],
+    load: float,
+    seconds: float,
+) -> str:
+    """The benchmark's page, whole."""
+    model = options.model.replace(str(Path.home()), "~")
+    some = f" --modes {options.modes}" if options.modes != ",".join(MODES) else ""
+    return PAGE.format(
+        command=f"python benchmarks/weight_sync.py --model {model}{some} --syncs {options.syncs} --clients {options.clients}",
+        model=f"{Path(model).name}, {nbytes / 1e6:.1f} MB of weights in float32",
+        machine=f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
+        load=f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",
+        limits=", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in limits.items()),
+        clients=options.clients,
+        times="\n".join(_times(figures)),
+        memory="\n".join(_memory(figures)),
+        goals="\n".join(f"| {what} | {measured} | {limit} | {'met' if met else '**missed**'} |"
+                        for what, measured, limit, met in _goals(figures, limits)),
+    )  # fmt: skip
+
+
+def _times(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, found in figures.items():
-        for kind, reports in found["reports"].items():
-            if reports and kind != "warm-up":
-                cells = (
-                    _median_and_worst([report[part] for report in reports]) for part in ("update_s", "transfer_s", "stall_s", "apply_s")
-                )
-                print(f"| {name} | {kind} | {' | '.join(cells)} | {reports[-1]['bytes_moved'] / 1e6:.1f} |")
-    print("\n| mode | PSS in MB: server alone, both, peak | files, threads | requests | parity |\n|---|---|---|---|---|")
+        for kind in KINDS:
+            if reports := found["reports"][kind]:
+                cells = " | ".join(_median_and_worst([report[part] for report in reports]) for part in PARTS)
+                yield f"| {name} | {kind} | {cells} | {reports[-1]['bytes_moved'] / 1e6:.1f} |"
+
+
+def _memory(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, found in figures.items():
-        held = ", ".join(f"{found[key] / 1e6:.0f}" for key in ("server_alone", "steady", "peak"))
+        alone = "" if found["server_alone"] is None else f"{found['server_alone'] / 1e6:.0f}"
+        held = f"{found['steady'] / 1e6:.0f} | {found['weights'] / 1e6:.0f} | {max(0, found['peak'] - found['steady']) / 1e6:.0f}"
         counts = " → ".join(f"{files}, {threads}" for files, threads in found["counts"])
-        print(f"| {name} | {held} | {counts} | {found['served']} served, {found['failed']} failed | {found['parity']:.1e} |")
-    _print_ratios(figures, memcpy, gloo)
+        yield f"| {name} | {alone} | {held} | {counts} | {found['served']}, {found['failed']} |"
 
 
-def _print_ratios(figures: dict[str, dict[str, Any]], memcpy: float, gloo: float) -> None:
-    """The figures the product promises, each beside its goal."""
+def _goals(figures: dict[str, dict[str, Any]], limits: dict[str, float]) -> Iterator[tuple[str, str, str, bool]]:
+    """What the product promises: goal, figure (medians), limit, whether it is met."""
 
-    def median(mode: str, part: str, kind: str = "idle") -> float:
-        return statistics.median(report[part] for report in figures[mode]["reports"][kind])
+    def at_most(what: str, measured: float, limit: float) -> tuple[str, str, str, bool]:
+        return what, f"{measured * 1e3:.1f} ms", f"{limit * 1e3:.1f} ms", measured <= limit
 
-    print()
-    if "broadcast" in figures:
-        allowed = 1.5 * memcpy + 0.060
-        for kind in ("idle", "under load"):
-            print(f"broadcast stall {kind} / (1.5 x memcpy + 60 ms) = {median('broadcast', 'stall_s', kind) / allowed:.2f} (goal <= 1)")
-        print(f"broadcast transfer idle / bare Gloo broadcast = {median('broadcast', 'transfer_s') / gloo:.2f} (goal <= 2)")
+    def medians(mode: str, part: str) -> Iterator[tuple[str, float]]:
+        for kind in KINDS:
+            if mode in figures and (reports := figures[mode]["reports"][kind]):
+                yield kind, statistics.median(report[part] for report in reports)
+
+    for kind, stall in medians("broadcast", "stall_s"):
+        yield at_most(f"broadcast, {kind}: stall ≤ 1.5 memcpy + 60 ms", stall, 1.5 * limits["memcpy"] + 0.060)
+    for kind, stall in medians("single_copy", "stall_s"):
+        yield at_most(f"single copy, {kind}: stall ≤ update + 60 ms", stall, dict(medians("single_copy", "update_s"))[kind] + 0.060)
     if "single_copy" in figures:
-        extra = median("single_copy", "stall_s") - median("single_copy", "update_s")
-        print(f"single copy stall idle - optimizer step = {extra * 1e3:.0f} ms (goal <= 60)")
+        moved = sum(report["bytes_moved"] for reports in figures["single_copy"]["reports"].values() for report in reports)
+        yield "single copy: bytes moved", str(moved), "0", moved == 0
+    for kind, served_after in medians("lora", "served_after_s"):
+        yield at_most(f"LoRA, {kind}: served after its file is written", served_after, 0.5)
     if {"legacy", "broadcast"} <= set(figures):
-        print(f"legacy stall / broadcast stall = {median('legacy', 'stall_s') / median('broadcast', 'stall_s'):.0f} (goal >= 100)")
+        ratio = dict(medians("legacy", "stall_s"))["idle"] / dict(medians("broadcast", "stall_s"))["idle"]
+        yield "legacy stall / broadcast stall, idle", f"{ratio:.0f}", "at least 100", ratio >= 100
+    for name, found in figures.items():
+        yield f"{name}: parity", f"{found['parity']:.1e}", f"{PARITY:.0e}", found["parity"] <= PARITY
 
 
 def _median_and_worst(seconds: list[float]) -> str:
@@ -349,23 +451,11 @@ def _broadcasts(store: torch.distributed.Store, session: str, rank: int, nbytes:
 
 
 def _start_server(model: str, port: int, flags: list[str], folder: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "VLLM_ENABLE_SHARED_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "LOGDIR": folder}
-    command = [
-        sys.executable,
-        "-u",
-        str(SERVER),
-        "--model",
-        model,
-        "--port",
-        str(port),
-        "--max-model-len",
-        "256",
-        "--max-num-seqs",
-        "64",
-        *flags,
-    ]
+    command = [sys.executable, "-u", str(SERVER), "--model", model, "--port", str(port), *SERVER_FLAGS, *flags]
     output = (Path(folder) / "vllm.log").open("wb")
-    server = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    server = subprocess.Popen(
+        command, env=os.environ | ENVIRONMENT | {"LOGDIR": folder}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     with waiting(log, "the vLLM server", peer=f"127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
         deadline = time.monotonic() + START_DEADLINE_S
         while server.poll() is None and time.monotonic() < deadline:
