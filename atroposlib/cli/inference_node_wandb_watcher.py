@@ -67,7 +67,7 @@ async def project(config: WatcherConfig, client: httpx.AsyncClient) -> tuple[str
 
     remedy = "start the trainer with --use-wandb and --wandb-project, or correct --api-addr"
     limit_s = config.startup_timeout
-    return await wait_for_peer("the W&B project", config.api_addr, attempt, timeout_s=limit_s, remedy=remedy, every_s=1.0)
+    return await wait_for_peer("W&B project", config.api_addr, attempt, timeout_s=limit_s, remedy=remedy, every_s=1.0)
 
 
 async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, float]:

@@ -1,12 +1,12 @@
 import asyncio
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from atroposlib.cli.inference_node_wandb_watcher import WatcherConfig, main, run
+from atroposlib.cli.inference_node_wandb_watcher import WatcherConfig, run
+from atroposlib.envs.errors import EnvError, PeerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Trainer, running_api
 
@@ -68,9 +68,15 @@ async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: Fak
     assert wandb.finished
 
 
-def test_watcher_without_an_api_ends_with_the_remedy(wandb: FakeWandb, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no the W&B project|no .*from http://127.0.0.1:1 within 0.1 s.*correct --api-addr"):
-        main(["--api_addr", "http://127.0.0.1:1", "--tp", "8", "--node_num", "0", "--startup-timeout", "0.1"])
-    with pytest.raises(SystemExit, match="2"):
-        main(["--api_addr", "http://127.0.0.1:1"])
-    assert "tp" in capsys.readouterr().err
+async def test_watcher_without_an_api_ends_with_the_remedy(wandb: FakeWandb) -> None:
+    config = WatcherConfig(api_addr="http://127.0.0.1:1", tp=8, node_num=0, startup_timeout=0.1)
+    with pytest.raises(PeerError, match="no W&B project from http://127.0.0.1:1 within 0.1 s.*correct --api-addr"):
+        await run(config)
+
+
+async def test_watcher_without_wandb_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    async with running_api() as api:
+        await Trainer(api.url, batch_size=2, project="p").register()
+        with pytest.raises(EnvError, match="nowhere to log to"):
+            await run(WatcherConfig(api_addr=api.url, tp=8, node_num=0))
