@@ -16,7 +16,7 @@ source "$root/scripts/lib/training.sh"
 
 run_prefix=quickstart
 default_dataset=arithmetic
-default_steps=15
+default_steps=20
 default_gpu_model=''
 problems_flags=(--lr 5e-6)
 checkpoint_interval=0

@@ -9,7 +9,7 @@
 
 run_prefix=''                                # output goes to runs/PREFIX-DATE-TIME
 default_dataset=auto                         # the hub's GSM8K, or the built-in problems where the hub cannot be reached
-default_steps=100                            # 15 on arithmetic
+default_steps=100                            # 20 on arithmetic
 default_gpu_model=Qwen/Qwen2.5-14B-Instruct  # without a GPU, and for arithmetic, the quickstart's model
 checkpoint_interval=20
 layout=separate                              # vLLM and trainer on GPUs of their own; same: both on the same ones
@@ -24,9 +24,9 @@ known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-
 steps='' run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
 
 show_help() {
-  local steps_help="$default_steps; for --dataset arithmetic 15" model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub" dataset_help=$default_dataset
+  local steps_help="$default_steps; for --dataset arithmetic 20" model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub" dataset_help=$default_dataset
   if [[ -n $default_gpu_model ]]; then model_help="$default_gpu_model; without a GPU, or for arithmetic, $model_help"; fi
-  if ((default_steps == 15)); then steps_help=15; fi
+  if ((default_steps == 20)); then steps_help=20; fi
   if [[ $default_dataset == auto ]]; then dataset_help="gsm8k, or arithmetic where the hub cannot be reached"; fi
   print_help "$0"
   cat <<HELP
@@ -90,7 +90,7 @@ check_flags() {
     [[ -f ${model/#\~/$HOME}/config.json ]] || usage_error "--model $model has no config.json; give a Hugging Face id or a model's folder"
     model=$(realpath "${model/#\~/$HOME}")
   fi
-  if [[ -z $steps && $dataset == arithmetic ]]; then steps=15; fi
+  if [[ -z $steps && $dataset == arithmetic ]]; then steps=20; fi
   : "${steps:=$default_steps}" "${run_name:=$run_prefix-$(date +%Y%m%d-%H%M%S)}"
   [[ $run_name =~ ^[A-Za-z0-9._-]+$ && $run_name != .* ]] || usage_error "--run-name takes letters, digits, '.', '_' and '-', got '$run_name'"
   [[ ! -e $root/runs/$run_name ]] || usage_error "runs/$run_name exists; choose another --run-name, or remove that folder"

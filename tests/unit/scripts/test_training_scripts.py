@@ -105,7 +105,7 @@ def test_batch_invariant_reaches_both_sides(script: str) -> None:
 def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
     plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")
     assert mode["env"] == plain["env"]
-    assert "--training-steps 15" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
+    assert "--training-steps 20" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
 
 
 def test_gpus_are_spread_over_vllm_and_trainer() -> None:
