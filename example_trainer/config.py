@@ -140,7 +140,7 @@ class TrainerConfig(Config):
     parity_tolerance: float | None = Field(
         None,
         gt=0,
-        description="largest difference allowed between vLLM's and the trainer's log-probabilities after the first syncs, in nats; "
+        description="allowed root mean square of vLLM's less the trainer's log-probabilities after the first syncs, in nats; "
         "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16",
     )
 

@@ -220,11 +220,11 @@ def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
     limit = config.parity_tolerance or PARITY_LIMITS[bridge.served_dtype]
     if not difference <= limit:
         raise TrainerError(
-            f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} right after a sync "
+            f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} nats (root mean square) right after a sync "
             f"(--parity-tolerance {limit}): "
             "it serves another model, or in a precision for which the tolerance must be raised"
         )
-    log.info("Parity: vLLM's log-probabilities equal the trainer's within %.2g (limit %g)", difference, limit)
+    log.info("Parity: vLLM's log-probabilities are the trainer's but for %.2g nats, root mean square (limit %g)", difference, limit)
 
 
 def log_starting_accuracy(api: ApiClient) -> None:
