@@ -139,6 +139,8 @@ class Exactness:
 
     def judge(self, comparison: Comparison, step: int, batch: Batch, model: PreTrainedModel) -> dict[str, float | int]:
         """The step's figures; in the exact mode prints summary and table. Raises NotExact where the configuration says to stop."""
+        if self.served is not None and model.device.type == "cuda":
+            _refuse_truncation(batch, step)
         row = comparison.row()
         if row and self.served is not None:
             print(summary(row), flush=True)
@@ -164,9 +166,20 @@ class Exactness:
             "micro_batch_tokens": self._config.micro_batch_tokens,
             "logits_chunk_mb": self._config.logits_chunk_mb,
             "served": asdict(self.served),
+            "device": model.device.type,
         }
         torch.save(state, folder / "batch.pt")
         return folder / "batch.pt"
+
+
+def _refuse_truncation(batch: Batch, step: int) -> None:
+    """vLLM's sampler on CUDA finds the tokens that top-p and top-k keep by one of two ways, by the size of its batch."""
+    for rollout in batch.rollouts:
+        if rollout.top_p < 1 or rollout.top_k:
+            raise NotExact(
+                f"step {step}: --batch-invariant does not cover top-p and top-k on CUDA, and a sequence came with top_p {rollout.top_p}, "
+                f"top_k {rollout.top_k}: let the environment sample without them, or drop the flag"
+            )
 
 
 def _strict_message(step: int, row: dict[str, float | int], kept: Path, staleness: float | None) -> str:

@@ -32,7 +32,7 @@ class ReplayConfig(Config):
 def replay(file: Path) -> Comparison:
     """The comparison of the kept step, computed anew."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
-    device = torch.device("cpu")
+    device = torch.device(state["device"])
     model = load_model(str(file.parent / "model"), device)
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
     rollouts: list[Rollout] = [rollout_from(fields) for fields in state["rollouts"]]

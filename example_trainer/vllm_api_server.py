@@ -6,7 +6,7 @@ Its one flag of its own, `--batch-invariant`, makes log-probabilities bit-exact 
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
 distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two
 policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
-modest KV cache.
+modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention.
 The only module outside vllm_patching/ that imports vLLM.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
@@ -91,12 +91,15 @@ def _environment_before_vllm() -> None:
 def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
     given = {token.split("=")[0].replace("_", "-") for token in argv if token.startswith("--")}
     defaults = {"--port": str(DEFAULT_PORT), "--host": "127.0.0.1", "--logprobs-mode": "processed_logprobs"}
+    exact = os.environ.get(SWITCH) == "1"
     if cpu:
         defaults |= {"--dtype": "float32", "--block-size": "32"}
+    elif exact:
+        defaults |= {"--dtype": "bfloat16", "--block-size": "32", "--attention-backend": "FLASH_ATTN"}
     if "--enable-lora" in given and "--max-loras" not in given:
         defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}  # the next policy is loaded while requests of the last one run
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
-    if cpu and "--enforce-eager" not in given:
+    if (cpu or exact) and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
     if cpu and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib())

@@ -2,7 +2,8 @@
 # Usage: scripts/gpu_check.sh [--only WORD] [--list] [--help]
 #
 # Runs every check of Atropos that needs a GPU and prints a table: each weight bridge in a short training run whose parity probe compares
-# vLLM with the trainer after the first syncs. Beside each stands the last step's line: reward, tokens a second, stall. Exit status 0 if
+# vLLM with the trainer after the first syncs, and bit-exactness: batch m against n, prefill against decode, trainer against both, then a
+# strict training run. Beside each run stands its last step's line: reward, tokens a second, stall. Exit status 0 if
 # every check that fits this machine passes, 1 if one fails, 2 without a GPU. What needs more GPUs than there are is named, not run.
 #
 #   --only WORD     the checks with this word in their name
@@ -29,6 +30,8 @@ checks() {
 1 | LoRA adapters, restart | scripts/run_gsm8k_lora_restart.sh $task-lora-restart
 1 | restart | scripts/run_gsm8k_restart.sh $task-restart
 1 | broadcast over Gloo, one GPU | env CUDA_VISIBLE_DEVICES=0 scripts/run_gsm8k_broadcast.sh $task-gloo
+1 | bit-exact, trainer against sampler | $python -m pytest -q tests/integration/test_bit_exact.py -k bits
+1 | bit-exact training | env CUDA_VISIBLE_DEVICES=0 scripts/run_gsm8k_broadcast.sh $task-exact --batch-invariant
 2 | broadcast over NCCL | scripts/run_gsm8k_broadcast.sh $task-nccl
 LIST
 }

@@ -1,10 +1,12 @@
-"""The one file that knows where things are in vLLM 0.26 to 0.33. Loaded only inside vLLM's processes.
+"""The one file that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact trainer on CUDA.
 
 Everything else in this package imports vLLM through here, so that a new vLLM release is one diff.
 """
 
+import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,15 @@ from vllm_patching.version import VERSION
 
 __all__ = [
     "ColumnParallelLinear",
+    "CudaFunctions",
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "RequestOutputKind",
     "RowParallelLinear",
     "SamplingParams",
     "VocabParallelEmbedding",
+    "add_before_norm",
+    "cuda_functions",
     "get_tp_group",
     "init_logger",
     "keep_plain_linears",
@@ -35,6 +40,7 @@ __all__ = [
     "replace_norm_and_activation",
     "replace_rotary",
     "unlink_collective_files",
+    "why_not_exact_on_cuda",
     "worker_class",
     "wrap_attention_metadata",
     "wrap_config_check",
@@ -149,6 +155,81 @@ def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable
     activations: Any = SiluAndMul
     activations.forward_cpu = lambda self, x: silu_and_mul(x)
     activations.forward_native = staticmethod(silu_and_mul)
+
+
+@dataclass(frozen=True)
+class CudaFunctions:
+    """What vLLM calls on CUDA with VLLM_BATCH_INVARIANT=1, by its own signatures; forward only."""
+
+    linear: Callable[..., Any]  # (x, weight, bias)
+    rms_norm: Callable[..., Any]  # (x, weight, epsilon)
+    silu_and_mul: Callable[..., Any]  # (output, x): writes to the output
+    log_softmax: Callable[..., Any]  # (logits, dim), float32
+    rotary: Any  # a module: `forward_cuda(positions, query, key)` rotates in place, `cos_sin_cache` is its table
+    attention: Callable[..., Any]  # flash_attn_varlen_func
+    attention_version: int  # of FlashAttention, as vLLM chooses it for this GPU and head size
+
+
+def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torch.device) -> CudaFunctions:
+    """Those functions for a model of this Hugging Face configuration, its rotary table made on `device` as vLLM's loader makes it."""
+    import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers import layernorm, linear
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    # the module of these functions moved in 0.27..0.32; its users import them by name throughout
+    home = importlib.import_module(linear.linear_batch_invariant.__module__)
+    with set_current_vllm_config(VllmConfig()), torch.device(device):
+        rotary = get_rope(
+            head_size, max_position=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters), dtype=dtype
+        )
+    return CudaFunctions(
+        linear=linear.linear_batch_invariant,
+        rms_norm=layernorm.rms_norm_batch_invariant,
+        silu_and_mul=torch.ops._C.silu_and_mul,
+        log_softmax=home.log_softmax,
+        rotary=rotary,
+        attention=flash_attn_varlen_func,
+        attention_version=get_flash_attn_version(head_size=head_size),
+    )
+
+
+def add_before_norm() -> None:
+    """Let RMSNorm on CUDA add the residual, rounded, and then norm each row by itself.
+
+    The fused kernel that vLLM's mode takes for both sums a row by blocks of threads whose size depends on the number of rows, in
+    releases of this range; its norm without a residual has one block size.
+    """
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    norms: Any = RMSNorm
+    norm = norms.forward_cuda
+
+    def separate(self: Any, x: Any, residual: Any = None) -> Any:
+        if residual is None:
+            return norm(self, x)
+        total = x + residual
+        return norm(self, total), total
+
+    norms.forward_cuda = separate
+
+
+def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
+    """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_functions`, or None."""
+    model, attention = config.model_config, config.attention_config
+    backend = None if attention.backend is None else attention.backend.name
+    asked = {
+        "GPUs that are not NVIDIA's": not current_platform.is_cuda(),
+        "torch.compile: give --enforce-eager": int(config.compilation_config.mode or 0) != 0,
+        f"--dtype {model.dtype} on CUDA: give bfloat16": model.dtype != torch.bfloat16,
+        f"--attention-backend {backend} on CUDA: give FLASH_ATTN": backend != "FLASH_ATTN",
+        f"FlashAttention {attention.flash_attn_version} by hand": attention.flash_attn_version is not None,
+        f"--block-size {config.cache_config.block_size} on CUDA: give {block_size}": config.cache_config.block_size != block_size,
+        "cascade attention": not model.disable_cascade_attn,
+        "vLLM's second model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
+    }
+    return next((name for name, wanted in asked.items() if wanted), None)
 
 
 def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:

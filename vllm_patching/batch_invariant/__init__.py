@@ -4,7 +4,8 @@
     coverage.py   which models are exact; every other is refused by name
     kernels.py    linear, norm, silu, rotary table and query tiles as both processes compute them (torch alone)
     attention.py  vLLM's own CPU attention kernel over packed sequences, for the trainer
-    hooks.py      makes a vLLM process compute with kernels.py; loaded only inside vLLM
+    cuda.py       vLLM's own functions on CUDA, for the trainer
+    hooks.py      makes a vLLM process compute batch-invariantly; loaded only inside vLLM
     self_check.py proves on this machine, at start-up, that the matrix products do not depend on the batch
 
 This module imports nothing, so that a launcher can ask before torch and vLLM are loaded.

@@ -30,13 +30,12 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
     ops = _vllm_ops()
     heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
     isa = "vec" if size % 32 == 0 else "vec16"
-    blocks = [(length + BLOCK - 1) // BLOCK for length in lengths]
-    table, slots = _pages(lengths, blocks)
+    table, slots, blocks = pages(lengths)
     ends = torch.tensor(lengths, dtype=torch.int32)
     starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
     starts[1:] = ends.cumsum(0)
     starts, ends, table = tile_queries(starts, ends, table)
-    cache = torch.zeros(sum(blocks), key_heads, 2 * BLOCK, size, dtype=query.dtype)
+    cache = torch.zeros(blocks, key_heads, 2 * BLOCK, size, dtype=query.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(
         key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
@@ -56,8 +55,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
     return output
 
 
-def _pages(lengths: tuple[int, ...], blocks: list[int]) -> tuple[Tensor, Tensor]:
-    """Consecutive cache blocks for each sequence: block table [sequences, most blocks] and the slot of every token [T]."""
+def pages(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
+    """Consecutive cache blocks for each sequence: block table [sequences, most blocks], the slot of every token [T], and their number."""
+    blocks = [(length + BLOCK - 1) // BLOCK for length in lengths]
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     slots = []
     first = 0
@@ -65,4 +65,4 @@ def _pages(lengths: tuple[int, ...], blocks: list[int]) -> tuple[Tensor, Tensor]
         table[row, :count] = torch.arange(first, first + count)
         slots.append(torch.arange(length) + first * BLOCK)
         first += count
-    return table, torch.cat(slots)
+    return table, torch.cat(slots), first

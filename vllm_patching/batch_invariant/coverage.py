@@ -4,11 +4,12 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # Hugging Face model types; Qwen2.5 is qwen2
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-LARGEST_TP = 2  # a sum of two has one order; of more, vLLM's and the trainer's would have to be shown equal
+# a sum of two has one order; of more, vLLM's and the trainer's would have to be shown equal. CUDA's products are tiled by their width
+LARGEST_TP = {"cpu": 2, "cuda": 1}
 
 
-def why_not_exact(config: Any, *, tp_size: int = 1) -> str | None:
-    """The first thing in a Hugging Face configuration that is not covered, or None."""
+def why_not_exact(config: Any, *, tp_size: int = 1, device: str = "cpu") -> str | None:
+    """The first thing in a Hugging Face configuration that is not covered on this type of device, or None."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type!r}; covered are {', '.join(FAMILIES)}"
     rotary = config.rope_parameters["rope_type"]
@@ -18,6 +19,8 @@ def why_not_exact(config: Any, *, tp_size: int = 1) -> str | None:
         return "sliding-window attention"
     if config.hidden_act != "silu":
         return f"activation {config.hidden_act!r}; covered is silu"
-    if tp_size > LARGEST_TP:
-        return f"tensor parallelism over {tp_size} ranks; covered are 1 and {LARGEST_TP}"
+    if device not in LARGEST_TP:
+        return f"training on {device}; covered are {' and '.join(LARGEST_TP)}"
+    if tp_size > LARGEST_TP[device]:
+        return f"tensor parallelism over {tp_size} ranks; on {device} at most {LARGEST_TP[device]} is covered"
     return None

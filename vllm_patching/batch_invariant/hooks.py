@@ -1,6 +1,7 @@
-"""Makes a vLLM process on CPUs compute with kernels.py. Called by vLLM's general plugin in each of its processes, before a model exists.
+"""Makes a vLLM process compute batch-invariantly. Called by vLLM's general plugin in each of its processes, before a model exists.
 
-Five replacements, each of one function or method of vLLM, all by way of compat.py:
+On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are refused.
+On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
     linear layers, output head   kernels.linear on the plain weight, so weights can still be exchanged under it
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays
     rotary embedding             the torch formula, on transformers' table
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from vllm_patching import compat
 from vllm_patching.batch_invariant import coverage, kernels, self_check
+from vllm_patching.batch_invariant.attention import BLOCK
 from vllm_patching.batch_invariant.switch import NotInvariant
 
 log = compat.init_logger("vllm.atropos_exact")
@@ -21,13 +23,15 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the five; idempotent. On CUDA vLLM's own VLLM_BATCH_INVARIANT does that, and only the check of the model is added."""
+    """Check the model, replace what must be replaced; idempotent."""
     global _installed
     if _installed:
         return
     _installed = True
     compat.wrap_config_check(check_model)
     if not compat.on_cpu():
+        compat.add_before_norm()
+        log.info("[vLLM Patch] ✓ Batch-invariant: vLLM's own kernels, the residual added before each norm")
         return
     compat.keep_plain_linears(kernels.linear, self_check.check_weight)
     compat.wrap_attention_metadata(_tiled)
@@ -39,9 +43,12 @@ def install() -> None:
 def check_model(config: Any) -> None:
     """Raise NotInvariant for a model or setting of vLLM that is not covered. `config` is vLLM's own, resolved."""
     model, parallel = config.model_config, config.parallel_config
-    reason = coverage.why_not_exact(model.hf_config, tp_size=parallel.tensor_parallel_size)
+    device = "cpu" if compat.on_cpu() else "cuda"
+    reason = coverage.why_not_exact(model.hf_config, tp_size=parallel.tensor_parallel_size, device=device)
+    if device == "cuda":
+        reason = reason or compat.why_not_exact_on_cuda(config, BLOCK)
     asked = {
-        "torch.compile (--no-enforce-eager)": compat.on_cpu() and not model.enforce_eager,
+        "torch.compile (--no-enforce-eager)": device == "cpu" and not model.enforce_eager,
         f"--quantization {model.quantization}": model.quantization,
         f"--kv-cache-dtype {config.cache_config.cache_dtype}": config.cache_config.cache_dtype != "auto",
         "LoRA adapters": config.lora_config,

@@ -7,7 +7,7 @@ Why each is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-
     rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
     tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute positions are
                   always cut alike.
-Half-precision weights are multiplied in float32 and rounded once.
+Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in the cache.
 """
 
 from typing import Any
@@ -16,10 +16,15 @@ import torch
 from torch import Tensor
 
 QUERY_TILE = 8
+WIDENED_OUTPUTS = 4096  # of a half-precision weight at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., in] times weight [out, in] plus bias [out], in x's dtype."""
+    if weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
+        parts = weight.split(WIDENED_OUTPUTS)
+        biases = [None] * len(parts) if bias is None else bias.split(WIDENED_OUTPUTS)
+        return torch.cat([linear(x, part, of_part) for part, of_part in zip(parts, biases, strict=True)], -1)
     rows = x.reshape(-1, x.shape[-1]).float()
     if len(rows) == 1:
         rows = rows.repeat(2, 1)

@@ -7,9 +7,10 @@ import os
 from collections.abc import MutableMapping
 
 SWITCH = "ATROPOS_BATCH_INVARIANT"
-# CPU: the attention kernel must not split a context by the number of threads. CUDA: vLLM's own mode.
+# CPU: the attention kernel must not split a context by the number of threads. CUDA: vLLM's own mode, and the model runner whose
+# sampler computes log-probabilities by torch's log_softmax of logits over the temperature.
 CPU_VARIABLES = {SWITCH: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
-CUDA_VARIABLES = {SWITCH: "1", "VLLM_BATCH_INVARIANT": "1"}
+CUDA_VARIABLES = {SWITCH: "1", "VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 class NotInvariant(RuntimeError):
@@ -29,9 +30,9 @@ def is_on() -> bool:
     """Whether this process was started batch-invariant. Raises NotInvariant if it was, but not whole."""
     if os.environ.get(SWITCH) != "1":
         return False
-    if os.environ.get("VLLM_BATCH_INVARIANT") != "1" and os.environ.get("VLLM_CPU_ATTN_SPLIT_KV") != "0":
+    if not any(variables.items() <= os.environ.items() for variables in (CPU_VARIABLES, CUDA_VARIABLES)):
         raise NotInvariant(
-            f"{SWITCH}=1 without VLLM_CPU_ATTN_SPLIT_KV=0 (CPU) or VLLM_BATCH_INVARIANT=1 (CUDA): "
+            f"{SWITCH}=1 without VLLM_CPU_ATTN_SPLIT_KV=0 (CPU) or VLLM_BATCH_INVARIANT=1 and VLLM_USE_V2_MODEL_RUNNER=0 (CUDA): "
             "start vLLM by example_trainer/vllm_api_server.py --batch-invariant, which sets all of them"
         )
     return True

@@ -34,6 +34,15 @@ def test_linear_gives_a_row_the_same_bits_in_every_batch(threads: None, width: i
     assert (alone.double() - exact).norm() / exact.norm() < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
+def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> None:
+    torch.manual_seed(0)
+    out = 2 * kernels.WIDENED_OUTPUTS + 100
+    x, weight, bias = torch.randn(3, 64).bfloat16(), torch.randn(out, 64).bfloat16(), torch.randn(out).bfloat16()
+    for b in (bias, None):
+        whole = kernels.linear(x.float(), weight.float(), None if b is None else b.float()).bfloat16()
+        assert torch.equal(kernels.linear(x, weight, b), whole)
+
+
 def test_row_parallel_linear_sums_the_ranks_shares() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 64), torch.randn(7, 64), torch.randn(7)

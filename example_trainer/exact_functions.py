@@ -1,0 +1,89 @@
+"""Differentiable functions whose forward pass is a batch-invariant kernel and whose backward pass is plain torch.
+
+Used by exact_model.py (CPU) and exact_cuda.py; the kernels are those of vllm_patching/batch_invariant, which have no gradients.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Linear(torch.autograd.Function):
+    """x [..., in], weight [out, in] and bias [out] as they are stored; computed in x's dtype, weight gradients in the weight's own.
+
+    `product(x, weight, bias)` makes the output from tensors of x's dtype.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, product: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        # a GPU sums products of bfloat16 in float32 by itself; a CPU would emulate each of them
+        computed = torch.float32 if x.device.type == "cpu" else x.dtype
+        wide = grad.reshape(-1, grad.shape[-1]).to(computed)
+        of_x = of_weight = of_bias = None
+        if ctx.needs_input_grad[1]:
+            of_x = (wide @ weight.to(x.dtype).to(computed)).to(x.dtype).view(x.shape)
+        if ctx.needs_input_grad[2]:
+            of_weight = (wide.T @ x.reshape(-1, x.shape[-1]).to(computed)).to(weight.dtype)
+        if ctx.needs_input_grad[3]:
+            of_bias = grad.reshape(-1, grad.shape[-1]).float().sum(0).to(ctx.bias_dtype)
+        return None, of_x, of_weight, of_bias
+
+
+class PackedAttention(torch.autograd.Function):
+    """Forward by `kernel`, backward by that of torch's own attention. query [heads, T, d], key and value [key heads, T, d].
+
+    `kernel(query, key, value, lengths, scale)` takes and gives [T, heads, d]; so is the output.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.lengths, ctx.scale = lengths, scale
+        return kernel(query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), lengths, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:  # grad [T, heads, d]
+        pieces = zip(*(saved.split(ctx.lengths, 1) for saved in ctx.saved_tensors), grad.split(ctx.lengths, 0), strict=True)
+        grads = [_attention_gradients(q, k, v, of_output.transpose(0, 1), ctx.scale) for q, k, v, of_output in pieces]
+        of_query, of_key, of_value = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
+        return None, of_query, of_key, of_value, None, None
+
+
+def _attention_gradients(query: Tensor, key: Tensor, value: Tensor, grad: Tensor, scale: float) -> tuple[Tensor, ...]:
+    inputs = q, k, v = [tensor.detach()[None].requires_grad_() for tensor in (query, key, value)]
+    with torch.enable_grad():
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return tuple(found[0] for found in torch.autograd.grad(output, inputs, grad[None]))
+
+
+class Kernel(torch.autograd.Function):
+    """Forward by `kernel`, backward by that of `formula`: the same function of the same tensors in plain torch, made in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> Any:
+        ctx.save_for_backward(*inputs)
+        ctx.formula = formula
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[2:]
+        inputs = [saved.detach().float().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
+        with torch.enable_grad():
+            outputs = ctx.formula(*inputs)
+        wanted = [value for value in inputs if value.requires_grad]
+        found = iter(torch.autograd.grad(outputs, wanted, [grad.float() for grad in grads]))
+        of_inputs = (next(found).to(saved.dtype) if need else None for saved, need in zip(ctx.saved_tensors, needed, strict=True))
+        return None, None, *of_inputs

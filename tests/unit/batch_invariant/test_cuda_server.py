@@ -1,0 +1,79 @@
+"""What a batch-invariant vLLM server on CUDA is told, refuses and computes otherwise, on its own classes without a GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from example_trainer.vllm_api_server import _with_defaults
+from vllm_patching import compat
+from vllm_patching.batch_invariant import switch
+from vllm_patching.batch_invariant.attention import BLOCK
+
+
+def test_the_launcher_chooses_what_the_trainer_can_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATROPOS_BATCH_INVARIANT", "1")
+    words = " ".join(_with_defaults(["--model", "m"], cpu=False))
+    assert f"--dtype bfloat16 --block-size {BLOCK} --attention-backend FLASH_ATTN --enforce-eager" in words
+    monkeypatch.delenv("ATROPOS_BATCH_INVARIANT")
+    assert "--block-size" not in _with_defaults(["--model", "m"], cpu=False)
+
+
+def configuration(**changes: Any) -> Any:
+    settings = {
+        "dtype": torch.bfloat16, "backend": "FLASH_ATTN", "version": None, "mode": 0, "block_size": BLOCK, "cascade": False, "v2": False
+    } | changes  # fmt: skip
+    return SimpleNamespace(
+        model_config=SimpleNamespace(dtype=settings["dtype"], disable_cascade_attn=not settings["cascade"]),
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name=settings["backend"]), flash_attn_version=settings["version"]),
+        compilation_config=SimpleNamespace(mode=settings["mode"]),
+        cache_config=SimpleNamespace(block_size=settings["block_size"]),
+        use_v2_model_runner=settings["v2"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"dtype": torch.float32}, "--dtype torch.float32 on CUDA: give bfloat16"),
+        ({"backend": "FLASHINFER"}, "--attention-backend FLASHINFER on CUDA: give FLASH_ATTN"),
+        ({"version": 2}, "FlashAttention 2 by hand"),
+        ({"mode": 3}, "torch.compile: give --enforce-eager"),
+        ({"block_size": 16}, f"--block-size 16 on CUDA: give {BLOCK}"),
+        ({"cascade": True}, "cascade attention"),
+        ({"v2": True}, "vLLM's second model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({}, None),
+    ],
+)
+def test_settings_that_the_trainer_cannot_match_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], refused: str | None
+) -> None:
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == refused
+    monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == "GPUs that are not NVIDIA's"
+
+
+def test_the_residual_is_added_and_rounded_before_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RMSNorm, "forward_cuda", lambda self, x, residual=None: ("norm", x) if residual is None else "fused")
+    compat.add_before_norm()
+    x, residual = torch.randn(2, 3, 8, dtype=torch.bfloat16)
+    (name, normed), total = RMSNorm.forward_cuda(None, x, residual)  # type: ignore[arg-type]
+    assert name == "norm" and torch.equal(normed, x + residual) and torch.equal(total, x + residual)
+    assert RMSNorm.forward_cuda(None, x) == ("norm", x)  # type: ignore[arg-type]
+
+
+def test_a_process_is_batch_invariant_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in {**switch.CPU_VARIABLES, **switch.CUDA_VARIABLES}:
+        monkeypatch.delenv(name, raising=False)
+    assert not switch.is_on()
+    for variables in (switch.CPU_VARIABLES, switch.CUDA_VARIABLES):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert switch.is_on()
+            patch.delenv(list(variables)[-1])
+            with pytest.raises(switch.NotInvariant, match="--batch-invariant, which sets all of them"):
+                switch.is_on()

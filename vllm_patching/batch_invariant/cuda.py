@@ -1,0 +1,93 @@
+"""What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors: vLLM's own, called as it calls them.
+
+The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and 0.33, and not yet
+run on a GPU.
+
+    linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be made fused
+    rms_norm      one Triton kernel, one program a row; of a sum, once the sum is rounded (compat.add_before_norm)
+    silu_and_mul, rotate                 vLLM's elementwise kernels, the rotary table by vLLM's formula on the GPU
+    attention     FlashAttention over a paged cache with pages of the server's size, the context never split
+    log_softmax   the Triton kernel that the mode registers for torch's own
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_patching.batch_invariant.attention import BLOCK, pages
+from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+
+
+def vllm_functions(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """compat.CudaFunctions for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM cannot do it."""
+    switch_on(os.environ, cpu=False)  # vLLM's Python and its C++ read VLLM_BATCH_INVARIANT when they are first asked
+    try:
+        from vllm_patching import version
+
+        version.check_version()
+        from vllm_patching import compat
+
+        return compat.cuda_functions(config, head_size(config), dtype, device)
+    except (ImportError, KeyError, RuntimeError) as error:  # not installed, not importable, UnsupportedVllm
+        raise NotInvariant(f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}") from error
+
+
+def head_size(config: Any) -> int:
+    """Elements of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+class CudaKernels:
+    """The functions over plain tensors; N is tokens. `functions` are compat.CudaFunctions."""
+
+    def __init__(self, functions: Any) -> None:
+        self._vllm = functions
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., in], weight [out, in], bias [out]: [..., out]."""
+        result: Tensor = self._vllm.linear(x, weight, bias)
+        return result
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x [..., d], weight [d]."""
+        result: Tensor = self._vllm.rms_norm(x, weight, epsilon)
+        return result
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """x [N, 2 d], gate before up: silu(gate) * up, [N, d]."""
+        output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+        self._vllm.silu_and_mul(output, x.contiguous())
+        return output
+
+    def rotary_table(self) -> Tensor:
+        """cos | sin, [positions, head size]."""
+        result: Tensor = self._vllm.rotary.cos_sin_cache
+        return result
+
+    def rotate(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """positions [N], query [N, heads, d] and key [N, key heads, d], rotated; the arguments stay as they are."""
+        rotated = self._vllm.rotary.forward_cuda(positions, query.flatten(1).clone(), key.flatten(1).clone())
+        return rotated[0].view_as(query), rotated[1].view_as(key)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
+        """Causal within each sequence of a row. query [N, heads, d], key and value [N, key heads, d]: [N, heads, d]."""
+        table, slots, blocks = pages(lengths)
+        ends = torch.tensor(lengths, dtype=torch.int32, device=query.device)
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=query.device)
+        starts[1:] = ends.cumsum(0)
+        slots = slots.to(query.device)
+        caches = [tensor.new_zeros(blocks * BLOCK, *tensor.shape[1:]).index_copy_(0, slots, tensor) for tensor in (key, value)]
+        key_cache, value_cache = (cache.unflatten(0, (blocks, BLOCK)) for cache in caches)
+        result: Tensor = self._vllm.attention(
+            q=query.contiguous(), k=key_cache, v=value_cache, cu_seqlens_q=starts, seqused_k=ends, max_seqlen_q=max(lengths),
+            max_seqlen_k=max(lengths), softmax_scale=scale, causal=True, window_size=[-1, -1], softcap=0.0,
+            block_table=table.to(query.device), num_splits=1, fa_version=self._vllm.attention_version,
+        )  # fmt: skip
+        return result
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """logits [rows, vocabulary], float32: log-probabilities."""
+        result: Tensor = self._vllm.log_softmax(logits, -1)
+        return result
