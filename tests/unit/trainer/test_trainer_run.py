@@ -257,7 +257,7 @@ def test_a_disk_that_is_too_small_is_seen_before_writing(model: str, tmp_path: P
 
 def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) -> None:
     bridge = RecordingBridge(parity=0.5)
-    with pytest.raises(TrainerError, match=r"differ from the trainer's by 0.5 right after a sync \(--parity-tolerance 0.05\)"):
+    with pytest.raises(TrainerError, match=r"by 0.5 nats \(root mean square\) right after a sync \(--parity-tolerance 0.05\)"):
         train(model, tmp_path, bridge=bridge)
     assert bridge.closed
 
