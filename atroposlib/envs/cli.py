@@ -50,6 +50,7 @@ class EnvTree(Config):
     slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")
     testing: bool = Field(default=False, description="Use one in-process harness with canned replies for inference.")
     max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
+    proxy_url: str | None = Field(default=None, description="Address of a managed proxy; that of ATROPOS_PROXY_URL if unset.")
 
 
 class TeacherTree(EnvTree):
@@ -125,6 +126,7 @@ def build(env_cls: type["BaseEnv"], tree: EnvTree) -> "BaseEnv":
     except (OSError, ValueError, NotImplementedError) as error:
         raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions
+    env.server.proxy_url = tree.proxy_url or env.server.proxy_url
     return env
 
 

@@ -87,7 +87,7 @@ async def open_wandb(name: str, group: str | None, project: str | None, config: 
 
 
 class Durations:
-    """The most recent durations (s) of named activities, handed over as mean, std, max, min and forgotten by `take`."""
+    """The most recent durations (s), or counts, of named activities, handed over as mean, std, max, min and forgotten by `take`."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, deque[float]] = {}

@@ -59,7 +59,9 @@ async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
             budget.note_success()
         if env.counts["groups_accepted"] > accepted:
             return
-    raise ProcessError(f"{FRUITLESS_ITEMS} items in a row gave no group; the reasons are above")
+    without, dropped = env.counts["items_without_group"], env.counts["items_rejected"]
+    reason = f"{without} had none, {dropped} groups were dropped for the reasons above"
+    raise ProcessError(f"{FRUITLESS_ITEMS} items in a row gave no group: {reason}")
 
 
 async def _process_item(env: BaseEnv, item: Item) -> None:
@@ -68,6 +70,7 @@ async def _process_item(env: BaseEnv, item: Item) -> None:
         env.backlog.extend(more or [])
         if groups:
             groups = await env.postprocess_histories(groups)
+        env.counts["items_without_group"] += not groups
         await env.handle_send_to_api(groups, item, do_send_to_api=False)
     finally:
         await env.cleanup()

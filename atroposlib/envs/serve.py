@@ -78,6 +78,7 @@ class ServeLoop:
         """Turn until the policy has reached the last step and its evaluation is done."""
         await self._await_open_run()
         while True:
+            turn_began = time.monotonic()
             in_flight = self.pool.in_flight  # before the status is asked for: a group must not slip between the two counts
             status = await self.env.get_status()
             if self.schedule.went_back(status.version):
@@ -90,6 +91,7 @@ class ServeLoop:
             await self.env.add_train_workers()
             if self.env.config.worker_timeout > 0:
                 self.env.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
+            self.env.durations.add("mainloop_timings", time.monotonic() - turn_began)
             await self.pool.wait(TURN_S)
             self._raise_failures()
         await self.pool.cancel_all()
@@ -152,11 +154,13 @@ class ServeLoop:
             evaluating=self._evaluation is not None,
             idle_s=time.monotonic() - self._moved_at,
         )
+        before = self.pool.in_flight
         for _ in range(decision.start):
             item = await self._next_item()
             if item is None:
                 break
             self.pool.start(item)
+        self.env.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
         self._report_idleness(decision)
 
     async def _next_item(self) -> Item:

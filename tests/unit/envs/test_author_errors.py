@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.author_errors import ErrorBudget, TooManyFailures, giver, origin
+from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv
@@ -72,6 +73,21 @@ async def test_process_ends_likewise(tmp_path: Path) -> None:
         env = FailingEnv(config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server))
         env.taken = 1
         with pytest.raises(TooManyFailures, match="2: ZeroDivisionError: not my day at"):
+            await process(env)
+
+
+async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_environment_without_groups(tmp_path: Path) -> None:
+    class Fruitless(FailingEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            return None, []
+
+    async with FakeInferenceServer() as server:
+        settings = config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
+        with pytest.raises(TooManyFailures, match="that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"):
+            await process(Fruitless(settings, server_config(server)))
+        env = Fruitless(settings, server_config(server))
+        env.backlog = list(range(100))
+        with pytest.raises(ProcessError, match="100 items in a row gave no group: 100 had none, 0 groups were dropped"):
             await process(env)
 
 

@@ -6,7 +6,8 @@ from pydantic import Field
 
 from atroposlib.config import config_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
-from atroposlib.envs.cli import EnvTree, load_tree, main, run
+from atroposlib.envs.cli import EnvTree, build, load_tree, main, run
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.envs.fakes import CountingEnv
 
 
@@ -92,6 +93,12 @@ def test_several_servers_come_from_config_init_or_yaml(tmp_path: Path) -> None:
     file.write_text("openai: [{base_url: http://a/v1}, {base_url: http://b/v1, model_name: m}]\n")
     servers = load("--config", str(file)).openai
     assert [(server.base_url, server.model_name) for server in servers] == [("http://a/v1", "default"), ("http://b/v1", "m")]
+
+
+def test_flags_of_the_manager_reach_it(tmp_path: Path) -> None:
+    flags = ["--proxy_url", "http://proxy", "--max_n_completions", "3", "--env.tokenizer_name", str(save_tiny_tokenizer(tmp_path / "t"))]
+    server = build(LooseEnv, load(*flags)).server
+    assert (server.proxy_url, server.max_n_completions) == ("http://proxy", 3)
 
 
 def test_server_flags_with_several_servers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,10 @@ async def test_run_from_registration_to_the_last_evaluation(tmp_path: Path, api:
     saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
     assert saved[0]["tokens"] == group["tokens"] and saved[0]["texts"][0].endswith("ok<|im_end|>")
     assert saved[0]["completion_tokens"] == [3] * 4
-    assert json.loads((tmp_path / "m.jsonl").read_text().splitlines()[-1])["counting_0_train/groups_accepted"] >= 6
+    figures = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert figures[-1]["counting_0_train/groups_accepted"] >= 6
+    assert any(row.get("counting_0_train_perf/workers_added_per_attempt_max") == 2 for row in figures)
+    assert any(0 < row.get("counting_0_train_perf/mainloop_timings_mean", 0) < 10 for row in figures)
 
 
 @pytest.mark.parametrize("limit", [1, 2])
