@@ -1,6 +1,7 @@
 """What an environment's own code raises: where it happened, in one line, and how much of it is borne."""
 
 import inspect
+import sysconfig
 import traceback
 from collections import deque
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.server_handling.errors import ServerError
 
-LIBRARY = Path(__file__).parents[1]
+# This library, Python's own, and what is installed beside it.
+FOREIGN = [Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))]
 WINDOW = 100
 ITEM_CHARS_LOGGED = 300
 # Where an environment's groups come from, last hand first: the first of these that its author wrote is named for a bad one.
@@ -25,8 +27,9 @@ class MalformedGroup(ValueError):
 
 
 def is_authors(filename: str) -> bool:
-    """Whether a source file is neither this library's nor installed."""
-    return LIBRARY not in Path(filename).parents and "site-packages" not in filename
+    """Whether a source file is neither this library's nor Python's nor installed."""
+    path = Path(filename)
+    return not filename.startswith("<frozen") and "site-packages" not in path.parts and not any(root in path.parents for root in FOREIGN)
 
 
 def giver(env_cls: type) -> str:

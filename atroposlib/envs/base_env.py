@@ -374,7 +374,8 @@ class BaseEnv(ABC):
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Called at the trainer's checkpoint steps. An override passes `data`: attributes that a resumed run sets again."""
         if data is not None:
-            write_whole(checkpoint_file(self.checkpoint_dir, self.registered_name, step), orjson.dumps(data))
+            content = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+            write_whole(checkpoint_file(self.checkpoint_dir, self.registered_name, step), content)
 
     def load_checkpoint(self) -> None:
         """Set the attributes that the last checkpoint at or before `self.curr_step` holds, if there is one."""

@@ -9,6 +9,7 @@ from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.serve import wait_for_inference
+from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -53,8 +54,9 @@ async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
         except Exception as error:
             log.exception("%s. Dropped the item %s", origin(error, budget.given_at), named)
             budget.note_failure(error, named)
-            await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failed))
-            failed += 1
+            if isinstance(error, ServerError):
+                await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failed))
+                failed += 1
         else:
             budget.note_success()
         if env.counts["groups_accepted"] > accepted:

@@ -1,10 +1,14 @@
 import asyncio
+import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.author_errors import ErrorBudget, TooManyFailures, giver, origin
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.process import process
@@ -17,19 +21,15 @@ from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, ser
 def test_origin_is_the_authors_line_not_the_librarys() -> None:
     from atroposlib.grading.arithmetic import compute
 
-    try:
-        compute("1 / 0")  # raised inside the library, called here
-    except ValueError as error:
-        said = origin(error)
-    assert (
-        said.startswith("ExpressionError: division by zero at ")
-        and f"{Path(__file__).name}:" in said
-        and said.endswith("in " + origin_name())
-    )
+    def said(call: Callable[[], Any]) -> str:
+        with pytest.raises(ValueError) as caught:
+            call()
+        return origin(caught.value)
 
-
-def origin_name() -> str:
-    return test_origin_is_the_authors_line_not_the_librarys.__name__
+    here = rf" at {re.escape(__file__)}:\d+ in <lambda>"
+    assert re.fullmatch("ExpressionError: division by zero" + here, said(lambda: compute("1 / 0")))
+    assert re.fullmatch("JSONDecodeError: Expecting value.*" + here, said(lambda: json.loads("x")))
+    assert re.fullmatch("ValidationError: .*" + here, said(lambda: BaseEnvConfig(group_size=0)))
 
 
 def test_budget_counts_the_last_hundred_items_and_forgives_servers() -> None:

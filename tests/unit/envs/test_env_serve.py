@@ -311,7 +311,7 @@ async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(
 ) -> None:
     class Remembering(CountingEnv):
         def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-            super().save_checkpoint(step, {"taken": self.taken})
+            super().save_checkpoint(step, {"taken": self.taken, "levels": {1: 0.5}})
 
     trainer = Trainer(api.url, num_steps=2)
     trainer.registration |= {"checkpoint_dir": str(tmp_path / "run"), "save_checkpoint_interval": 2}
@@ -321,8 +321,9 @@ async def test_checkpoint_is_written_at_its_steps_and_read_when_a_run_goes_on(
     await trainer.train(2)
     await asyncio.wait_for(serving, 10)
     path = tmp_path / "run/env_checkpoints/counting_0/step-2.json"
-    taken = json.loads(path.read_text())["taken"]
-    assert taken >= 4
+    kept = json.loads(path.read_text())
+    taken = kept["taken"]
+    assert taken >= 4 and kept["levels"] == {"1": 0.5}
 
     await api.stop()
     await api.start()
