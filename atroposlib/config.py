@@ -91,6 +91,11 @@ def write_config(config: BaseModel, path: Path) -> None:
     path.write_text(config_yaml(config))
 
 
+def known_keys(config_cls: type[BaseModel]) -> list[str]:
+    """Every spelling of the keys at the top of a tree."""
+    return [spelling for name, field in config_cls.model_fields.items() for spelling in _names(name, field)]
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'?` for the closest known key, or an empty string."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -20,9 +20,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from atroposlib.config import Config, config_yaml, load_config
+from atroposlib.config import Config, config_yaml, known_keys, load_config, nearest
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
@@ -159,7 +159,8 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     env = _strict(type(env_config))
     fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {name: entry.field for name, entry in entries.items()}
     defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {name: entry.given for name, entry in entries.items()}
-    tree = load_config(create_model("EnvTree", __base__=base, **fields), arguments, prog=f"{prog} {command}", defaults=defaults)
+    tree_cls = create_model("EnvTree", __base__=(ForeignKeys, base), **fields)
+    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
     resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
     return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
 
@@ -211,10 +212,26 @@ def _server_entry(name: str, servers: Any, arguments: Sequence[str], prog: str) 
     return ServerEntry(server_cls, several, {} if servers is None else _server_defaults(servers, several), servers is None and not asked)
 
 
+class ForeignKeys(BaseModel):
+    """YAML files out there hold keys for other programs, and some that no class knows: a warning each.
+
+    A key that resembles a known one is a mistyped one: it is left to be an error.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any) -> Any:
+        known = known_keys(cls)
+        foreign = [key for key in values if key not in known and not nearest(str(key), known)] if isinstance(values, Mapping) else []
+        for key in foreign:
+            log.warning("Ignoring the key '%s', which %s does not know", key, cls.__name__)
+        return {key: values[key] for key in values if key not in foreign} if foreign else values
+
+
 def _strict(model: type[M]) -> type[M]:
-    """`model`, but an unknown key is an error."""
+    """`model`, but an unknown key is an error, or foreign."""
     body = {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__, "__doc__": model.__doc__}
-    strict: type[M] = type(model.__name__, (model,), body)
+    strict: type[M] = type(model.__name__, (ForeignKeys, model), body)
     return strict
 
 

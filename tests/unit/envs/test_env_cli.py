@@ -127,6 +127,17 @@ def test_unknown_yaml_key_is_an_error(capsys: pytest.CaptureFixture[str], tmp_pa
     assert f"unknown key '{said.strip(chr(39))}'" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
 
 
+def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("env: {quorum: 1, group_size: 3}\nopenai: [{base_url: http://a/v1, weight: 1.0}]\ntinker: {x: 1}\n")
+    tree = load("--config", str(tmp_path / "c.yaml"))
+    assert tree.env.group_size == 3 and tree.openai[0].base_url == "http://a/v1"
+    assert [record.getMessage() for record in caplog.records] == [
+        "Ignoring the key 'tinker', which EnvTree does not know",
+        "Ignoring the key 'quorum', which LooseConfig does not know",
+        "Ignoring the key 'weight', which APIServerConfig does not know",
+    ]
+
+
 def test_unknown_constructor_arguments_are_ignored() -> None:
     assert BaseEnvConfig(group_name="g", run_name="r", group_size=2).group_size == 2  # type: ignore[call-arg]
 
