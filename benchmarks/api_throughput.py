@@ -239,6 +239,7 @@ def served(name: str, python: Path, folder: Path, journal: Path | None = None) -
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     command = [str(python), "-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--no-access-log", "--log-level", "warning"]
+    command += ["--timeout-keep-alive", "75"]  # s, as run-api has; writers pause between two posts
     if journal is not None:
         command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal)]
     surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # it would find ours for theirs
