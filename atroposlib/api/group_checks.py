@@ -8,7 +8,7 @@ batches.
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,7 +30,7 @@ def _raw_item(packed: bool, versions: bool) -> type[msgspec.Struct]:
 def _plain_group() -> type[PostedData]:
     """PostedData that refuses unknown fields and tells absent ones from null."""
     fields = [(field.name, field.type | UnsetType, UNSET) for field in msgspec.structs.fields(PostedData) if not field.required]
-    return msgspec.defstruct("PlainGroup", fields, bases=(PostedData,), forbid_unknown_fields=True)
+    return cast(type[PostedData], msgspec.defstruct("PlainGroup", fields, bases=(PostedData,), forbid_unknown_fields=True))
 
 
 PlainGroup = _plain_group()
@@ -40,7 +40,7 @@ _SPLICERS = {
 }
 _LIST_SPLICERS = {packed: _CODEC[packed].Decoder(list[msgspec.Raw]).decode for packed in (False, True)}
 _plain_group_of = {packed: _CODEC[packed].Decoder(PlainGroup).decode for packed in (False, True)}
-_plain_groups_of = {packed: _CODEC[packed].Decoder(list[PlainGroup]).decode for packed in (False, True)}
+_plain_groups_of = {packed: _CODEC[packed].Decoder(list[PlainGroup]).decode for packed in (False, True)}  # type: ignore[valid-type]
 _group: BodyDecoder[PostedData] = BodyDecoder(PostedData)
 _groups: BodyDecoder[list[PostedData]] = BodyDecoder(list[PostedData])
 
