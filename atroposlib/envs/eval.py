@@ -29,9 +29,9 @@ from atroposlib.logs import configure_logging, get_logger
 log = get_logger(__name__)
 
 
-def pass_at_k(m: int, c: int, k: int) -> float:
+def pass_at_k(m: int, c: float, k: int) -> float:
     """The chance that one of `k` samples is right, drawn from `m` of which `c` are. Chen et al. 2021, arXiv 2107.03374, equation 1."""
-    return 1.0 - math.comb(m - c, k) / math.comb(m, k) if k <= m else 1.0
+    return 1.0 - math.comb(m - round(c), k) / math.comb(m, k) if k <= m else 1.0
 
 
 def evaluate_log(

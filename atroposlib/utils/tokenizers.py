@@ -5,6 +5,7 @@ installed. Environments take `len()` of a templated prompt and must stay light, 
 """
 
 import functools
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,9 +37,18 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
 
-@functools.lru_cache(maxsize=8)
+# Requests ask from threads: one loads, the others wait for it. Also, transformers' lazy imports fail when threads race for them.
+LOADING = threading.Lock()
+
+
 def load_tokenizer(name: str) -> Any:
     """The tokenizer of a local folder or a hub model; the same object for the same name. Raises OSError naming `name`."""
+    with LOADING:
+        return _load(name)
+
+
+@functools.lru_cache(maxsize=8)
+def _load(name: str) -> Any:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
     folder = _local_folder(name)

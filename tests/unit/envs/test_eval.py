@@ -14,6 +14,7 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_sample(m: int, c: int, k: int) -> None:
     draws = list(itertools.combinations([True] * c + [False] * (m - c), k))
     assert math.isclose(pass_at_k(m, c, k), sum(map(any, draws)) / len(draws))
+    assert pass_at_k(m, float(c), k) == pass_at_k(m, c, k)  # a sum of rewards
 
 
 class Doubling(EvalBase):

@@ -94,3 +94,14 @@ sys.exit(", ".join({{"torch", "vllm"}} & sys.modules.keys()) or 0)
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_threads_that_ask_at_once_get_one_tokenizer(tmp_path: Path) -> None:
+    code = f"""
+from concurrent.futures import ThreadPoolExecutor
+from atroposlib.utils.tokenizers import load_tokenizer
+with ThreadPoolExecutor(8) as pool:
+    print(len({{id(tokenizer) for tokenizer in pool.map(load_tokenizer, [{str(save_tiny_tokenizer(tmp_path))!r}] * 8)}}))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "1\n", ended.stderr
