@@ -122,7 +122,8 @@ def build(env_cls: type["BaseEnv"], tree: EnvTree) -> "BaseEnv":
     if isinstance(tree, TeacherTree) and issubclass(env_cls, TeacherDistillationEnv):
         env_cls = with_teacher(env_cls, tree.teacher)
     try:
-        env = env_cls(config=tree.env, server_configs=tree.openai, slurm=tree.slurm, testing=tree.testing)
+        # By position: environments out there have other names for the third.
+        env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
     except (OSError, ValueError, NotImplementedError) as error:
         raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions

@@ -95,6 +95,15 @@ def test_several_servers_come_from_config_init_or_yaml(tmp_path: Path) -> None:
     assert [(server.base_url, server.model_name) for server in servers] == [("http://a/v1", "default"), ("http://b/v1", "m")]
 
 
+def test_constructor_may_name_its_arguments_as_it_likes(tmp_path: Path) -> None:
+    class OtherNames(LooseEnv):
+        def __init__(self, settings: Any, servers_: Any, slurm_job_id: Any = None, test: bool = False) -> None:
+            super().__init__(settings, servers_, slurm_job_id, test)
+
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "t"))
+    assert build(OtherNames, load("--env.tokenizer_name", tokenizer, env=OtherNames)).config.tokenizer_name == tokenizer
+
+
 def test_flags_of_the_manager_reach_it(tmp_path: Path) -> None:
     flags = ["--proxy_url", "http://proxy", "--max_n_completions", "3", "--env.tokenizer_name", str(save_tiny_tokenizer(tmp_path / "t"))]
     server = build(LooseEnv, load(*flags)).server
