@@ -1,6 +1,6 @@
 """A trainer without training, as a process of its own that tests can kill or freeze: connects, syncs, and does what it is told.
 
-python bridge_child.py MODEL PORT ACT
+python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S]
 ACT: sync | idle | many | kill-before-transfer | kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
 """
 
@@ -18,42 +18,43 @@ from typing import Any
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from atroposlib.logs import configure_logging
-from example_trainer.bridges import make_bridge
+from example_trainer.bridges import WeightBridge, make_bridge
 from example_trainer.config import TrainerConfig
 
 
-def main(model_name: str, port: int, act: str) -> None:
-    configure_logging("child")
-    config = TrainerConfig(
-        model_name=model_name,
-        weight_bridge_mode="shared_vllm",
-        use_shared_memory=True,
-        vllm_port=port,
-        bridge_timeout_s=40,
-        bridge_lease_s=20,
-        bridge_bucket_mb=1,
-        vllm_api_key=os.environ["VLLM_API_KEY"],
-    )
-    bridge = make_bridge(config)
-    model = bridge.connect(model_name, torch.device("cpu"))
-    bridge.sync(0, lambda: None)
-    print("SYNCED 0", flush=True)
+def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
+    bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s))
     if act == "idle":
         time.sleep(300)
     if act == "many":
-        _many(bridge, model)
+        sync_many(bridge, model)
     elif act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
     elif act == "kill-after-ack":
         _link(bridge).commit = _die
     elif act == "kill-during-commit":
-        _link(bridge).commit = partial(_send_commit_and_die, config.vllm_port, _link(bridge)._session)
+        _link(bridge).commit = partial(_send_commit_and_die, port, _link(bridge)._session)
     if act != "many":
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
     bridge.close()
+
+
+def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, PreTrainedModel]:
+    """A bridge whose server serves version 0, and the model that it trains."""
+    configure_logging("child")
+    common: dict[str, Any] = dict(
+        model_name=model_name, weight_bridge_mode="shared_vllm", vllm_port=port, bridge_timeout_s=40, bridge_lease_s=20,
+        vllm_api_key=os.environ["VLLM_API_KEY"],
+    )  # fmt: skip
+    bridge = make_bridge(TrainerConfig(**common | settings))
+    model = bridge.connect(model_name, torch.device("cpu"))
+    bridge.sync(0, lambda: None)
+    print("SYNCED 0", flush=True)
+    return bridge, model
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def held_by(pids: list[int]) -> dict[str, int]:
     }
 
 
-def _many(bridge: Any, model: torch.nn.Module) -> None:
+def sync_many(bridge: WeightBridge, model: torch.nn.Module) -> None:
     """Syncs 1 to 200; what this process holds after the first 20 and at the end."""
     logging.getLogger().setLevel(logging.WARNING)  # nobody reads the pipe meanwhile
 
@@ -123,4 +124,4 @@ def _many(bridge: Any, model: torch.nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,7 +1,7 @@
 """A single-copy trainer without training, as a process of its own that tests can kill or freeze in the middle of an update.
 
-python -m tests.integration.single_child MODEL PORT ACT
-ACT: sync | idle | many | kill-mid-update | freeze-mid-update | fail-mid-update | kill-before-resume
+python -m tests.integration.single_child MODEL PORT ACT [BF16_UPDATE]
+ACT: sync | train | idle | many | kill-mid-update | freeze-mid-update | fail-mid-update | kill-before-resume
 """
 
 import os
@@ -9,43 +9,45 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from transformers import PreTrainedModel
 
-from atroposlib.logs import configure_logging
-from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
-from tests.integration.bridge_child import _many, change
+from example_trainer.optimizer import make_optimizer
+from tests.integration.bridge_child import change, joined, sync_many
 
 
-def main(model_name: str, port: int, act: str) -> None:
-    configure_logging("child")
-    config = TrainerConfig(
-        model_name=model_name,
-        weight_bridge_mode="shared_vllm",
-        single_copy=True,
-        vllm_port=port,
-        bridge_timeout_s=40,
-        bridge_lease_s=4 if act == "freeze-mid-update" else 20,
-        vllm_api_key=os.environ["VLLM_API_KEY"],
-    )
-    bridge = make_bridge(config)
-    model = bridge.connect(model_name, torch.device("cpu"))
-    bridge.sync(0, lambda: None)
-    print("SYNCED 0", flush=True)
+def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> None:
+    lease_s = 4 if act == "freeze-mid-update" else 20
+    bridge, model = joined(model_name, port, single_copy=True, bridge_lease_s=lease_s, bf16_update=bf16_update)
     if act == "idle":
         time.sleep(300)
     if act == "many":
-        _many(bridge, model)
-    elif act != "sync":
+        sync_many(bridge, model)
+    elif act not in ("sync", "train"):
         bridge.sync(1, _interrupted(model, act))
-    for version in (1, 2, 3) if act == "sync" else ():
-        report = bridge.sync(version, lambda: change(model))
+    update = _training(model, model_name, bf16_update) if act == "train" else partial(change, model)
+    for version in (1, 2, 3) if act in ("sync", "train") else ():
+        report = bridge.sync(version, update)
         print(f"BYTES {report.bytes_moved}", flush=True)
         print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
     if act == "many":
         print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
     bridge.close()
+
+
+def _training(model: PreTrainedModel, model_name: str, bf16_update: str) -> Callable[[], None]:
+    """Steps of the configured optimizer on the gradients of a backward pass."""
+    optimizer = make_optimizer(model.parameters(), TrainerConfig(model_name=model_name, lr=1e-2, bf16_update=bf16_update))
+    tokens = torch.arange(5, 45)[None]
+
+    def update() -> None:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+
+    return update
 
 
 def _interrupted(model: torch.nn.Module, act: str) -> Callable[[], None]:
@@ -69,4 +71,4 @@ def _interrupted(model: torch.nn.Module, act: str) -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -13,17 +13,17 @@ import pytest
 import requests
 
 from tests.integration.bridge_child import held_by
-from tests.integration.conftest import API_KEY, AUTHORIZED, Server, session_members
+from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members
 from tests.integration.namespaces import tied
 
-CHILD = Path(__file__).with_name("bridge_child.py")
 PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
 PROMPT = [5, 6, 7, 8]
 
 
-def start_child(server: Server, act: str, model: str | None = None) -> subprocess.Popen[str]:
+def start_child(server: Server, act: str, model: str | None = None, *, child: str = "bridge_child") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        tied([sys.executable, str(CHILD), model or server.model, str(server.port), act]),
+        tied([sys.executable, "-m", f"tests.integration.{child}", model or server.model, str(server.port), *act.split()]),
+        cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

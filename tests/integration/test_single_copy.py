@@ -3,33 +3,23 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server
-from tests.integration.namespaces import tied
+from tests.integration.conftest import AUTHORIZED, Server
 from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe
 from tests.integration.test_bridge import start_child as start_broadcast
 
 DEADLINE_S = 120
 
 
-def start_child(server: Server, act: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        tied([sys.executable, "-m", "tests.integration.single_child", server.model, str(server.port), act]),
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "VLLM_API_KEY": API_KEY},
-    )
+start_child = partial(start_broadcast, child="single_child")
 
 
 def train_and_probe(server: Server) -> str:
