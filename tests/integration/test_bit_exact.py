@@ -1,22 +1,26 @@
-"""Bit-exactness on a real vLLM: batch m against n, decode against prefill, trainer against both, and three steps of training.
+"""Bit-exactness on a real vLLM: batch m against n, decode against prefill, trainer against both, and steps of training over each bridge.
 
-One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once.
+One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once, and
+a cache too small for all of them. On a machine with a GPU the first tests run there (scripts/gpu_check.sh), in bfloat16.
+Rotary embeddings: yarn here, linear with the restarted server.
 """
 
+import contextlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 from example_trainer.batching import Rollout
 from example_trainer.bridges import make_bridge
@@ -29,11 +33,14 @@ from example_trainer.optimizer import make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
-from tests.integration.conftest import API_KEY, REPOSITORY, Server, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import API_KEY, REPOSITORY, Server, free_port, save_tiny_model, start_server, stop_server
 from tests.integration.namespaces import tied
 
 PROMPTS = 12
 ANSWER = 32
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+BLOCKS = 280  # of 32 tokens: two contexts of 4,200, not thirty of 400
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )  # fmt: skip
     folder = save_tiny_model(tmp_path_factory.mktemp("exact"), config)
     flags = ("--batch-invariant", "--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--max-model-len", "5000")
+    flags = (*flags, "--num-gpu-blocks-override", str(BLOCKS))
     server = start_server(folder, tmp_path_factory.mktemp("vllm_exact"), *flags)
     yield server
     stop_server(server)
@@ -53,9 +61,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def trainer(server: Server) -> Any:
-    model = load_model(server.model, torch.device("cpu"))
-    make_exact(model, torch.float32)
+    model = load_model(server.model, DEVICE)
+    make_exact(model, DTYPE)
     return model
+
+
+def rotated_llama(folder: Path, **rope_parameters: Any) -> Path:
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=False, max_position_embeddings=512, initializer_range=0.1,
+        rope_parameters={"rope_theta": 10000.0, **rope_parameters},
+    )  # fmt: skip
+    return save_tiny_model(folder, config)
 
 
 def prompt(index: int, longest: int = 300) -> list[int]:
@@ -86,7 +103,7 @@ def together(calls: list[Callable[[], Rollout]]) -> list[Rollout]:
 
 def compare(model: Any, rollouts: list[Rollout], budget: int) -> Comparison:
     comparison = Comparison()
-    for batch in micro_batches(rollouts, budget, torch.device("cpu")):
+    for batch in micro_batches(rollouts, budget, model.device):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, 8))
     return comparison
 
@@ -135,29 +152,62 @@ def test_more_than_four_thousand_tokens_are_exact(server: Server, trainer: Any) 
     assert_exact(trainer, together(long))
 
 
-def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server) -> None:
+def preemptions(server: Server) -> float:
+    counts = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", server.request("GET", "/metrics").text, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
+    before = preemptions(server)
+    crowd = [partial(sample, server, [random.Random(i).randrange(1000) for _ in range(220)], max_tokens=180) for i in range(30)]
+    rollouts = together(crowd)
+    assert preemptions(server) > before
+    assert_exact(trainer, rollouts, budget=1300)
+
+
+@pytest.mark.parametrize("path", ["use_shared_memory", "single_copy"])
+def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path: str) -> None:
     config = TrainerConfig(
-        model_name=server.model, weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port=server.port, lr=1e-3,
-        batch_invariant=True, vllm_api_key=API_KEY, bridge_timeout_s=60,
+        model_name=server.model, weight_bridge_mode="shared_vllm", vllm_port=server.port, lr=1e-3, batch_invariant=True,
+        vllm_api_key=API_KEY, bridge_timeout_s=60, **{path: True},
     )  # fmt: skip
-    bridge = make_bridge(config)
-    model = bridge.connect(server.model, torch.device("cpu"))
-    make_exact(model, torch.float32)
-    optimizer = make_optimizer(model.parameters(), config)
-    scheduler = make_scheduler(optimizer, config, 0)
-    bridge.sync(0, lambda: None)
-    seen = []
-    for step in (1, 2, 3):
-        rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
-        seen.append(np.concatenate([rollout.sampler_logprobs[rollout.trained] for rollout in rollouts]))
-        comparison = Comparison()
-        figures = batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison)
-        assert figures.ratio_mean == 1.0 and figures.logprob_diff_max == 0.0, comparison.table()
-        assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
-        bridge.sync(step, partial(update, optimizer, scheduler))
-    assert server.status()["policy_version"] == 3
-    assert abs(seen[2].mean() - seen[0].mean()) > 0.01  # the policy did move
-    bridge.close()
+    with contextlib.closing(make_bridge(config)) as bridge:
+        model = bridge.connect(server.model, torch.device("cpu"))
+        make_exact(model, torch.float32)
+        optimizer = make_optimizer(model.parameters(), config)
+        scheduler = make_scheduler(optimizer, config, 0)
+        bridge.sync(0, lambda: None)
+        seen = []
+        for step in (1, 2, 3):
+            rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
+            seen.append(np.concatenate([rollout.sampler_logprobs[rollout.trained] for rollout in rollouts]))
+            comparison = Comparison()
+            figures = batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison)
+            assert figures.ratio_mean == 1.0 and figures.logprob_diff_max == 0.0, comparison.table()
+            assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
+            bridge.sync(step, partial(update, optimizer, scheduler))
+        assert server.status()["policy_version"] == 3
+        assert abs(seen[2].mean() - seen[0].mean()) > 0.01  # the policy did move
+
+
+def test_a_server_restarted_from_a_checkpoint_is_exact(tmp_path: Path) -> None:
+    folder = rotated_llama(tmp_path / "linear", rope_type="linear", factor=4.0)
+    config = TrainerConfig(
+        model_name=str(folder), weight_bridge_mode="none", vllm_port=free_port(), vllm_restart_interval=1, vllm_api_key=API_KEY,
+        vllm_flags="--batch-invariant --num-gpu-blocks-override 64", save_path=tmp_path / "checkpoints", log_dir=tmp_path, lr=1e-3,
+        batch_invariant=True,
+    )  # fmt: skip
+    with contextlib.closing(make_bridge(config)) as bridge:
+        model = bridge.connect(str(folder), torch.device("cpu"))
+        make_exact(model, torch.float32)
+        optimizer = make_optimizer(model.parameters(), config)
+        server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))  # the bridge's own
+        for version in (0, 1):
+            bridge.sync(version, partial(update, optimizer, make_scheduler(optimizer, config, 0)) if version else lambda: None)
+            rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
+            assert_exact(model, rollouts)
+            batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings())
+        assert server.status()["policy_version"] == 1
 
 
 def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path) -> None:

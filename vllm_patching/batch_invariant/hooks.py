@@ -3,7 +3,7 @@
 On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are refused.
 On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
     linear layers, output head   kernels.linear on the plain weight, so weights can still be exchanged under it
-    attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays
+    attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
     rotary embedding             the torch formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
 """
@@ -35,6 +35,7 @@ def install() -> None:
         return
     compat.keep_plain_linears(kernels.linear, self_check.check_weight)
     compat.wrap_attention_metadata(_tiled)
+    compat.attend_without_amx()
     compat.replace_rotary(kernels.rotary_table)
     compat.replace_norm_and_activation(_norm, _silu_and_mul)
     log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")

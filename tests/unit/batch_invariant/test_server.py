@@ -1,4 +1,4 @@
-"""What a batch-invariant vLLM server on CUDA is told, refuses and computes otherwise, on its own classes without a GPU."""
+"""What a batch-invariant vLLM server is told, refuses and computes otherwise, on its own classes: on CUDA without a GPU, and with AMX."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.v1.attention.backends import cpu_attn
 
 from example_trainer.vllm_api_server import _with_defaults
 from vllm_patching import compat
@@ -77,3 +78,10 @@ def test_a_process_is_batch_invariant_whole_or_not_at_all(monkeypatch: pytest.Mo
             patch.delenv(list(variables)[-1])
             with pytest.raises(switch.NotInvariant, match="--batch-invariant, which sets all of them"):
                 switch.is_on()
+
+
+def test_half_precision_attention_on_cpus_takes_the_vector_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size, head_size=None: "amx" if dtype == torch.bfloat16 else "vec16")
+    compat.attend_without_amx()
+    assert cpu_attn._get_attn_isa(torch.bfloat16, 32, 64) == "vec"
+    assert cpu_attn._get_attn_isa(torch.float32, 32, head_size=48) == "vec16"
