@@ -1,19 +1,23 @@
 """The broadcast bridge on a real vLLM, with real processes and real signals."""
 
+import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import requests
 
 from tests.integration.bridge_child import held_by
-from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members
+from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members, workers_of
 from tests.integration.namespaces import tied
 
 PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
@@ -186,6 +190,28 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
     code, _, err = finish(child, 90)
     assert code != 0 and "BridgeError" in err
     assert server.status()["policy_version"] == 1
+
+
+@contextlib.contextmanager
+def without_memory(workers: list[int]) -> Iterator[None]:
+    """These workers can make no memory file as large as their weights, as where memory is full; their logs stay below the limit."""
+    limits = {worker: resource.prlimit(worker, resource.RLIMIT_FSIZE) for worker in workers}
+    for worker, (_, hard) in limits.items():
+        resource.prlimit(worker, resource.RLIMIT_FSIZE, (500_000, hard))
+    try:
+        yield
+    finally:
+        for worker, limit in limits.items():
+            resource.prlimit(worker, resource.RLIMIT_FSIZE, limit)
+
+
+def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vllm_server: Server) -> None:
+    assert sync_and_probe(vllm_server) <= PARITY
+    with without_memory(workers_of(vllm_server)):
+        code, _, err = finish(start_child(vllm_server, "sync 8"))
+        assert code != 0 and re.search(r"TP0 failed \(.*cannot allocate .* MB of shared memory: File too large", err), err[-2000:]
+        assert vllm_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
+    assert sync_and_probe(vllm_server) <= PARITY
 
 
 def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qwen_folder: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 import pytest
 import requests
 
-from tests.integration.conftest import AUTHORIZED, Server
-from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe
+from tests.integration.conftest import AUTHORIZED, Server, start_server, stop_server, workers_of
+from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe, without_memory
 from tests.integration.test_bridge import start_child as start_broadcast
 
 DEADLINE_S = 120
+BF16_PARITY = 0.2  # nats; bfloat16's rounding, where other weights differ by more than 1
 
 
 start_child = partial(start_broadcast, child="single_child")
@@ -138,6 +140,42 @@ def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(server: Ser
     assert code != 0 and "BridgeError" in err
     after = server.generate(prompt[:], max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
     assert before == after
+
+
+def test_a_worker_that_fails_is_named_and_the_ranks_stay_in_step(vllm_server_tp2: Server) -> None:
+    server = vllm_server_tp2
+    child = start_child(server, "freeze-mid-update")
+    read_until(child, "MID-UPDATE")
+    check_refusal(server, "fell silent while it updated the weights to policy version 1")
+    with without_memory(sorted(workers_of(server))[1:]):  # the weights cannot be moved out of the frozen trainer's reach
+        code, _, err = finish(start_child(server, "sync"))
+        assert code != 0 and "bridge_renew failed on rank 1" in err and "cannot allocate" in err, err[-2000:]
+        assert [worker["rank"] for worker in server.status()["workers"]] == [0, 1]
+        check_refusal(server, "fell silent while it updated the weights to policy version 1")
+    train_and_probe(server)
+    assert generate(server).json()["policy_versions"] == [[3, 3]]
+    child.kill()
+    child.wait()
+
+
+@pytest.fixture(scope="module")
+def bf16_server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = start_server(llama_folder, tmp_path_factory.mktemp("vllm_bf16"), "--dtype", "bfloat16")
+    yield server
+    stop_server(server)
+
+
+@pytest.mark.parametrize("bf16_update", ["master", "stochastic"])
+def test_bfloat16_weights_are_trained_in_place(bf16_server: Server, bf16_update: str) -> None:
+    prompt = list(range(5, 45))  # what the child trains on
+    code, out, err = finish(start_child(bf16_server, f"train {bf16_update}"), 120)
+    assert code == 0, err[-2000:]
+    differences = [float(value) for value in re.findall(r"PARITY (\S+)", out)]
+    assert len(differences) == 3 and max(differences) <= BF16_PARITY, differences
+    assert "BYTES 0" in out and "BYTES" not in out.replace("BYTES 0", "")
+    reply = bf16_server.generate(prompt, max_tokens=1, prompt_logprobs=0)
+    learnt = [next(iter(position.values())) for position in reply["prompt_logprobs"][1:]]
+    assert reply["policy_versions"] == [[3, 3]] and sum(learnt) / len(learnt) > -5  # of 1000 tokens; untrained -6.9
 
 
 def test_failed_update_is_reported_at_once(vllm_server: Server) -> None:
