@@ -105,6 +105,7 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
 
 def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Server, tmp_path: Path) -> None:
     long = dict(max_tokens=300, temperature=0, ignore_eos=True)
+    untouched = complete(server, "base")["choices"][0]["logprobs"]["token_logprobs"]
     with trainer(server, tmp_path) as (bridge, model):
         bridge.sync(1, lambda: move(model, 1))
         alone = server.generate(PROMPT, **long)["token_ids"]
@@ -120,6 +121,8 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         for version in (2, 3):
             bridge.sync(version, partial(move, model, version))
             assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[version, version]]
+            beside = complete(server, "base")["choices"][0]["logprobs"]["token_logprobs"]  # in a batch with the adapter's requests
+            assert beside == pytest.approx(untouched, abs=1e-4)
         assert (tmp_path / "adapters" / first).is_dir() or not server.status()["adapters_in_use"]
         for run in runs:
             run.join(DEADLINE_S)
