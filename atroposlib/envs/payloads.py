@@ -82,8 +82,9 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     alike = all(each == parameters[0] for each in parameters)
     if not alike:
         for override, each in zip(overrides, parameters, strict=True):
-            for name in SAMPLING & (each or {}).keys():
-                override.setdefault(name, each[name])
+            for name, value in (each or {}).items():
+                if name in SAMPLING:
+                    override.setdefault(name, value)
     group["generation_params"] = parameters[0] if items and alike else None
     group["overrides"] = overrides if any(overrides) else None
     merged = {key: value for item in items for key, value in (item.get("group_overrides") or {}).items()}
