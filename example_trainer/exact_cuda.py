@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer.exact_functions import Kernel, Linear, PackedAttention
@@ -64,7 +64,7 @@ def _stacked(parameters: list[Tensor], dtype: torch.dtype) -> Tensor:
     return parameters[0].to(dtype) if len(parameters) == 1 else torch.cat([parameter.to(dtype) for parameter in parameters])
 
 
-def _embedding(module: nn.Embedding, dtype: torch.dtype, ids: Tensor) -> Tensor:
+def _embedding(module: Any, dtype: torch.dtype, ids: Tensor) -> Tensor:
     return F.embedding(ids, module.weight).to(dtype)
 
 

@@ -182,7 +182,7 @@ class CudaFunctions:
     log_softmax: Callable[..., Any]  # (logits, dim), float32
     rotary: Any  # a module: `forward_cuda(positions, query, key)` rotates in place, `cos_sin_cache` is its table
     attention: Callable[..., Any]  # flash_attn_varlen_func
-    attention_version: int  # of FlashAttention, as vLLM chooses it for this GPU and head size
+    attention_version: int | None  # of FlashAttention, as vLLM chooses it for this GPU and head size
 
 
 def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torch.device) -> CudaFunctions:

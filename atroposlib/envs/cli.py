@@ -160,7 +160,8 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     env = _strict(type(env_config))
     fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {name: entry.field for name, entry in entries.items()}
     defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {name: entry.given for name, entry in entries.items()}
-    tree_cls: type[EnvTree] = create_model("EnvTree", __base__=(ForeignKeys, base), **fields)  # type: ignore[assignment]
+    bases: Any = (ForeignKeys, base)
+    tree_cls: type[EnvTree] = create_model("EnvTree", __base__=bases, **fields)
     tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
     resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
     return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
