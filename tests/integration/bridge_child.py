@@ -75,11 +75,16 @@ def _die(*_: Any) -> None:
 
 
 def _send_commit_and_die(port: int, session: str, version: int) -> None:
-    """The request is out, its answer will find nobody: the server is between pause and resume, or about to be."""
-    connection = http.client.HTTPConnection("127.0.0.1", port)
+    """The server has begun, so that its answer finds nobody; the request of a sender that dies sooner is void."""
+    commit, status = (http.client.HTTPConnection("127.0.0.1", port, timeout=60) for _ in range(2))
     headers = {"Authorization": f"Bearer {os.environ['VLLM_API_KEY']}", "Content-Type": "application/json"}
-    connection.request("POST", "/v1/bridge/commit", json.dumps({"session": session, "policy_version": version}), headers)
-    _die()
+    status.connect()
+    commit.request("POST", "/v1/bridge/commit", json.dumps({"session": session, "policy_version": version}), headers)
+    while True:
+        status.request("GET", "/v1/bridge/status", headers=headers)
+        found = json.load(status.getresponse())
+        if found["paused"] or found["policy_version"] == version:
+            _die()
 
 
 def _stop_at_second_bucket(bridge: Any, with_signal: signal.Signals) -> None:
