@@ -1,5 +1,5 @@
 """What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from run to run, and where
-two run at a time, which may not.
+several run at a time, which may not.
 """
 
 import os
