@@ -19,19 +19,21 @@ settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
-SHARING_A_SERVER = {"test_bridge", "test_single_copy", "test_lora", "test_restart"}
+LANES = (
+    {"test_bridge"},
+    {"test_single_copy", "test_lora", "test_restart"},
+    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts"},  # known ports
+    {"test_bit_exact", "test_server_death", "test_two_hosts"},
+)
 
 
 class Lanes(LoadScopeScheduling):
-    """A worker takes a file of unit tests at a time, or one of two lanes whole: integration tests that share the servers of their conftest,
-    and those that start their own, some on known ports.
-    """
+    """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or known ports."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePosixPath(nodeid.split("::")[0])
-        if "integration" not in file.parts:
-            return str(file)
-        return "shared servers" if file.stem in SHARING_A_SERVER else "own servers"
+        lane = next((lane for lane in LANES if file.stem in lane and "integration" in file.parts), {str(file)})
+        return " ".join(sorted(lane))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
