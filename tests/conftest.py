@@ -15,20 +15,21 @@ from xdist.scheduler import LoadScopeScheduling
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# as in the launchers: several processes compute on few cores, and who waits must not spin
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
 LANES = (
-    {"test_bridge"},
-    {"test_single_copy", "test_lora", "test_restart"},
-    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts"},  # known ports
-    {"test_bit_exact", "test_server_death", "test_two_hosts"},
+    {"test_bridge", "test_single_copy", "test_lora", "test_restart"},  # one server for all
+    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts", "test_bit_exact", "test_server_death", "test_two_hosts"},
 )
 
 
 class Lanes(LoadScopeScheduling):
-    """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or known ports."""
+    """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or have their own."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePosixPath(nodeid.split("::")[0])
