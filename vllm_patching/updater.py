@@ -84,7 +84,8 @@ class WeightUpdater:
     def committed(self) -> None:
         with self._lock:
             self._staged = None
-            self._status.state = "joined"
+            if self._status.state == "staged":
+                self._status.state = "joined"
 
     def _leave_current(self) -> None:
         self._staged = None
@@ -134,7 +135,7 @@ class WeightUpdater:
         buckets = self._arena.manifest.buckets(offer.bucket_bytes)
         sequence = 0
         while (version := self._next_version(store, offer, sequence)) is not None:
-            self._show(offer, "receiving")
+            self._begin_receiving(offer)
             log.info(
                 "Receiving policy version %d (%.1f MB, %d buckets) from %s, at most %.0f s a bucket",
                 version,
@@ -172,6 +173,12 @@ class WeightUpdater:
             return None if announced == GOODBYE else int(announced)
         return None
 
+    def _begin_receiving(self, offer: SessionOffer) -> None:
+        """What the staging buffer holds is about to be overwritten."""
+        with self._lock:
+            self._staged = None
+        self._show(offer, "receiving")
+
     def _show(self, offer: SessionOffer, state: str) -> None:
         with self._lock:
             if self._status.session == offer.session:
@@ -186,7 +193,6 @@ class WeightUpdater:
             message,
         )
         with self._lock:
-            if self._status.session == offer.session:
-                self._staged = None
+            if self._status.session == offer.session:  # a version that is staged whole stays: its commit may be under way
                 self._status.state = "failed"
                 self._status.error = message
