@@ -83,9 +83,9 @@ class Sampler:
         self._thread.join(DEADLINE_S)
 
 
-def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_trainer(llama_folder: Path, tmp_path: Path) -> None:
+def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a_killed_trainer(qwen_folder: Path, tmp_path: Path) -> None:
     port = free_port()
-    child = start_child(llama_folder, port, tmp_path)
+    child = start_child(qwen_folder, port, tmp_path, "--vllm-flags=--tensor-parallel-size 2")
     try:
         assert next_line(child, tmp_path).startswith("SYNCED 0 serves 0 stall 0.00")
         assert float(next_line(child, tmp_path).split()[1]) <= PARITY
@@ -93,7 +93,8 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
         assert next_line(child, tmp_path).startswith("SYNCED 1 serves 0 stall 0.00")
         (first,) = started_servers(tmp_path)
         mapped = shared_memory(first)
-        sampler = Sampler(port, str(llama_folder))
+        assert requests.get(f"http://127.0.0.1:{port}/v1/bridge/status", timeout=30).json()["tp_size"] == 2
+        sampler = Sampler(port, str(qwen_folder))
         while not sampler.versions:
             time.sleep(0.1)
         go_on(child)
@@ -106,7 +107,7 @@ def test_own_server_is_started_restarted_under_load_and_dies_with_a_killed_train
         assert sampler.error is None and set(sampler.versions) == {(0, 0), (2, 2)}
 
         first, second = started_servers(tmp_path)
-        assert session_members(first) == [] and len(session_members(second)) >= 3
+        assert session_members(first) == [] and len(session_members(second)) >= 4
         assert len(mapped) >= 2 and left_in_shared_memory(mapped) == []
         mapped = shared_memory(second)
         child.send_signal(signal.SIGKILL)
