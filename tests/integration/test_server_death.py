@@ -6,7 +6,15 @@ import socket
 import time
 from pathlib import Path
 
-from tests.integration.conftest import Server, left_in_shared_memory, session_members, shared_memory, start_server, workers_of
+from tests.integration.conftest import (
+    Server,
+    left_in_shared_memory,
+    session_members,
+    shared_memory,
+    start_server,
+    stop_server,
+    workers_of,
+)
 from tests.integration.trainer_process import trainer_process
 
 
@@ -33,7 +41,7 @@ def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path,
         nothing_is_left(server, mapped, within_s=20)
 
 
-def test_one_killed_worker_of_two_ends_the_server_and_the_trainer_says_which(qwen_folder: Path, tmp_path: Path) -> None:
+def test_one_killed_worker_of_two_ends_the_server_and_a_new_pair_goes_on(qwen_folder: Path, tmp_path: Path) -> None:
     server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2")
     with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
         assert trainer.sync_with(1) == 1
@@ -44,3 +52,7 @@ def test_one_killed_worker_of_two_ends_the_server_and_the_trainer_says_which(qwe
         failure = trainer.failure()
         assert "BridgeError" in failure and f"http://localhost:{server.port}" in failure
         nothing_is_left(server, mapped, within_s=60)
+    server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2", port=server.port)
+    with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
+        assert trainer.sync_with(1) == 1  # and the parity probe agrees
+    stop_server(server)
