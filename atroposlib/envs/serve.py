@@ -251,7 +251,7 @@ class ServeLoop:
                 evaluation = await evaluate_version(self._evaluate_env, version, self.env.policy_version)
             except EnvError:
                 raise
-            except Exception:
+            except Exception:  # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
                 log.exception("The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES)
                 self.env.counts["evaluations_failed"] += 1
             else:

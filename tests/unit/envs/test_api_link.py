@@ -1,7 +1,9 @@
 """What an environment does with the batching API's answers: its token, a full queue, the format that it reads."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -14,7 +16,7 @@ from atroposlib.envs import api_link
 from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.errors import PeerError
-from tests.unit.envs.fakes import running_api
+from tests.unit.envs.fakes import Api, running_api
 
 TOKEN = "correct-horse"
 ANNOUNCEMENT = {"max_token_length": 8, "desired_name": "env", "weight": 1.0, "group_size": 1}
@@ -68,14 +70,21 @@ async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_varia
             assert (await link.status()).queue_size == 1
 
 
+@contextlib.asynccontextmanager
+async def full_queue(timeout_s: float) -> AsyncIterator[tuple[Api, ApiLink]]:
+    """An API that takes one group and holds it, and an environment's link to it."""
+    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
+        await start_run(api.url)
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=timeout_s)
+        await link.join()
+        await link.post_groups([group(1)])
+        yield api, link
+
+
 async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_link, "REPOST_PAUSE_S", 0.01)  # without Retry-After it would ask a hundred times
     monkeypatch.setattr("atroposlib.api.http.RETRY_AFTER_S", 1)
-    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
-        await start_run(api.url)
-        link = ApiLink(client, ANNOUNCEMENT, timeout_s=20)
-        await link.join()
-        await link.post_groups([group(1)])
+    async with full_queue(timeout_s=20) as (api, link):
         start = time.monotonic()
         waiting = asyncio.create_task(link.post_groups([group(2)]))
         await asyncio.sleep(0.2)
@@ -88,11 +97,7 @@ async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monke
 
 
 async def test_a_queue_that_stays_full_ends_the_wait_at_its_deadline() -> None:
-    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
-        await start_run(api.url)
-        link = ApiLink(client, ANNOUNCEMENT, timeout_s=0.5)
-        await link.join()
-        await link.post_groups([group(1)])
+    async with full_queue(timeout_s=0.5) as (api, link):
         start = time.monotonic()
         with pytest.raises(PeerError, match="1 groups wait, at most 1 may"):
             await link.post_groups([group(2)])
