@@ -10,6 +10,8 @@ thread, and a bare Gloo broadcast of them between two processes over loopback. M
 trainer's processes, so that shared pages count once. `--out` is the page that the tables are written to.
 """
 
+import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
+
 import argparse
 import contextlib
 import json

@@ -11,6 +11,8 @@ A batch in which no group has a signal makes no optimizer update (moments and sc
 the same: steps, policy versions and the environments' evaluation schedule never drift apart.
 """
 
+import example_trainer.openmp  # noqa: F401  isort: skip  before torch
+
 import contextlib
 import signal
 import sys

@@ -10,6 +10,8 @@ Synchronous and deterministic: the same command gives the same bytes in metrics.
 services, concurrency, resuming, more than one machine; all that is in example_trainer/grpo.py.
 """
 
+import example_trainer.openmp  # noqa: F401  isort: skip  before torch
+
 import json
 import os
 import sys

@@ -10,12 +10,14 @@ modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV blo
 The only module outside vllm_patching/ that imports vLLM.
 """
 
+import atexit
 import ipaddress
 import json
 import os
 import shutil
 import socket
 import sys
+import tempfile
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,9 @@ def _environment_before_vllm() -> None:
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM-CPU keeps one core idle otherwise, half of a small machine
+    if "VLLM_RPC_BASE_PATH" not in os.environ:  # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
+        os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")
+        atexit.register(shutil.rmtree, os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
 
 
 def _with_defaults(argv: list[str], cpu: bool) -> list[str]:

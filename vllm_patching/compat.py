@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from vllm_patching.batch_invariant import packed
 from vllm_patching.version import VERSION
 
 __all__ = [
@@ -69,26 +70,23 @@ def unlink_collective_files() -> None:
         path.unlink(missing_ok=True)
 
 
-def keep_plain_linears(linear: Callable[..., Any] = torch.nn.functional.linear, check: Callable[[Any], None] | None = None) -> None:
-    """Make vLLM-CPU call `linear` on `layer.weight` at every step (the one unavoidable shim; CPU only, before the model is loaded).
+def keep_plain_linears(linear_for: Callable[[torch.Tensor], Callable[..., Any]] = lambda weight: torch.nn.functional.linear) -> None:
+    """Make vLLM-CPU call a layer's `linear_for(weight)` on `layer.weight` at every step (the one unavoidable shim; before loading).
 
     Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach it. The
-    function is looked up in its module at call time, hence one assignment reaches every caller. The first call's `linear` stays; its
-    `check` sees each weight.
+    function is looked up in its module at call time, hence one assignment reaches every caller. The first call's `linear_for` stays.
     """
     from vllm.model_executor.layers import utils
 
-    packed: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
-    if packed.__module__ == __name__:
+    stock: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
+    if stock.__module__ == __name__:
         return
 
     def plain(layer: Any, remove_weight: bool) -> None:
         if layer.weight.is_meta or layer.weight.ndim != 2:
-            packed(layer, remove_weight)
+            stock(layer, remove_weight)
         else:
-            if check is not None:
-                check(layer.weight)
-            layer.cpu_linear = linear
+            layer.cpu_linear = linear_for(layer.weight)
 
     utils.dispatch_cpu_unquantized_gemm = plain
 
@@ -143,8 +141,8 @@ def attend_without_amx() -> None:
     backend._get_attn_isa = without_amx
 
 
-def replace_rotary(table: Callable[[Any, int], Any]) -> None:
-    """Rotate by vLLM's torch formula, with cos | sin from `table(Hugging Face config, positions)` [positions, rotary dim]."""
+def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]) -> None:
+    """Rotate by `rotate(x, cos, sin)`, in place, with cos | sin from `table(Hugging Face config, positions)` [positions, rotary dim]."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import base, linear_scaling_rope, yarn_scaling_rope
 
@@ -156,8 +154,15 @@ def replace_rotary(table: Callable[[Any, int], Any]) -> None:
     scaled = (linear_scaling_rope.LinearScalingRotaryEmbedding, yarn_scaling_rope.YaRNScalingRotaryEmbedding)
     for rotary in (base.RotaryEmbeddingBase, *scaled):
         rotary._compute_cos_sin_cache = cos_sin
+
+    def forward(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        angles = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
+        for x in (query, key) if key is not None else (query,):
+            rotate(x.view(len(angles), -1, self.head_size), *angles[:, None].chunk(2, -1))
+        return query, key
+
     rotary = base.RotaryEmbedding
-    rotary.forward_cpu = rotary.forward_native
+    rotary.forward_cpu = forward
 
 
 def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable[[Any], Any]) -> None:
@@ -329,4 +334,5 @@ def offline_engine(model: str, **settings: Any) -> Any:
 def load_weights(engine: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
     """Copy Hugging Face tensors into an offline engine, and forget what its prefix cache holds of the old ones."""
     engine.apply_model(lambda model: model.load_weights(weights))
+    packed.forget()
     engine.reset_prefix_cache()

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_patching import compat, cuda_ipc, mapping
 from vllm_patching.arena import Arena
+from vllm_patching.batch_invariant import packed
 from vllm_patching.processes import this_process
 from vllm_patching.protocol import SessionOffer
 from vllm_patching.shared_buffer import SharedBuffer
@@ -69,6 +70,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     @_answered
     def bridge_open(self, offer: dict[str, Any]) -> dict[str, object]:
         self._updater.open(SessionOffer.from_json(offer))
+        packed.hold_once(False)
         return self._updater.status()
 
     @_answered
@@ -77,6 +79,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         if refused := self._why_not_shared():
             return {"refused": f"rank {self._tp_rank}: {refused}"}
         self._updater.leave()
+        packed.hold_once(True)
         self._write_config()
         return {
             "rank": self._tp_rank,
@@ -107,6 +110,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             raise RuntimeError(f"policy version {version} of session {session} is not staged on rank {self._tp_rank}")
         seconds = self._arena.commit(staging)
         self._updater.committed()
+        packed.forget()
         return seconds
 
     def _why_not_shared(self) -> str | None:

@@ -141,7 +141,6 @@ device_settings() {
   if ((gpus == 0)); then
     vllm_flags+=(--dtype float32 --block-size 32 --max-num-seqs 64)
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
-    export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # vLLM and trainer take turns on the same cores: who waits must not spin
     return
   fi
   list=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}

@@ -2,19 +2,20 @@
 
 On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are refused.
 On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
-    linear layers, output head   kernels.linear on the plain weight, so weights can still be exchanged under it
+    linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
     rotary embedding             the torch formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from vllm_patching import compat
-from vllm_patching.batch_invariant import coverage, kernels, self_check
+from vllm_patching.batch_invariant import coverage, kernels, packed, self_check
 from vllm_patching.batch_invariant.attention import BLOCK
 from vllm_patching.batch_invariant.switch import NotInvariant
 
@@ -33,10 +34,10 @@ def install() -> None:
         compat.add_before_norm()
         log.info("[vLLM Patch] ✓ Batch-invariant: vLLM's own kernels, the residual added before each norm")
         return
-    compat.keep_plain_linears(kernels.linear, self_check.check_weight)
+    compat.keep_plain_linears(_linear_for)
     compat.wrap_attention_metadata(_tiled)
     compat.attend_without_amx()
-    compat.replace_rotary(kernels.rotary_table)
+    compat.replace_rotary(kernels.rotary_table, kernels.rotate)
     compat.replace_norm_and_activation(_norm, _silu_and_mul)
     log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")
 
@@ -61,6 +62,12 @@ def check_model(config: Any) -> None:
         raise NotInvariant(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
 
 
+def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
+    """The product of a layer with such a weight. Raises NotInvariant where this machine cannot make it."""
+    self_check.check_weight(weight)
+    return packed.PackedLinear() if self_check.packing_is_exact(weight) else kernels.linear
+
+
 def _tiled(metadata: Any) -> Any:
     """vLLM's common attention metadata with one pseudo request a tile."""
     count = metadata.num_reqs
@@ -82,4 +89,4 @@ def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tu
 
 def _silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return kernels.silu(gate) * up
+    return kernels.silu(gate).mul_(up)

@@ -17,24 +17,31 @@ from torch import Tensor
 
 QUERY_TILE = 8
 WIDENED_OUTPUTS = 4096  # of a half-precision weight at a time
+PACKED_FOR_ROWS = 32  # what oneDNN is told to expect; any number works
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out], in x's dtype."""
-    if weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `packed` is that weight's `pack`, if there is one."""
+    if packed is None and weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
         parts = weight.split(WIDENED_OUTPUTS)
         biases = [None] * len(parts) if bias is None else bias.split(WIDENED_OUTPUTS)
         return torch.cat([linear(x, part, of_part) for part, of_part in zip(parts, biases, strict=True)], -1)
     rows = x.reshape(-1, x.shape[-1]).float()
     if len(rows) == 1:
         rows = rows.repeat(2, 1)
-    product = _onednn_linear(rows, weight.float(), None if bias is None else bias.float())
+    product = _onednn_linear(rows, weight.float() if packed is None else packed, None if bias is None else bias.float())
     return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1).to(x.dtype)
 
 
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return result
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A float32 copy of weight [out, in] in the layout that oneDNN's product reads as it is; a plain one is transposed at every product."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float(), PACKED_FOR_ROWS)
+    return packed
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
@@ -49,7 +56,8 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: i
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), in x's dtype."""
     wide = x.float()
-    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+    divisor = wide.neg().exp_().add_(1)
+    return torch.div(wide, divisor, out=divisor).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -67,6 +75,14 @@ def rotary_table(config: Any, positions: int) -> Tensor:
     cos, sin = rotary(torch.empty(0), torch.arange(positions)[None])  # [1, positions, 2 halves that are equal]
     half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate x [tokens, heads, 2 half] in place by cos, sin [tokens, 1, half], in x's dtype: transformers' formula, term by term."""
+    left, right = x.chunk(2, -1)
+    left_sin, right_sin = left * sin, right * sin
+    left.mul_(cos).sub_(right_sin)
+    right.mul_(cos).add_(left_sin)
 
 
 def tile_queries(starts: Tensor, ends: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:

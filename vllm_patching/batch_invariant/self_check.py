@@ -37,3 +37,17 @@ def _check(out: int, width: int) -> None:
             f"on this machine products with a weight [{out}, {width}] depend on the batch: {', '.join(wrong)} give other bits than "
             f"{ROWS[-1]} rows (oneDNN, {torch.get_num_threads()} threads); use fewer threads, or drop --batch-invariant"
         )
+
+
+def packing_is_exact(weight: torch.Tensor) -> bool:
+    """Whether products with packed weights of this shape have the bits of those with plain ones, in every batch."""
+    return _packing_is_exact(min(weight.shape[0], MOST_OUTPUTS), weight.shape[1])
+
+
+@cache
+def _packing_is_exact(out: int, width: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out, width, generator=generator)
+    rows = torch.randn(ROWS[-1], width, generator=generator)
+    whole, packed = kernels.linear(rows, weight), kernels.pack(weight)
+    return all(torch.equal(kernels.linear(rows[-count:], weight, packed=packed), whole[-count:]) for count in ROWS)

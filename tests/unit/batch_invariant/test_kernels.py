@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.attention import packed_attention
-from vllm_patching.batch_invariant.self_check import check_weight
+from vllm_patching.batch_invariant.packed import PackedLinear, forget, hold_once
+from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 ROWS = [1, 2, 3, 7, 8, 9, 16, 33, 64, 100]
@@ -43,6 +45,35 @@ def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> N
         assert torch.equal(kernels.linear(x, weight, b), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (96, 33), (64, kernels.WIDENED_OUTPUTS + 100)])
+def test_packed_weights_give_the_bits_of_plain_ones(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
+    packed = kernels.pack(weight)
+    for count in ROWS:
+        assert torch.equal(kernels.linear(x[:count], weight, bias, packed), kernels.linear(x[:count], weight, bias)), count
+
+
+def test_a_layer_packs_once_until_it_is_told_that_the_weights_are_others() -> None:
+    x, weight = torch.randn(3, 64), torch.randn(40, 64)
+    layer = PackedLinear()
+    try:
+        before = layer(x, weight)
+        assert torch.equal(before, kernels.linear(x, weight))
+        weight.mul_(2)
+        assert torch.equal(layer(x, weight), before)  # so it was the copy that was multiplied
+        forget()
+        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
+        hold_once(True)
+        weight.mul_(2)
+        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
+        weight.mul_(2)
+        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
+    finally:
+        hold_once(False)
+
+
 def test_row_parallel_linear_sums_the_ranks_shares() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 64), torch.randn(7, 64), torch.randn(7)
@@ -60,6 +91,17 @@ def test_silu_and_norm_do_not_depend_on_place_or_batch(threads: None, width: int
     rows = x[:, :width]
     normed = torch.cat([kernels.rms_norm(row[None], weight, 1e-5) for row in rows])
     assert torch.equal(kernels.rms_norm(rows, weight, 1e-5), normed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, angles = torch.randn(7, 3, 32).to(dtype), torch.randn(7, 1, 16)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    whole = [torch.cat((half, half), -1)[:, 0][None] for half in (cos, sin)]
+    expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], *whole)
+    kernels.rotate(x, cos, sin)
+    assert torch.equal(x, expected[0].transpose(0, 1))
 
 
 def test_rotary_table_is_the_formula() -> None:
@@ -103,6 +145,13 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch: py
     monkeypatch.setattr(kernels, "_onednn_linear", rounds_large_batches_otherwise)
     with pytest.raises(NotInvariant, match=r"weight \[21, 45\] depend on the batch: 1 rows, 2 rows, .*use fewer threads"):
         check_weight(torch.empty(21, 45))
+
+
+def test_packing_is_left_out_on_a_machine_where_it_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packing_is_exact(torch.empty(22, 45))
+    pack = kernels.pack
+    monkeypatch.setattr(kernels, "pack", lambda weight: pack(weight * (1 + 1e-6)))
+    assert not packing_is_exact(torch.empty(23, 45))
 
 
 def test_switching_on_refuses_what_contradicts_it() -> None:
