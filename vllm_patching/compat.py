@@ -157,12 +157,22 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
 
     def forward(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
         angles = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
-        for x in (query, key) if key is not None else (query,):
+        for x in _side_by_side(query, key):
             rotate(x.view(len(angles), -1, self.head_size), *angles[:, None].chunk(2, -1))
         return query, key
 
     rotary = base.RotaryEmbedding
     rotary.forward_cpu = forward
+
+
+def _side_by_side(query: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """Query and key [tokens, heads * size] as one tensor where they lie side by side in rows of one product, to rotate them at once."""
+    if key is None:
+        return (query,)
+    one_product = query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() and query.stride() == key.stride()
+    if one_product and key.storage_offset() == query.storage_offset() + query.shape[-1]:
+        return (query.as_strided((len(query), query.shape[-1] + key.shape[-1]), query.stride()),)
+    return query, key
 
 
 def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable[[Any], Any]) -> None:

@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.yarn_scaling_rope import YaRNScalingRotaryEmbedding
 from vllm.v1.attention.backends import cpu_attn
 
 from example_trainer.vllm_api_server import _with_defaults
 from vllm_patching import compat
-from vllm_patching.batch_invariant import switch
+from vllm_patching.batch_invariant import kernels, switch
 from vllm_patching.batch_invariant.attention import BLOCK
 
 
@@ -55,6 +58,27 @@ def test_settings_that_the_trainer_cannot_match_are_refused_by_name(
     assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == refused
     monkeypatch.setattr(compat, "current_platform", SimpleNamespace(is_cuda=lambda: False))
     assert compat.why_not_exact_on_cuda(configuration(**changes), BLOCK) == "GPUs that are not NVIDIA's"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_query_and_key_are_rotated_wherever_they_lie(monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
+    for rotary in (RotaryEmbeddingBase, LinearScalingRotaryEmbedding, YaRNScalingRotaryEmbedding):
+        monkeypatch.setattr(rotary, "_compute_cos_sin_cache", rotary._compute_cos_sin_cache)
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    compat.replace_rotary(kernels.rotary_table, kernels.rotate)
+    torch.manual_seed(0)
+    product, table, positions = torch.randn(5, 4 * 64 + 2 * 64 + 2 * 64), torch.randn(100, 64), torch.tensor([3, 0, 99, 4, 4])
+    query, key, value = product.split([256, 128, 128], -1)
+    expected = [x.reshape(5, -1, 64).clone() for x in (query, key)]
+    for x in expected:
+        kernels.rotate(x, *table[positions][:, None].chunk(2, -1))
+    before = value.clone()
+    if apart:
+        query, key = query.clone(), key.clone()
+    module = SimpleNamespace(cos_sin_cache=table, head_size=64)
+    rotated = RotaryEmbedding.forward_cpu(module, positions, query, key)  # type: ignore[arg-type]
+    assert all(torch.equal(x.view(5, -1, 64), y) for x, y in zip(rotated, expected, strict=True))
+    assert torch.equal(value, before)
 
 
 def test_the_residual_is_added_and_rounded_before_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
