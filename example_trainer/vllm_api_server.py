@@ -128,12 +128,28 @@ def _check_model(model: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
+    _claim_port(host, port)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             _refuse(f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another port")
+
+
+def _claim_port(host: str, port: int) -> None:
+    """For the life of this process: vLLM listens only when it has loaded, and of two that start at once the later one would die then.
+
+    scripts/lib/services.sh looks for the claim's name too, before it chooses a port.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0atropos-vllm-{host}:{port}")  # a name without a file: it goes with the process, however that ends
+    except OSError:
+        _refuse(f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose another port")
+    os.register_at_fork(after_in_child=claim.close)  # which also keeps it open here
 
 
 def _configure_bridge(args: Any, guarded: bool) -> None:

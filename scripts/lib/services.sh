@@ -313,18 +313,21 @@ stop_services() {
   [[ -n $(signal_groups 0) ]] || rm -rf "$run_dir/pids"
 }
 
-# port_is_taken PORT: whether anything on this machine listens on it.
-port_is_taken() {
+# port_inode PORT: of the socket that listens on it, or with which a vLLM server that is still starting claims it; nothing if it is free.
+port_inode() {
   local port
   port=$(printf '%04X' "$1")
-  awk -v port=":$port\$" '$2 ~ port && $4 == "0A" { found = 1 } END { exit !found }' /proc/net/tcp /proc/net/tcp6 2>/dev/null
+  awk -v port=":$port\$" '$2 ~ port && $4 == "0A" { print $10; exit }' /proc/net/tcp /proc/net/tcp6 2>/dev/null
+  awk -v name="^@atropos-vllm-.*:$1\$" '$NF ~ name { print $7; exit }' /proc/net/unix 2>/dev/null
 }
+
+# port_is_taken PORT: whether anything on this machine listens on it, or is about to.
+port_is_taken() { [[ -n $(port_inode "$1") ]]; }
 
 # port_holder PORT: "python3 (pid 123)" for who listens on it, as far as this user may see.
 port_holder() {
-  local port inode link pid
-  port=$(printf '%04X' "$1")
-  inode=$(awk -v port=":$port\$" '$2 ~ port && $4 == "0A" { print $10; exit }' /proc/net/tcp /proc/net/tcp6 2>/dev/null)
+  local inode link pid
+  inode=$(port_inode "$1" | head -n 1)
   for link in /proc/[0-9]*/fd/*; do
     if [[ $(readlink "$link" 2>/dev/null) == "socket:[$inode]" ]]; then
       pid=${link#/proc/} pid=${pid%%/*}

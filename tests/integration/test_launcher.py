@@ -33,6 +33,18 @@ def test_a_taken_port_is_refused(llama_folder: Path) -> None:
         assert f"--port {port} on 127.0.0.1: Address already in use" in refusal("--model", str(llama_folder), "--port", str(port))
 
 
+def test_a_port_that_another_server_is_about_to_take_is_refused(llama_folder: Path) -> None:
+    port = free_port()
+    claim = f"from example_trainer import vllm_api_server as s; s._check_port('127.0.0.1', {port}); print('claimed', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", claim], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        assert f"--port {port} on 127.0.0.1: another vLLM server is starting there" in refusal(
+            "--model", str(llama_folder), "--port", str(port)
+        )
+        other.kill()
+    assert "--max-num-seqs" in refusal("--model", str(llama_folder), "--port", str(port), "--max-num-seqs", "none")
+
+
 @pytest.mark.parametrize(
     ("flags", "fragment"),
     [
