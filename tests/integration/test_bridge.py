@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,14 @@ def read_until(child: subprocess.Popen[str], word: str) -> str:
 
 
 def finish(child: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, str, str]:
-    out, err = child.communicate(timeout=timeout_s)
-    return child.returncode, out, err
+    """Exit status, and what was printed since `read_until`. Not by communicate, which loses lines that were read ahead."""
+    assert child.stdout is not None and child.stderr is not None
+    with ThreadPoolExecutor(2) as pool:
+        out, err = pool.submit(child.stdout.read), pool.submit(child.stderr.read)
+        try:
+            return child.wait(timeout_s), out.result(), err.result()
+        finally:
+            child.kill()  # nothing where it has ended; else the readers would wait for it
 
 
 def sync_and_probe(server: Server) -> float:
