@@ -4,7 +4,7 @@ On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settin
 On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
-    rotary embedding             the torch formula, on transformers' table
+    rotary embedding             kernels.rotate, transformers' formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
 """
 
