@@ -15,7 +15,7 @@ from xdist.scheduler import LoadScopeScheduling
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# as in the launchers: several processes compute on few cores, and who waits must not spin
+# as in the services: several processes compute on few cores, and who waits must not spin
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("here", deadline=None)

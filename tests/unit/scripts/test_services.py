@@ -319,3 +319,15 @@ def test_a_wrong_command_line_is_one_line_and_status_2(command: list[str], messa
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_port_that_a_starting_vllm_claims_is_taken_before_anything_listens_on_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with socket.socket(socket.AF_UNIX) as claim:
+        claim.bind(f"\0atropos-vllm-127.0.0.1:{port}")
+        status, output = shell("require_free_port --vllm-port $1", port)
+        assert status == 1 and f"--vllm-port {port} is taken by" in output and f"(pid {os.getpid()})" in output
+        assert int(shell("free_port $1", port)[1]) > port
+    assert shell("free_port $1", port)[1].strip() == str(port)
