@@ -161,10 +161,10 @@ def accumulate(
         loss = policy + config.kl_coef * kl - config.entropy_coef * entropy
         (loss.sum() / total).backward()
         for name, values in zip(sums, (loss, policy, kl, entropy, ratio, clipped), strict=True):
-            sums[name] += float(values.detach().double().sum()) / total
+            sums[name] += float(values.detach().double().sum())
         seen.append((logprobs.detach(), sampler))
     ours, theirs = (torch.cat(column) for column in zip(*seen, strict=True))
-    return sums, ours, theirs
+    return {name: summed / total for name, summed in sums.items()}, ours, theirs  # divided once: the mean of ones is 1.0
 
 
 def check(ours: Tensor, sampler: Tensor, tokens: list[int], shown: int = 3) -> int:

@@ -20,8 +20,8 @@ arithmetic_flags=(--lr 2e-5)                 # the trainer's, for the built-in t
 problems_flags=(--lr 1e-6)                   # and for any other
 show_bridge=true                             # what the bridge says on both sides goes to the console too
 
-known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-invariant --api-port --vllm-port --help)
-steps='' run_name='' model='' dataset='' dataset_path='' seed=1 api_port='' vllm_port=''
+known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-invariant --dtype --api-port --vllm-port --help)
+steps='' run_name='' model='' dataset='' dataset_path='' seed=1 dtype='' api_port='' vllm_port=''
 
 show_help() {
   local steps_help="$default_steps; for --dataset arithmetic 20" model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub" dataset_help=$default_dataset
@@ -38,6 +38,7 @@ show_help() {
   --run-name NAME          all output goes to runs/NAME/ (default: $run_prefix-DATE-TIME)
   --seed S                 seed of sampling, problems and trainer (default 1)
   --batch-invariant        trainer and vLLM compute the same bits; the first differing token ends the run (docs/bit-exactness.md)
+  --dtype D                what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16 (default: float32, on a GPU bfloat16)
   --api-port, --vllm-port  default 8000 and 9001, or the next free ones
 
 Ctrl-C, or any service's death, ends all of them within 10 s.
@@ -69,6 +70,10 @@ parse_flags() {
       --seed) positive_integer "$flag" "$value" && seed=$value ;;
       --api-port) port_number "$flag" "$value" && api_port=$value ;;
       --vllm-port) port_number "$flag" "$value" && vllm_port=$value ;;
+      --dtype)
+        [[ $value =~ ^(float32|bfloat16)$ ]] || usage_error "--dtype expects float32 or bfloat16, got '$value'"
+        dtype=$value
+        ;;
       --run-name) run_name=$value ;;
       --model) model=$value ;;
       --dataset) dataset=$value ;;
@@ -139,13 +144,13 @@ device_settings() {
   local -a visible
   vllm_gpus='' trainer_gpus=''
   if ((gpus == 0)); then
-    vllm_flags+=(--dtype float32 --block-size 32 --max-num-seqs 64)
+    vllm_flags+=(--dtype "${dtype:-float32}" --block-size 32 --max-num-seqs 64)
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB
     return
   fi
   list=${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((gpus - 1)))}
   IFS=, read -ra visible <<<"$list"
-  vllm_flags+=(--dtype bfloat16 --max-num-seqs 256)
+  vllm_flags+=(--dtype "${dtype:-bfloat16}" --max-num-seqs 256)
   if ((gpus > 2)) && [[ $dataset != arithmetic ]]; then
     ranks=2
     vllm_flags+=(--tensor-parallel-size 2)

@@ -2,7 +2,8 @@
 
 One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once, and
 a cache too small for all of them. On a machine with a GPU the first tests run there (scripts/gpu_check.sh), in bfloat16.
-Rotary embeddings: yarn here, linear with the restarted server.
+Qwen3 with yarn's rotary embedding here; Qwen2 over two ranks, in bfloat16, with a linear one where the server is restarted; Llama
+with llama3's where one file does it all.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from example_trainer.batching import Rollout
 from example_trainer.bridges import make_bridge
@@ -66,8 +67,8 @@ def trainer(server: Server) -> Any:
     return model
 
 
-def rotated_llama(folder: Path, **rope_parameters: Any) -> Path:
-    config = LlamaConfig(
+def rotated(family: type[LlamaConfig] | type[Qwen2Config], folder: Path, **rope_parameters: Any) -> Path:
+    config = family(
         vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         tie_word_embeddings=False, max_position_embeddings=512, initializer_range=0.1,
         rope_parameters={"rope_theta": 10000.0, **rope_parameters},
@@ -195,16 +196,16 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))  # the policy did move
 
 
-def test_a_server_restarted_from_a_checkpoint_is_exact(tmp_path: Path) -> None:
-    folder = rotated_llama(tmp_path / "linear", rope_type="linear", factor=4.0)
+def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
+    folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
     config = TrainerConfig(
         model_name=str(folder), weight_bridge_mode="none", vllm_port=free_port(), vllm_restart_interval=1, vllm_api_key=API_KEY,
-        vllm_flags="--batch-invariant --num-gpu-blocks-override 64", save_path=tmp_path / "checkpoints", log_dir=tmp_path, lr=1e-3,
-        batch_invariant=True,
+        vllm_flags="--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
+        save_path=tmp_path / "checkpoints", log_dir=tmp_path, lr=1e-3, batch_invariant=True,
     )  # fmt: skip
     with contextlib.closing(make_bridge(config)) as bridge:
         model = bridge.connect(str(folder), torch.device("cpu"))
-        make_exact(model, torch.float32)
+        make_exact(model, torch.bfloat16, tp_size=2)
         optimizer = make_optimizer(model.parameters(), config)
         server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))  # the bridge's own
         for version in (0, 1):
@@ -220,8 +221,10 @@ def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path
         start_server(llama_folder, tmp_path, "--batch-invariant", "--kv-cache-dtype", "fp8")
 
 
-def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(llama_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "example_trainer.simple_rl", "--model", str(llama_folder), "--steps", "3", "--prompts", "2"]
+def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    folder = rotated(LlamaConfig, tmp_path / "llama3", rope_type="llama3", **scaling)
+    command = [sys.executable, "-m", "example_trainer.simple_rl", "--model", str(folder), "--steps", "3", "--prompts", "2"]
     command += ["--group-size", "4", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "12", "--out"]
     runs = [tmp_path / "once", tmp_path / "again"]
     processes = [subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs]

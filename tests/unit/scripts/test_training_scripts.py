@@ -72,6 +72,7 @@ def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
         (["--model", "/nowhere"], "--model /nowhere has no config.json"),
         (["one", "two"], "one MODEL only, got 'one' and 'two'"),
         (["--run-name", "../x"], "--run-name takes letters"),
+        (["--dtype", "int8"], "--dtype expects float32 or bfloat16, got 'int8'"),
         (["--vllm-port=99999"], "--vllm-port expects a port from 1 to 65535, got '99999'"),
     ],
 )
@@ -99,6 +100,14 @@ def test_batch_invariant_reaches_both_sides(script: str) -> None:
     given = settings(script, "--batch-invariant", "--steps", "2")
     assert given["vllm"].endswith(" --batch-invariant") or " --batch-invariant " in given["vllm"]
     assert "--batch-invariant --bit-exact strict" in given["trainer"] and "--training-steps 2" in given["trainer"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_vllm_computes_in_the_dtype_that_is_asked_for(gpus: int) -> None:
+    usual = settings("quickstart.sh", gpus=gpus)["vllm"]
+    assert f"--dtype {'bfloat16' if gpus else 'float32'} " in usual
+    for dtype in ("float32", "bfloat16"):
+        assert f"--dtype {dtype} " in settings("quickstart.sh", "--dtype", dtype, gpus=gpus)["vllm"]
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
