@@ -38,6 +38,13 @@ ROW_KEYS = (
     "sync_stall_s",
     "sync_transfer_s",
     "sync_apply_s",
+    "logprob_diff_mean",
+    "logprob_diff_max",
+    "sampler_kl",
+    "bit_exact/differing_tokens",
+    "bit_exact/tokens",
+    "bit_exact/max_abs_diff",
+    "ratio_tokens_different",
 )
 Row = Mapping[str, float | int | None]
 

@@ -130,6 +130,12 @@ def test_a_strict_run_trains_on_exact_batches_and_says_so(model: str, tmp_path: 
     assert f"Bitwise identical: True · 0 / {tokens} tokens differ" in capsys.readouterr().out
 
 
+def test_a_step_without_a_signal_compares_nothing_and_says_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = train(model, tmp_path, FakeApi(lambda n: [item([1.0, 1.0])]))
+    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"], row["loss"]) == (0, 0, None, None)
+    assert "Bitwise identical: True · 0 / 0 tokens differ" in capsys.readouterr().out
+
+
 def test_one_changed_rounding_in_a_kernel_is_caught_located_and_replayed(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
