@@ -1,4 +1,8 @@
-"""What bit-exactness costs: generation and trainer step, batch-invariant against stock, taking turns on the same cores.
+"""What bit-exactness and exchangeable weights cost: generation and trainer step against stock, taking turns on the same cores.
+
+    stock    vLLM as it comes; plain transformers
+    server   vLLM with weights that a trainer can exchange, which is what every bridge but restart serves
+    exact    the same, batch-invariant, and the exact trainer
 
     python benchmarks/bit_exact_cost.py --rounds 3
 
@@ -20,6 +24,7 @@ from atroposlib.config import Config, load_config
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
 BATCHES = (8, 32)
+ARMS = {"train": ("stock", "exact"), **dict.fromkeys(map(str, BATCHES), ("stock", "server", "exact"))}  # of each task
 
 
 class CostConfig(Config):
@@ -29,7 +34,7 @@ class CostConfig(Config):
     rounds: int = Field(3, ge=1, description="rounds an arm")
     tokens: int = Field(32, ge=2, description="tokens generated a prompt")
     trained: int = Field(1024, ge=64, description="tokens of the trainer's packed row, in sequences of 64")
-    arm: str | None = Field(None, pattern="^(stock|exact)$", description="be this arm, told what to do on stdin")
+    arm: str | None = Field(None, pattern="^(stock|server|exact)$", description="be this arm, told what to do on stdin")
 
 
 def serve_arm(config: CostConfig) -> None:
@@ -44,9 +49,11 @@ def serve_arm(config: CostConfig) -> None:
 
     from example_trainer.exact_model import make_exact
     from example_trainer.model import load_model
-    from vllm_patching import compat
+    from vllm_patching import compat, worker
 
     assert config.model is not None
+    if config.arm == "server":
+        compat.keep_plain_linears(worker.linear_for(enforce_eager=True))
     engine = compat.offline_engine(config.model, dtype="float32", block_size=32, max_model_len=512, max_num_seqs=64)
     model = load_model(config.model, torch.device("cpu"))
     if exact:
@@ -101,17 +108,17 @@ def measure(config: CostConfig) -> dict[str, dict[str, float]]:
     command = [sys.executable, str(Path(__file__).resolve()), "--model", str(config.model), *flags, "--arm"]
     arms = {
         name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        for name in ("stock", "exact")
+        for name in ("stock", "server", "exact")
     }
     try:
         for arm in arms.values():
             ask(arm, None, "READY")
         best: dict[str, dict[str, float]] = {}
-        for task in ("train", *map(str, BATCHES)):
+        for task, names in ARMS.items():
+            best[task] = dict.fromkeys(names, float("inf"))
             for _ in range(config.rounds + 1):  # the first warms up
-                for name, arm in arms.items():
-                    best.setdefault(task, {}).setdefault(name, float("inf"))
-                    best[task][name] = min(best[task][name], float(ask(arm, task, "SECONDS")))
+                for name in names:
+                    best[task][name] = min(best[task][name], float(ask(arms[name], task, "SECONDS")))
         return best
     finally:
         for arm in arms.values():
@@ -131,8 +138,9 @@ def main() -> None:
         return
     best = measure(config)
     for batch in BATCHES:
-        stock, exact = (batch * config.tokens / best[str(batch)][name] for name in ("stock", "exact"))
-        print(f"generation, batch {batch}: stock {stock:.1f} tokens/s, exact {exact:.1f} tokens/s, ratio {exact / stock:.2f}")
+        rate = {name: batch * config.tokens / seconds for name, seconds in best[str(batch)].items()}
+        shown = ", ".join(f"{name} {tokens:.1f} tokens/s ({tokens / rate['stock']:.2f})" for name, tokens in rate.items())
+        print(f"generation, batch {batch}: {shown}")
     stock, exact = best["train"]["stock"], best["train"]["exact"]
     print(f"trainer, {config.trained} tokens: stock {stock:.2f} s, exact {exact:.2f} s, ratio {exact / stock:.2f}")
     print(json.dumps(best))

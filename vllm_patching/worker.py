@@ -13,15 +13,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vllm_patching import compat, cuda_ipc, mapping
+from torch import Tensor
+from torch.nn.functional import linear
+
+from vllm_patching import compat, cuda_ipc, mapping, packed
 from vllm_patching.arena import Arena
-from vllm_patching.batch_invariant import packed
 from vllm_patching.processes import this_process
 from vllm_patching.protocol import SessionOffer
 from vllm_patching.shared_buffer import SharedBuffer
 from vllm_patching.updater import WeightUpdater
 
 log = compat.init_logger("vllm.atropos_bridge")
+
+
+def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
+    """What makes the product of a layer with such a weight: as stock vLLM does, if it can be seen to that the weight changes."""
+    if enforce_eager and compat.has_onednn_linear():
+        return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
+    return lambda weight: linear
 
 
 def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +52,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     def load_model(self, **kwargs: Any) -> None:
         if compat.on_cpu():
-            compat.keep_plain_linears()
+            compat.keep_plain_linears(linear_for(self.model_config.enforce_eager))
         super().load_model(**kwargs)
         group = compat.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size

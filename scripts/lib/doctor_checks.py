@@ -43,11 +43,12 @@ class Mode:
     same_devices: bool  # trainer and vLLM on the same GPUs
     bridge: bool  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
     owns_vllm: bool  # the trainer starts it
+    packed_copies: int = 0  # of the weights, which vLLM multiplies by on CPUs
     adapters: bool = False  # the server must run with --enable-lora, and in no other mode
 
 
 MODES = {
-    "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False),
+    "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False, packed_copies=1),
     "single_copy": Mode(trainer=12, vllm_copies=1, same_devices=True, bridge=True, owns_vllm=False),
     "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=False, adapters=True),
     "lora_restart": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
@@ -317,7 +318,7 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
 def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv_cache: int, running: bool) -> Finding:
     """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An estimate."""
     trainer = model.parameters * mode.trainer
-    vllm = 0 if running else model.parameters * DTYPE_BYTES[served_dtype] * mode.vllm_copies + kv_cache
+    vllm = 0 if running else model.parameters * DTYPE_BYTES[served_dtype] * (mode.vllm_copies + mode.packed_copies) + kv_cache
     need = trainer + vllm + PROCESSES_BYTES
     shown = f"{_size(available)} available, about {_size(need)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
     if available < need:

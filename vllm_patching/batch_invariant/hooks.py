@@ -2,7 +2,7 @@
 
 On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are refused.
 On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
-    linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (packed.py)
+    linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (../packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
     rotary embedding             kernels.rotate, transformers' formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
@@ -10,12 +10,13 @@ On CPUs five replacements make it compute with kernels.py, each of one function 
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from vllm_patching import compat
-from vllm_patching.batch_invariant import coverage, kernels, packed, self_check
+from vllm_patching import compat, packed
+from vllm_patching.batch_invariant import coverage, kernels, self_check
 from vllm_patching.batch_invariant.attention import BLOCK
 from vllm_patching.batch_invariant.switch import NotInvariant
 
@@ -65,7 +66,14 @@ def check_model(config: Any) -> None:
 def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
     """The product of a layer with such a weight. Raises NotInvariant where this machine cannot make it."""
     self_check.check_weight(weight)
-    return packed.PackedLinear() if self_check.packing_is_exact(weight) else kernels.linear
+    if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
+        return packed.PackedLinear(kernels.linear, pack)
+    return kernels.linear
+
+
+def pack(weight: Tensor) -> packed.Product:
+    """kernels.linear by vLLM's own product, whose float32 copy of this weight oneDNN packed."""
+    return partial(kernels.linear, by=compat.onednn_linear(weight.float()))
 
 
 def _tiled(metadata: Any) -> Any:

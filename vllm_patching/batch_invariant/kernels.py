@@ -10,6 +10,7 @@ Why each is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-
 Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in the cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,31 +18,25 @@ from torch import Tensor
 
 QUERY_TILE = 8
 WIDENED_OUTPUTS = 4096  # of a half-precision weight at a time
-PACKED_FOR_ROWS = 32  # what oneDNN is told to expect; any number works
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `packed` is that weight's `pack`, if there is one."""
-    if packed is None and weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, by: Callable[..., Tensor] | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `by`: that weight's product with float32 rows, if not by itself."""
+    if by is None and weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
         parts = weight.split(WIDENED_OUTPUTS)
         biases = [None] * len(parts) if bias is None else bias.split(WIDENED_OUTPUTS)
         return torch.cat([linear(x, part, of_part) for part, of_part in zip(parts, biases, strict=True)], -1)
     rows = x.reshape(-1, x.shape[-1]).float()
     if len(rows) == 1:
         rows = rows.repeat(2, 1)
-    product = _onednn_linear(rows, weight.float() if packed is None else packed, None if bias is None else bias.float())
+    bias = None if bias is None else bias.float()
+    product = _onednn_linear(rows, weight.float(), bias) if by is None else by(rows, weight, bias)
     return product[: x.numel() // x.shape[-1]].view(*x.shape[:-1], -1).to(x.dtype)
 
 
 def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return result
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A float32 copy of weight [out, in] in the layout that oneDNN's product reads as it is; a plain one is transposed at every product."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().float(), PACKED_FOR_ROWS)
-    return packed
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:

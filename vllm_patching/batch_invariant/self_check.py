@@ -4,6 +4,7 @@ That oneDNN sums in one order for every row count is how its AVX-512 kernels are
 checked where it is used, on every shape of the model and with this process's threads, and a machine where it fails is refused.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -39,15 +40,16 @@ def _check(out: int, width: int) -> None:
         )
 
 
-def packing_is_exact(weight: torch.Tensor) -> bool:
-    """Whether products with packed weights of this shape have the bits of those with plain ones, in every batch."""
-    return _packing_is_exact(min(weight.shape[0], MOST_OUTPUTS), weight.shape[1])
+def packing_is_exact(weight: torch.Tensor, pack: Callable[[torch.Tensor], Callable[..., torch.Tensor]]) -> bool:
+    """Whether `pack(weight)`, a product by a copy of a weight of this shape, has the bits of the product by the weight, in every batch."""
+    return _packing_is_exact(min(weight.shape[0], MOST_OUTPUTS), weight.shape[1], pack)
 
 
 @cache
-def _packing_is_exact(out: int, width: int) -> bool:
+def _packing_is_exact(out: int, width: int, pack: Callable[[torch.Tensor], Callable[..., torch.Tensor]]) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator)
     rows = torch.randn(ROWS[-1], width, generator=generator)
-    whole, packed = kernels.linear(rows, weight), kernels.pack(weight)
-    return all(torch.equal(kernels.linear(rows[-count:], weight, packed=packed), whole[-count:]) for count in ROWS)
+    bias = torch.randn(out, generator=generator)
+    whole, product = kernels.linear(rows, weight, bias), pack(weight)
+    return all(torch.equal(product(rows[-count:], weight, bias), whole[-count:]) for count in ROWS)

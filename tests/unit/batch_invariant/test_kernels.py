@@ -6,9 +6,8 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from vllm_patching.batch_invariant import kernels
+from vllm_patching.batch_invariant import hooks, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
-from vllm_patching.batch_invariant.packed import PackedLinear, forget, hold_once
 from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
@@ -50,28 +49,9 @@ def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> N
 def test_packed_weights_give_the_bits_of_plain_ones(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
-    packed = kernels.pack(weight)
+    by_copy = hooks.pack(weight.clone())
     for count in ROWS:
-        assert torch.equal(kernels.linear(x[:count], weight, bias, packed), kernels.linear(x[:count], weight, bias)), count
-
-
-def test_a_layer_packs_once_until_it_is_told_that_the_weights_are_others() -> None:
-    x, weight = torch.randn(3, 64), torch.randn(40, 64)
-    layer = PackedLinear()
-    try:
-        before = layer(x, weight)
-        assert torch.equal(before, kernels.linear(x, weight))
-        weight.mul_(2)
-        assert torch.equal(layer(x, weight), before)  # so it was the copy that was multiplied
-        forget()
-        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
-        hold_once(True)
-        weight.mul_(2)
-        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
-        weight.mul_(2)
-        assert torch.equal(layer(x, weight), kernels.linear(x, weight))
-    finally:
-        hold_once(False)
+        assert torch.equal(by_copy(x[:count], weight, bias), kernels.linear(x[:count], weight, bias)), count
 
 
 def test_row_parallel_linear_sums_the_ranks_shares() -> None:
@@ -147,11 +127,9 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch: py
         check_weight(torch.empty(21, 45))
 
 
-def test_packing_is_left_out_on_a_machine_where_it_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packing_is_exact(torch.empty(22, 45))
-    pack = kernels.pack
-    monkeypatch.setattr(kernels, "pack", lambda weight: pack(weight * (1 + 1e-6)))
-    assert not packing_is_exact(torch.empty(23, 45))
+def test_packing_is_left_out_on_a_machine_where_it_changes_bits() -> None:
+    assert packing_is_exact(torch.empty(22, 45), hooks.pack)
+    assert not packing_is_exact(torch.empty(22, 45), lambda weight: hooks.pack(weight * (1 + 1e-6)))
 
 
 def test_switching_on_refuses_what_contradicts_it() -> None:

@@ -1,0 +1,75 @@
+"""Packed copies of weights: made once, dropped with the weights they copy, and never for long at a time."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from vllm_patching import packed
+from vllm_patching.packed import PackedLinear, Product
+
+
+class Clock:
+    """Time that passes only where a layer is packed: two seconds each."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(packed, "time", clock)
+    packed.hold_once(False)
+    yield clock
+    packed.hold_once(False)
+
+
+def layers(clock: Clock, count: int) -> list[PackedLinear]:
+    def pack(weight: Tensor) -> Product:
+        clock.now += 2
+        copy = weight.clone()
+        return lambda x, weight, bias: linear(x, copy, bias)
+
+    return [PackedLinear(linear, pack) for _ in range(count)]
+
+
+def test_a_layer_packs_once_until_the_weights_are_others(clock: Clock) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(40, 64)
+    (layer,) = layers(clock, 1)
+    before = layer(x, weight)
+    assert torch.equal(before, linear(x, weight))
+    weight.mul_(2)
+    assert torch.equal(layer(x, weight), before)  # so it was the copy that was multiplied
+    packed.forget()
+    assert torch.equal(layer(x, weight), linear(x, weight))
+    assert clock.now == 104
+
+
+def test_weights_that_are_held_once_are_not_copied(clock: Clock) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(40, 64)
+    (layer,) = layers(clock, 1)
+    layer(x, weight)
+    packed.hold_once(True)
+    for _ in range(2):
+        weight.mul_(2)
+        assert torch.equal(layer(x, weight), linear(x, weight))
+    assert clock.now == 102
+
+
+def test_packing_takes_a_quarter_of_the_time_at_most_and_gives_right_products_meanwhile(clock: Clock) -> None:
+    x, weight = torch.randn(3, 64), torch.randn(40, 64)
+    model = layers(clock, 3)
+    packings = []
+    for _ in range(40):
+        before = clock.now
+        assert all(torch.equal(layer(x, weight), linear(x, weight)) for layer in model)
+        if clock.now > before:
+            packings.append(before)
+        clock.now += 1  # the rest of a forward pass
+    assert len(packings) == 3 and all(later - earlier >= 8 for earlier, later in zip(packings, packings[1:], strict=False))
