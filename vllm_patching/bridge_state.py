@@ -185,7 +185,7 @@ class BridgeState:
     async def _apply(self, current: Session, version: int) -> dict[str, Any]:
         log.info("Committing policy version %d: pausing generation, at most %.0f s", version, RPC_DEADLINE_S)
         start = time.perf_counter()
-        await self.engine.pause_generation(mode="keep", clear_cache=True)
+        await compat.pause(self.engine)
         paused = time.perf_counter()
         try:
             applied = await self.rpc("bridge_apply", current.id, version)

@@ -290,6 +290,19 @@ def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:
     return [int(spans[0].version), int(spans[-1].version)] if spans else [finished, finished]
 
 
+async def pause(engine: Any) -> None:
+    """Let the engine stand still between two forward steps: requests are kept, what caches hold of the weights is cleared.
+
+    That is vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps in the end for the last outputs to have arrived.
+    Nobody waits for those: since 0.32 each token comes with the version of its weights.
+    """
+    if VERSION < Version("0.32"):
+        await engine.pause_generation(mode="keep", clear_cache=True)
+        return
+    await engine.renderer.clear_mm_cache_async()
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+
 async def label_weights(engine: Any, policy_version: int) -> None:
     """Tell vLLM which policy it serves, so that it labels sampled tokens; it keeps such labels since 0.27.1."""
     if VERSION >= Version("0.27.1"):

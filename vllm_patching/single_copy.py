@@ -81,7 +81,7 @@ async def pause(bridge: "BridgeState", session: "Session", version: int, deadlin
     """Stop generation so that the trainer may write; from now on it is watched."""
     asked = time.perf_counter()
     log.info("Pausing generation while trainer %s makes policy version %d, at most %.0f s", session.trainer, version, deadline_s)
-    await bridge.engine.pause_generation(mode="keep", clear_cache=True)
+    await compat.pause(bridge.engine)
     still = time.perf_counter()
     session.renewed = time.monotonic()
     session.pause = Pause(version, asked, still, time.monotonic() + deadline_s)
