@@ -75,13 +75,15 @@ Update: the optimizer step, part of the stall for single copy only. Transfer: by
 Stall: generation stands still. Apply: the part of it in which the weights change. Served after: from the end of update and transfer until
 the trainer knows that the new version is served.
 
-| mode | server alone | both | weights in memory files | peak extra | files, threads | requests, failed |
-|---|---|---|---|---|---|---|
+| mode | server alone | both | at the end | weights in memory files | peak extra | files, threads | requests, failed |
+|---|---|---|---|---|---|---|---|
 {memory}
 
-Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is after the first step,
-so with gradients and moments, and "peak extra" is what one more sync takes above that. The memory files hold vLLM's live weights, which a
-single-copy trainer has no copy of, and the staging of a broadcast. Open files and threads are those after the first step and at the end.
+Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is after the first
+step, so with gradients and moments, and "peak extra" is what one more sync takes above that. At the end vLLM also holds the packed
+copies of its weights that it makes while it generates (none beside a single copy), its KV cache, and what else its requests have
+touched. The memory files hold vLLM's live weights, which a single-copy trainer has no copy of, and the staging of a broadcast. Open
+files and threads are those after the first step and at the end.
 
 | goal | measured | limit | |
 |---|---|---|---|
@@ -196,7 +198,7 @@ def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any
             result["peak"] = sampler.stop()
         else:
             result["counts"].append(_counts(roots))
-            result |= message
+            result |= message | {"end": _pss(roots)}
         if message["event"] != "synced":
             trainer.stdin.write("\n")
             trainer.stdin.flush()
@@ -370,7 +372,8 @@ def _times(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
 def _memory(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
     for name, found in figures.items():
         alone = "" if found["server_alone"] is None else f"{found['server_alone'] / 1e6:.0f}"
-        held = f"{found['steady'] / 1e6:.0f} | {found['weights'] / 1e6:.0f} | {max(0, found['peak'] - found['steady']) / 1e6:.0f}"
+        extra = max(0, found["peak"] - found["steady"])
+        held = " | ".join(f"{nbytes / 1e6:.0f}" for nbytes in (found["steady"], found["end"], found["weights"], extra))
         counts = " → ".join(f"{files}, {threads}" for files, threads in found["counts"])
         yield f"| {name} | {alone} | {held} | {counts} | {found['served']}, {found['failed']} |"
 

