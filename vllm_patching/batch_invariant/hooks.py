@@ -68,6 +68,7 @@ def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
     self_check.check_weight(weight)
     if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
         return packed.PackedLinear(kernels.linear, pack)
+    log.warning_once("Packed weights of shape %s give other bits here: by the plain ones then, which is slower", tuple(weight.shape))
     return kernels.linear
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from vllm_patching import packed
 from vllm_patching.batch_invariant import hooks, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
 from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
@@ -46,12 +47,12 @@ def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (96, 33), (64, kernels.WIDENED_OUTPUTS + 100)])
-def test_packed_weights_give_the_bits_of_plain_ones(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
+def test_packed_weights_give_the_bits_that_the_self_check_says(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
     by_copy = hooks.pack(weight.clone())
-    for count in ROWS:
-        assert torch.equal(by_copy(x[:count], weight, bias), kernels.linear(x[:count], weight, bias)), count
+    same = all(torch.equal(by_copy(x[:count], weight, bias), kernels.linear(x[:count], weight, bias)) for count in ROWS)
+    assert same == packing_is_exact(weight, hooks.pack)
 
 
 def test_row_parallel_linear_sums_the_ranks_shares() -> None:
@@ -128,8 +129,11 @@ def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch: py
 
 
 def test_packing_is_left_out_on_a_machine_where_it_changes_bits() -> None:
-    assert packing_is_exact(torch.empty(22, 45), hooks.pack)
-    assert not packing_is_exact(torch.empty(22, 45), lambda weight: hooks.pack(weight * (1 + 1e-6)))
+    def copied(weight: torch.Tensor) -> packed.Product:
+        return lambda x, _, bias: kernels.linear(x, weight.clone(), bias)
+
+    assert packing_is_exact(torch.empty(22, 45), copied)
+    assert not packing_is_exact(torch.empty(22, 45), lambda weight: copied(weight * (1 + 1e-6)))
 
 
 def test_switching_on_refuses_what_contradicts_it() -> None:
