@@ -24,6 +24,8 @@ class VllmClient:
         self.url = f"http://{host}:{port}"
         self._timeout_s = timeout_s
         self._http = requests.Session()
+        # vLLM closes a kept connection after 5 s idle, maybe just as the next request is on its way; each call makes its own
+        self._http.headers["Connection"] = "close"
         if api_key:
             self._http.headers["Authorization"] = f"Bearer {api_key}"
 
