@@ -4,6 +4,7 @@ several run at a time, which may not.
 
 import os
 import signal
+from collections import Counter
 from pathlib import PurePosixPath
 
 import pytest
@@ -35,6 +36,13 @@ class Lanes(LoadScopeScheduling):
         file = PurePosixPath(nodeid.split("::")[0])
         lane = next((lane for lane in LANES if file.stem in lane and "integration" in file.parts), {str(file)})
         return " ".join(sorted(lane))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """xdist runs one test an id, and would leave out the others without a word."""
+    twice = sorted(nodeid for nodeid, count in Counter(item.nodeid for item in items).items() if count > 1)
+    if twice:
+        raise pytest.UsageError(f"{len(twice)} id(s) belong to several tests, the first is {twice[0]}: give each test an id of its own")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
