@@ -24,7 +24,8 @@ from atroposlib.config import Config, load_config
 from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
 BATCHES = (8, 32)
-ARMS = {"train": ("stock", "exact"), **dict.fromkeys(map(str, BATCHES), ("stock", "server", "exact"))}  # of each task
+ARMS = ("stock", "server", "exact")
+TASKS = {"train": ("stock", "exact"), **dict.fromkeys(map(str, BATCHES), ARMS)}  # and the arms that do each
 
 
 class CostConfig(Config):
@@ -108,13 +109,13 @@ def measure(config: CostConfig) -> dict[str, dict[str, float]]:
     command = [sys.executable, str(Path(__file__).resolve()), "--model", str(config.model), *flags, "--arm"]
     arms = {
         name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        for name in ("stock", "server", "exact")
+        for name in ARMS
     }
     try:
         for arm in arms.values():
             ask(arm, None, "READY")
         best: dict[str, dict[str, float]] = {}
-        for task, names in ARMS.items():
+        for task, names in TASKS.items():
             best[task] = dict.fromkeys(names, float("inf"))
             for _ in range(config.rounds + 1):  # the first warms up
                 for name in names:

@@ -27,7 +27,9 @@ log = compat.init_logger("vllm.atropos_bridge")
 
 
 def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
-    """What makes the product of a layer with such a weight: as stock vLLM does, if it can be seen to that the weight changes."""
+    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made anew for new weights. A compiled model would keep
+    the first for ever, so that one gets torch's.
+    """
     if enforce_eager and compat.has_onednn_linear():
         return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
     return lambda weight: linear
