@@ -2,7 +2,8 @@
 
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
 
-Its one flag of its own, `--batch-invariant`, makes log-probabilities bit-exact (docs/bit-exactness.md).
+Its own flags (`own_flags`) stand beside vLLM's: `--batch-invariant` makes log-probabilities bit-exact (docs/bit-exactness.md),
+`--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503.
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
 distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two
 policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
@@ -10,9 +11,11 @@ modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV blo
 The only module outside vllm_patching/ that imports vLLM.
 """
 
+import argparse
 import atexit
 import ipaddress
 import json
+import math
 import os
 import shutil
 import socket
@@ -30,6 +33,7 @@ PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.adapter_worker.AdapterWorker"
 DEFAULT_PORT = 9001
+DEFAULT_ENGINE_DEADLINE_S = 300.0  # an engine answers between two steps; a step of a long prefill on a CPU takes tens of seconds
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
 
@@ -38,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
     argv = sys.argv[1:] if argv is None else argv
     _environment_before_vllm()
-    argv = _without_batch_invariant(argv)
+    _switch_to_batch_invariant(argv)
     from vllm_patching.version import UnsupportedVllm, check_version
 
     try:
@@ -48,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     from vllm_patching import compat
 
     try:
-        args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()))
+        args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
     except ValueError as error:
         _refuse(str(error))
     _check_model(args.model)
@@ -60,15 +64,35 @@ def main(argv: list[str] | None = None) -> None:
         _refuse(str(error))
 
 
-def _without_batch_invariant(argv: list[str]) -> list[str]:
-    """Take --batch-invariant out of the flags and switch this process and its children to it, before vLLM is imported."""
-    rest = [token for token in argv if token.replace("_", "-") != "--batch-invariant"]
-    if len(rest) < len(argv):
+def own_flags() -> argparse.ArgumentParser:
+    """The flags that are not vLLM's. They are parsed together with vLLM's, so that our endpoints find them in the same namespace."""
+    parser = argparse.ArgumentParser(add_help=False)
+    group = parser.add_argument_group("Atropos", "What Atropos adds to vLLM's server.")
+    group.add_argument("--batch-invariant", action="store_true", help="Make log-probabilities bit-exact (docs/bit-exactness.md).")
+    group.add_argument(
+        "--engine-deadline-s",
+        type=_positive_seconds,
+        default=DEFAULT_ENGINE_DEADLINE_S,
+        help="Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
+        "Longer than the longest prefill step and weight update.",
+    )
+    return parser
+
+
+def _positive_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+    return seconds
+
+
+def _switch_to_batch_invariant(argv: list[str]) -> None:
+    """With --batch-invariant, switch this process and its children to it; vLLM's own parser comes too late, as it imports vLLM."""
+    if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
         try:
             switch_on(os.environ, cpu=_cpu_build_of_vllm())
         except NotInvariant as error:
             _refuse(str(error))
-    return rest
 
 
 def _cpu_build_of_vllm() -> bool:

@@ -5,6 +5,7 @@ Everything else in this package imports vLLM through here, so that a new vLLM re
 
 import importlib
 import os
+from argparse import ArgumentParser
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,12 +346,12 @@ def api_keys(args: Any) -> list[str]:
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
-def parse_serve_arguments(argv: list[str]) -> Any:
-    """vLLM's own `serve` arguments, validated. Exits 2 on a wrong flag, raises ValueError on a wrong combination."""
+def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
+    """vLLM's `serve` arguments and `own_flags`, validated. Exits 2 on a wrong flag, raises ValueError on a wrong combination."""
     # cli.serve imports these names in every supported version, while their homes moved in 0.29 and 0.33
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm_api_server.py")).parse_args(argv)
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm_api_server.py", parents=[own_flags])).parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
