@@ -11,6 +11,7 @@ are not. The calculator computes exactly by a parser (`atroposlib.grading.arithm
 """
 
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from random import Random
 from typing import Any
@@ -125,7 +126,8 @@ def tool_result(text: str) -> str | None:
         value = compute(expression).value
     except ExpressionError as error:
         return f"Error: {error}"
-    return str(value) if value.denominator == 1 else f"{value} = {float(value):.6g}"
+    # Decimal, since a float ends at 1e308 and an expression does not.
+    return str(value) if value.denominator == 1 else f"{value} = {Decimal(value.numerator) / value.denominator:.6g}"
 
 
 def make_question(generator: Random, config: CalculatorConfig) -> Question:

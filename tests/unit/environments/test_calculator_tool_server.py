@@ -26,6 +26,8 @@ def conversation(*turns: str) -> Callable[[str], str]:
         ('<tool_call>{"name": "shell", "arguments": {}}</tool_call>', 'Error: expected {"name": "calculator"'),
         ("<tool_call>", "Error: expected"),
         ("391", None),
+        (CALL.replace("17 * 23", f"1{'0' * 320}/3"), f"1{'0' * 320}/3 = 3.33333e+319"),
+        (CALL.replace("17 * 23", f"1/3{'0' * 400}"), f"1/3{'0' * 400} = 3.33333e-401"),
     ],
 )
 def test_calculator_replies_to_a_call_or_says_what_is_wrong_with_it(text: str, result: str | None) -> None:
