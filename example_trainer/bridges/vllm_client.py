@@ -1,4 +1,8 @@
-"""HTTP client of the vLLM server's bridge routes, as the trainer uses them. Every call has a deadline."""
+"""HTTP client of the vLLM server's bridge routes, as the trainer uses them.
+
+Every call has a deadline and opens its own connection: vLLM closes an idle one after 5 s, perhaps just as the next request leaves, and a
+POST that was lost that way must not be repeated blindly.
+"""
 
 import time
 from typing import Any
@@ -23,11 +27,7 @@ class VllmClient:
     def __init__(self, host: str, port: int, api_key: str | None, timeout_s: float) -> None:
         self.url = f"http://{host}:{port}"
         self._timeout_s = timeout_s
-        self._http = requests.Session()
-        # vLLM closes a kept connection after 5 s idle, maybe just as the next request is on its way; each call makes its own
-        self._http.headers["Connection"] = "close"
-        if api_key:
-            self._http.headers["Authorization"] = f"Bearer {api_key}"
+        self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def wait_until_ready(self, deadline_s: float, *, lora: bool = False) -> dict[str, Any]:
         """The bridge status once the server answers with its bridge on: for LoRA adapters if `lora`, else for whole weights.
@@ -134,7 +134,8 @@ class VllmClient:
     ) -> dict[str, Any]:
         limit_s = min(timeout_s or self._timeout_s, self._timeout_s)
         try:
-            reply = self._http.request(method, self.url + path, json=body, timeout=(CONNECT_S, limit_s))
+            # not a Session: its pool would reuse a connection that the server has closed or is about to close
+            reply = requests.request(method, self.url + path, json=body, headers=self._headers, timeout=(CONNECT_S, limit_s))
         except requests.RequestException as error:
             if raise_transport:
                 raise

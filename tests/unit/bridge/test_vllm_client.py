@@ -21,6 +21,7 @@ class DropsKeptConnections(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.answered = True
+        self.close_connection = False  # whatever the request asked for
         self.send_response(200)
         self.send_header("Content-Length", "2")
         self.end_headers()
