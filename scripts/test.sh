@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Usage: scripts/test.sh [PYTEST ARGUMENTS]
+# Usage: scripts/test.sh [--fast | --nightly] [PYTEST ARGUMENTS]
 #
-# Sets up if needed, then ruff, mypy and the whole pytest suite, of which the last line is pytest's own summary. Arguments go to pytest:
-# scripts/test.sh tests/unit -k queue. Two tests run at a time, as much of the time is waiting; -n 0 runs one. Stops at the first of the
-# three that fails, with its exit status.
+# Sets up if needed, then runs ruff, mypy and pytest, whose summary is the last line. Stops at the first of the three that fails, with its
+# exit status. Two tests run at a time, as much of the time is waiting.
+#
+#   --fast      unit tests only, without the slow ones: about 3 minutes on two cores
+#   --nightly   the long drills too
+#   -n 0, ...   everything else goes to pytest: scripts/test.sh tests/unit -k queue
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh

@@ -1,5 +1,5 @@
-"""What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from run to run, and where
-several run at a time, which may not.
+"""What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from run to run, long drills
+wait for --nightly, and where several tests run at a time, which may not.
 """
 
 import os
@@ -38,8 +38,22 @@ class Lanes(LoadScopeScheduling):
         return " ".join(sorted(lane))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """xdist runs one test an id, and would leave out the others without a word."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="leave out the integration tests and slow unit tests")
+    parser.addoption("--nightly", action="store_true", help="run the long drills too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the set of tests. Refuse equal ids: xdist runs one test of each and leaves out the others without a word."""
+    for item in items:
+        if "integration" in item.path.parts:
+            item.add_marker("integration")
+    left_out = set() if config.getoption("--nightly") else {"nightly"}
+    if config.getoption("--fast"):
+        left_out |= {"slow", "integration"}
+    marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if marks[item] & left_out])
+    items[:] = [item for item in items if not marks[item] & left_out]
     twice = sorted(nodeid for nodeid, count in Counter(item.nodeid for item in items).items() if count > 1)
     if twice:
         raise pytest.UsageError(f"{len(twice)} id(s) belong to several tests, the first is {twice[0]}: give each test an id of its own")

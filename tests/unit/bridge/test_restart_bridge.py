@@ -259,6 +259,7 @@ def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(make: Mak
     end(theirs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_trainer_ends_its_server_within_ten_seconds(with_signal: signal.Signals, model: str, tmp_path: Path) -> None:
     """While it waits for a server that does not come up and ignores TERM."""

@@ -209,6 +209,7 @@ def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp
     assert code == 1 and "vLLM refuses the key" in shown
 
 
+@pytest.mark.slow
 def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         code, shown = run_doctor("--mode", "restart", "--api-port", str(held.getsockname()[1]))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -31,6 +33,7 @@ def test_a_machine_without_a_gpu_is_told_so_with_status_2(tmp_path: Path) -> Non
     assert "no GPU on this machine" in done.stderr and "nothing was checked" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_failing_check_is_in_the_table_and_the_status(tmp_path: Path) -> None:
     before = set((ROOT / "runs").glob("*"))
     # one GPU of 1 MiB, beside a PyTorch for CPUs or a model that is larger: the doctor must fail

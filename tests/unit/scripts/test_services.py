@@ -162,6 +162,7 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> None:
     launcher = start_shell(f'own_run $1; start_service deaf $1/deaf.log {sys.executable} -c "$2"; monitor 10 deaf', tmp_path, STUBBORN)
     deaf = await_record(tmp_path, "deaf")
