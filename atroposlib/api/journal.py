@@ -1,16 +1,12 @@
 """The journal: every change of the API's state, on disk before its reply. One SQLite file (WAL), written by one thread.
 
-    event loop ── write(change, bodies) ──▶ thread: as many writes as wait, one transaction, one fsync ──▶ done(None or JournalError)
-    start:  open ── changes() in order, bodies() ──▶ the state as it was
+    event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(None or JournalError)
+    start:  open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ from here on the file is written
 
-    changes   number, change (encoded), its CRC        a snapshot replaces all changes up to its number
-    bodies    id of a group, its bytes, their CRC      removed some time after the group has left; `keep_only` removes the rest
-
-A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. SQLite's exclusive lock keeps
-a second API out. What a change means is not known here.
+A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. Until `keep_only` the file is
+only read: one that is refused stays as it was found. The lock on the head keeps a second API out. What a change means is not known here.
 """
 
-import contextlib
 import queue
 import sqlite3
 import threading
@@ -18,34 +14,13 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
-FORMAT = 1
-PAGE_BYTES = 16_384  # groups are large
-CHECKPOINT_PAGES = 512  # 8 MiB of log between checkpoints: writes wait while one runs, so it must be short
-LOCK_TIMEOUT_S = 5.0  # an API that is just ending still holds the file
+from atroposlib.api import journal_file
+from atroposlib.api.journal_file import FORMAT, AsFound, Body, JournalDamaged, JournalError, JournalReader
+from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, Mark, chain_start, chained, new_id
+
 MAX_TOGETHER = 256  # writes in one transaction
 VACUUM_FROM_BYTES = 64 * 2**20  # free space in the file at start that is given back to the disk
-
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS changes (number INTEGER PRIMARY KEY, crc INTEGER NOT NULL, change BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS bodies (id INTEGER PRIMARY KEY, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL);
-"""
-
-
-class JournalError(Exception):
-    """The journal cannot be opened, read or written; the message is one line with the remedy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """The bytes of one group, as MessagePack (`packed`) or JSON."""
-
-    id: int
-    data: bytes
-    packed: bool
-
 
 Done = Callable[[JournalError | None], None]
 
@@ -62,106 +37,82 @@ class _Write:
 
 
 class Journal:
-    """An open journal. Raises JournalError from the constructor on; methods but `write` and `close` are for the start."""
+    """An open journal. Raises JournalError from the constructor on; methods but `write`, `forget` and `close` are for the start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
         self._forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._db = self._open()
+        self._broken: JournalError | None = None
+        self._head = _own(path)
+        self._found = AsFound(path)
+        self._db: sqlite3.Connection | None = None
+        self._reader: JournalReader | None = None
+        try:
+            self._reader = self._read()
+        except JournalError:
+            self.close()
+            raise
 
     # --- start ------------------------------------------------------------------------------------------------------------
 
     def changes(self) -> Iterator[tuple[int, bytes]]:
-        """(number, change) of all changes, in order."""
-        for number, crc, change in self._rows("SELECT number, crc, change FROM changes ORDER BY number"):
-            yield number, self._checked(change, crc, f"change {number}")
+        """(number, change) of all changes, in order. Raises JournalDamaged unless the newest acknowledged one is among them."""
+        assert self._reader is not None
+        return self._reader.changes(self._head.record)
 
     def bodies(self) -> Iterator[Body]:
         """All bodies that are there."""
-        for identity, packed, crc, body in self._rows("SELECT id, packed, crc, body FROM bodies"):
-            yield Body(identity, self._checked(body, crc, f"the body of group {identity}"), bool(packed))
+        assert self._reader is not None
+        return self._reader.bodies()
 
     def keep_only(self, ids: set[int]) -> None:
-        """Remove all other bodies, and give the space of many back to the disk."""
-        with self._reading():
-            others = [(identity,) for (identity,) in self._db.execute("SELECT id FROM bodies") if identity not in ids]
-            with self._db:
-                self._db.executemany("DELETE FROM bodies WHERE id = ?", others)
-            if self._db.execute("PRAGMA freelist_count").fetchone()[0] * PAGE_BYTES > VACUUM_FROM_BYTES:
-                self._db.execute("PRAGMA incremental_vacuum").fetchall()
+        """End reading: from here on the file is written. Remove all other bodies, and give the space of many back to the disk."""
+        assert self._reader is not None
+        self._reader.close()
+        with journal_file.reading(self.path):
+            db = self._db = sqlite3.connect(self.path, timeout=journal_file.LOCK_TIMEOUT_S, check_same_thread=False)
+            journal_file.prepare(db)
+            self._newest = self._reader.newest if self._reader.format == FORMAT else journal_file.make_tables(db, *self._beginning())
+            others = [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in ids]
+            with db:
+                db.executemany("DELETE FROM bodies WHERE id = ?", others)
+            if db.execute("PRAGMA freelist_count").fetchone()[0] * journal_file.PAGE_BYTES > VACUUM_FROM_BYTES:
+                db.execute("PRAGMA incremental_vacuum").fetchall()
+        self._reader = None
+        if error := self._note_newest():
+            raise error
 
-    def _open(self) -> sqlite3.Connection:
-        if not self.path.parent.is_dir():
-            raise JournalError(f"--journal {self.path}: the folder {self.path.parent} does not exist; create it, or give another path")
-        try:
-            db = sqlite3.connect(self.path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise JournalError(f"--journal {self.path} cannot be opened ({error}); give another path, or --in-memory") from None
-        try:
-            self._prepare(db)
-        except sqlite3.Error as error:
-            db.close()
-            raise self._unusable(error) from None
-        except JournalError:
-            db.close()
-            raise
-        return db
+    def _read(self) -> JournalReader:
+        head = self._head
+        acknowledged = 0 if head.record is None else head.record.newest.number
+        if not self.path.exists():
+            if acknowledged:
+                raise self.damaged(f"the file is missing, and {head.path} names {acknowledged} acknowledged changes")
+            if journal_file.wal_path(self.path).exists():
+                raise self.damaged("the file is missing beside its -wal")
+            with journal_file.reading(self.path):
+                journal_file.create(self.path, self._beginning()[1])
+        reader = JournalReader(self.path)
+        if (reader.format == FORMAT) != (head.record is not None) and (reader.format == FORMAT or acknowledged):
+            reader.close()
+            if head.record is not None:
+                raise self.damaged(f"{head.path} belongs to another journal")
+            raise self.damaged(f"{head.path}, which names its newest change, is {'missing' if head.created else 'damaged'}")
+        return reader
 
-    def _prepare(self, db: sqlite3.Connection) -> None:
-        db.execute(f"PRAGMA page_size={PAGE_BYTES}")
-        db.execute("PRAGMA auto_vacuum=INCREMENTAL")
-        db.execute("PRAGMA locking_mode=EXCLUSIVE")
-        db.execute("PRAGMA journal_mode=WAL").fetchall()
-        db.execute("PRAGMA synchronous=FULL")
-        db.execute("PRAGMA secure_delete=OFF").fetchall()
-        db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}").fetchall()
-        db.execute(f"PRAGMA journal_size_limit={CHECKPOINT_PAGES * PAGE_BYTES}").fetchall()
-        db.execute("BEGIN EXCLUSIVE")
-        application, version = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
-        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if tables and (application, version) != (APPLICATION_ID, FORMAT):
-            db.rollback()
-            raise JournalError(
-                f"--journal {self.path} is a database of another kind (application {application:#x}, format {version}; "
-                f"expected {APPLICATION_ID:#x}, {FORMAT}); give another path"
-            )
-        for statement in SCHEMA.strip().splitlines():
-            db.execute(statement)
-        db.execute(f"PRAGMA application_id={APPLICATION_ID}")
-        db.execute(f"PRAGMA user_version={FORMAT}")
-        db.commit()
+    def _beginning(self) -> tuple[Mark, bytes]:
+        """What the first change follows, and the journal's id; from here on the head names both."""
+        if self._head.record is None:
+            journal_id = new_id()
+            self._head.reset(HeadRecord(journal_id, chain_start(journal_id)))
+        assert self._head.record is not None
+        return self._head.record.newest, self._head.record.journal_id
 
-    def _rows(self, query: str) -> Iterator[tuple[Any, ...]]:
-        with self._reading():
-            yield from self._db.execute(query)
-
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._unusable(error) from None
-
-    def _checked(self, content: bytes, crc: int, what: str) -> bytes:
-        if zlib.crc32(content) != crc:
-            raise JournalError(f"--journal {self.path} is damaged: {what} has other bytes than were written; {self.remedy}")
-        return content
-
-    @property
-    def remedy(self) -> str:
-        """What to do about a damaged file."""
-        return f"restore the file, or begin without its groups: `mv {self.path} {self.path}.damaged` (its -wal file too), then start again"
-
-    def _unusable(self, error: sqlite3.Error) -> JournalError:
-        if "locked" in str(error):
-            return JournalError(
-                f"--journal {self.path} is in use by another batching API; end it, or give this one a path of its own with --journal"
-            )
-        if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
-            return JournalError(f"--journal {self.path} cannot be used ({error}); make its folder writable, free space, or use --in-memory")
-        return JournalError(f"--journal {self.path} is damaged ({error}); {self.remedy}")
+    def damaged(self, what: str) -> JournalDamaged:
+        """An error that says what is wrong, and what to do."""
+        return journal_file.damaged(self.path, what)
 
     # --- service ----------------------------------------------------------------------------------------------------------
 
@@ -178,11 +129,17 @@ class Journal:
             self._forgotten.put(identity)
 
     def close(self) -> None:
-        """Finish all writes and close the file."""
+        """Finish all writes and close the file. One that was only read stays as it was found."""
         if self._thread is not None:
             self._writes.put(None)
             self._thread.join()
-        self._db.close()
+        if self._db is not None:
+            self._db.close()
+        else:
+            if self._reader is not None:
+                self._reader.close()
+            self._found.restore()
+        self._head.close()
 
     def _work(self) -> None:
         while (first := self._writes.get()) is not None:
@@ -211,19 +168,57 @@ class Journal:
             write.done(self._transaction([write], []))
 
     def _transaction(self, writes: list[_Write], forgotten: list[tuple[int]]) -> JournalError | None:
+        if self._broken is not None:
+            return self._broken
+        assert self._db is not None
+        newest = self._newest
         try:
             with self._db:
                 self._db.executemany("DELETE FROM bodies WHERE id = ?", forgotten)
                 for write in writes:
-                    self._db.executemany(
-                        "INSERT INTO bodies (id, packed, crc, body) VALUES (?, ?, ?, ?)",
-                        [(body.id, body.packed, zlib.crc32(body.data), body.data) for body in write.bodies],
-                    )
-                    if write.replaces:
-                        self._db.execute("DELETE FROM changes WHERE number <= ?", (write.number,))
-                    self._db.execute(
-                        "INSERT INTO changes (number, crc, change) VALUES (?, ?, ?)", (write.number, zlib.crc32(write.change), write.change)
-                    )
+                    newest = self._insert(self._db, write, newest)
         except sqlite3.Error as error:
             return JournalError(f"the journal {self.path} cannot be written ({error}); free space on its disk, then post again")
+        self._newest = newest
+        self._broken = self._note_newest()
+        return self._broken
+
+    @staticmethod
+    def _insert(db: sqlite3.Connection, write: _Write, newest: Mark) -> Mark:
+        """One change, and what is the newest then."""
+        crcs = [zlib.crc32(body.data) for body in write.bodies]
+        db.executemany(
+            "INSERT INTO bodies (id, packed, crc, body) VALUES (?, ?, ?, ?)",
+            [(body.id, body.packed, crc, body.data) for body, crc in zip(write.bodies, crcs, strict=True)],
+        )
+        named = b"".join(journal_file.BODY_CRC.pack(body.id, crc) for body, crc in zip(write.bodies, crcs, strict=True))
+        mark = chained(newest, write.number, write.change, named)
+        if write.replaces and newest.number:
+            query = "SELECT hash FROM changes WHERE number <= ? ORDER BY number DESC LIMIT 1"
+            mark = Mark(write.number, db.execute(query, (write.number,)).fetchone()[0])
+            db.execute("DELETE FROM changes WHERE number <= ?", (write.number,))
+        row = journal_file.change_row(mark, write.replaces or not newest.number, named, write.change)
+        db.execute(journal_file.INSERT_CHANGE, row)
+        return max(newest, mark, key=lambda one: one.number)
+
+    def _note_newest(self) -> JournalError | None:
+        """Tell the head. If that fails the file has a change that nobody was told of, and takes no more."""
+        record = self._head.record
+        assert record is not None
+        if record.newest == self._newest:
+            return None
+        try:
+            self._head.write(HeadRecord(record.journal_id, self._newest))
+        except OSError as error:
+            return JournalError(f"{self._head.path} cannot be written ({error.strerror}); mend its disk, then start the API again")
         return None
+
+
+def _own(path: Path) -> Head:
+    journal_file.expect_regular_files(path)
+    try:
+        return Head(path, journal_file.LOCK_TIMEOUT_S)
+    except HeadInUse:
+        raise journal_file.in_use(path) from None
+    except OSError as error:
+        raise JournalError(f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory") from None

@@ -357,20 +357,11 @@ class RolloutService:
 
     def _replay(self, journal: Journal) -> None:
         start = time.monotonic()
-        for number, encoded in journal.changes():
-            change = decode_change(encoded)
-            try:
-                self.state.apply(change)
-            except REFUSALS:
-                pass  # it was refused when it was made, too
-            self.state.take_gone()
-            self._number = self._applied = number
-            self._since_snapshot += 1
-        needed = {rollout.id for rollout in self.state.rollouts()}
-        self._keep([body for body in journal.bodies() if body.id in needed])
-        if missing := needed - self._bodies.keys():
-            raise JournalError(f"--journal {journal.path} is damaged: {len(missing)} groups have no body; {journal.remedy}")
-        journal.keep_only(needed)
+        try:
+            self._read(journal)
+        except JournalError:
+            journal.close()
+            raise
         if not self._number:
             self._number = self._applied = 1
             founded = changes.Founded(_instance())
@@ -388,6 +379,23 @@ class RolloutService:
             self.state.queue.current_step,
             time.monotonic() - start,
         )
+
+    def _read(self, journal: Journal) -> None:
+        for number, encoded in journal.changes():
+            try:
+                self.state.apply(decode_change(encoded))
+            except REFUSALS:
+                pass  # it was refused when it was made, too
+            except (LookupError, TypeError, ValueError) as error:
+                raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
+            self.state.take_gone()
+            self._number = self._applied = number
+            self._since_snapshot += 1
+        needed = {rollout.id for rollout in self.state.rollouts()}
+        self._keep([body for body in journal.bodies() if body.id in needed])
+        if missing := needed - self._bodies.keys():
+            raise journal.damaged(f"{len(missing)} groups have no body")
+        journal.keep_only(needed)
 
     def _compact(self, journal: Journal) -> None:
         self._since_snapshot = 0

@@ -1,0 +1,338 @@
+"""The file of a journal, and reading it without changing a byte. What it holds:
+
+    changes      number, change (encoded), the ids and CRCs of its bodies, a hash over these and the hash of the change before, a CRC
+                 over the whole row. A snapshot replaces all changes up to its number and keeps the hash of the last of them
+    bodies       id of a group, its bytes, their CRC      removed some time after the group has left
+    dead_letters groups that cannot be trained on, with the reason
+    identity     the journal's id, which its head names too
+
+`JournalReader` sees the file as it is at one moment, also while an API writes it. It is open read-only: SQLite then recovers and
+checkpoints nothing, so that a damaged journal stays as it was found.
+"""
+
+import contextlib
+import os
+import sqlite3
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path
+
+APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
+FORMAT = 2
+NO_FORMAT = 0  # of a database without a table
+UNCHAINED_FORMAT = 1  # without hashes and head; it is brought to FORMAT when an API opens it
+LOCK_TIMEOUT_S = 5.0  # an API that is just ending still holds the file
+PAGE_BYTES = 16_384  # groups are large
+CHECKPOINT_PAGES = 512  # 8 MiB of log between checkpoints: writes wait while one runs, so it must be short
+BODY_CRC = struct.Struct("<QI")  # a body's id and CRC, in its change's row
+
+CHANGES = """CREATE TABLE changes (number INTEGER PRIMARY KEY, snapshot INTEGER NOT NULL, crc INTEGER NOT NULL, hash BLOB NOT NULL,
+    bodies BLOB NOT NULL, change BLOB NOT NULL)"""
+BODIES = "CREATE TABLE bodies (id INTEGER PRIMARY KEY, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"
+DEAD_LETTERS = """CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, at REAL NOT NULL, env_id INTEGER, environment TEXT NOT NULL,
+    reason TEXT NOT NULL, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"""
+IDENTITY = "CREATE TABLE identity (id BLOB NOT NULL)"
+INSERT_CHANGE = "INSERT INTO changes (number, snapshot, crc, hash, bodies, change) VALUES (?, ?, ?, ?, ?, ?)"
+
+
+class JournalError(Exception):
+    """The journal cannot be opened, read or written; the message is one line with the remedy."""
+
+
+class JournalDamaged(JournalError):
+    """The journal does not hold all that was acknowledged, or other bytes than were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The bytes of one group, as MessagePack (`packed`) or JSON."""
+
+    id: int
+    data: bytes
+    packed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A group that could not be trained on. `at` is in seconds since 1970."""
+
+    at: float
+    env_id: int | None
+    environment: str
+    reason: str
+    body: Body
+
+
+def change_row(mark: Mark, snapshot: bool, bodies: bytes, change: bytes) -> tuple[int, int, int, bytes, bytes, bytes]:
+    """The values of INSERT_CHANGE."""
+    return mark.number, int(snapshot), _row_crc(mark, int(snapshot), bodies, change), mark.hash, bodies, change
+
+
+def create(path: Path, journal_id: bytes) -> None:
+    """Make an empty journal, under another name first: one whose making was cut off is no journal. Raises sqlite3.Error, OSError."""
+    unfinished = Path(f"{path}.new")
+    for name in (unfinished, wal_path(unfinished), shm_path(unfinished), Path(f"{unfinished}-journal")):
+        name.unlink(missing_ok=True)
+    with contextlib.closing(sqlite3.connect(unfinished)) as db:
+        prepare(db)
+        make_tables(db, chain_start(journal_id), journal_id)
+    os.replace(unfinished, path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def prepare(db: sqlite3.Connection) -> None:
+    """Set up a connection that writes."""
+    db.execute(f"PRAGMA page_size={PAGE_BYTES}")
+    db.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    db.execute("PRAGMA journal_mode=WAL").fetchall()
+    db.execute("PRAGMA synchronous=FULL")
+    db.execute("PRAGMA secure_delete=OFF").fetchall()
+    db.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}").fetchall()
+    db.execute(f"PRAGMA journal_size_limit={CHECKPOINT_PAGES * PAGE_BYTES}").fetchall()
+
+
+def make_tables(db: sqlite3.Connection, newest: Mark, journal_id: bytes) -> Mark:
+    """The tables of FORMAT, in place of an older format's, whose changes are chained to `newest`; the newest of these."""
+    db.execute("BEGIN EXCLUSIVE")
+    version = db.execute("PRAGMA user_version").fetchone()[0]
+    if version == UNCHAINED_FORMAT:
+        db.execute("ALTER TABLE changes RENAME TO unchained")
+    for statement in (CHANGES, DEAD_LETTERS, IDENTITY, *([BODIES] if version == NO_FORMAT else [])):
+        db.execute(statement)
+    db.execute("INSERT INTO identity (id) VALUES (?)", (journal_id,))
+    if version == UNCHAINED_FORMAT:
+        for number, change in db.execute("SELECT number, change FROM unchained ORDER BY number").fetchall():
+            first, newest = not newest.number, chained(newest, number, change, b"")
+            db.execute(INSERT_CHANGE, change_row(newest, first, b"", change))
+        db.execute("DROP TABLE unchained")
+    db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version={FORMAT}")
+    db.commit()
+    return newest
+
+
+def expect_regular_files(path: Path) -> None:
+    """Raise JournalError unless every file of the journal is a regular file or absent: links, devices and pipes are left alone."""
+    if not path.parent.is_dir():
+        raise JournalError(f"--journal {path}: the folder {path.parent} does not exist; create it, or give another path")
+    for name in (path, wal_path(path), shm_path(path), Path(f"{path}-journal"), head_path(path)):
+        try:
+            mode = os.lstat(name).st_mode
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
+        if not stat.S_ISREG(mode):
+            raise JournalError(f"--journal {path} cannot be used: {name} is a {_kind(mode)}, not a regular file; give another path")
+
+
+def wal_path(path: Path) -> Path:
+    """SQLite's write-ahead log."""
+    return Path(f"{path}-wal")
+
+
+def shm_path(path: Path) -> Path:
+    """SQLite's index of the log, which it makes anew from it."""
+    return Path(f"{path}-shm")
+
+
+def damaged(path: Path, what: str) -> JournalDamaged:
+    """An error that says what is wrong, and what to do."""
+    return JournalDamaged(
+        f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a backup, "
+        "or start with --journal-accept-loss, which sets copies aside and keeps what can be read"
+    )
+
+
+class JournalReader:
+    """See the module's head. Methods raise JournalError; the first read to the last see the same moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        expect_regular_files(path)
+        try:
+            if path.stat().st_size == 0:  # SQLite would take it for a new one, and delete its log
+                raise damaged(path, "the file is empty")
+            self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
+        except (OSError, sqlite3.Error) as error:
+            raise JournalError(f"--journal {path} cannot be opened ({error}); give another path, or --in-memory") from None
+        self._db.text_factory = bytes  # a damaged text must not fail to decode
+        self._crcs: dict[int, int] = {}  # of bodies, as the changes say
+        self.newest = Mark(0, b"")  # once `changes` has come to its end
+        try:
+            with reading(path):
+                self._db.execute("BEGIN")
+                application, self.format = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+                tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+            if tables and (application != APPLICATION_ID or self.format not in (FORMAT, UNCHAINED_FORMAT)):
+                raise JournalError(
+                    f"--journal {path} is a database of another kind (application {application:#x}, format {self.format}; "
+                    f"expected {APPLICATION_ID:#x}, {FORMAT}); give another path"
+                )
+            self._check_structure()
+            self.id = self._identity() if self.format == FORMAT else None
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Let the moment go."""
+        self._db.close()
+
+    def changes(self, head: HeadRecord | None = None) -> Iterator[tuple[int, bytes]]:
+        """(number, change) of all changes, in order. Raises JournalDamaged in the end, too: if `head` names a change that is not there."""
+        if self.id is None:
+            yield from self._unchained_changes()
+            return
+        newest, seen, first = chain_start(self.id), False, None
+        for row in self._rows("SELECT number, snapshot, crc, hash, bodies, change FROM changes ORDER BY number"):
+            number, snapshot, crc, digest, bodies, change = row
+            if not all(isinstance(value, bytes) for value in (digest, bodies, change)):
+                raise self.damaged(f"change {number} has other bytes than were written")
+            mark = Mark(number, digest)
+            if crc != _row_crc(mark, snapshot, bodies, change) or len(bodies) % BODY_CRC.size:
+                raise self.damaged(f"change {number} has other bytes than were written")
+            if bool(snapshot) != (first is None) or not snapshot and chained(newest, number, change, bodies) != mark:
+                raise self.damaged(f"change {number} does not follow the one before it ({newest.number})")
+            first = number if first is None else first
+            newest, seen = mark, seen or (head is not None and head.newest.hash == digest)
+            self._crcs.update(BODY_CRC.iter_unpack(bodies))
+            yield number, change
+        self.newest = newest
+        if head is not None and not seen:
+            self._expect_head(head, newest, first)
+
+    def bodies(self) -> Iterator[Body]:
+        """All bodies that are there. To be called after `changes`."""
+        if self.format == NO_FORMAT:
+            return
+        for identity, packed, crc, body in self._rows("SELECT id, packed, crc, body FROM bodies"):
+            if self._crcs.get(identity, crc) != crc:
+                raise self.damaged(f"the body of group {identity} is not the one that its change names")
+            yield Body(identity, self._checked(body, crc, f"the body of group {identity}"), bool(packed))
+
+    def dead_letters(self) -> Iterator[DeadLetter]:
+        """The groups that were set aside."""
+        if self.id is None:
+            return
+        for row in self._rows("SELECT id, at, env_id, environment, reason, packed, crc, body FROM dead_letters ORDER BY id"):
+            identity, at, env_id, environment, reason, packed, crc, content = row
+            body = Body(identity, self._checked(content, crc, f"dead letter {identity}"), bool(packed))
+            if not (isinstance(at, float) and isinstance(environment, bytes) and isinstance(reason, bytes)):
+                raise self.damaged(f"dead letter {identity} has other bytes than were written")
+            yield DeadLetter(at, env_id, environment.decode(errors="replace"), reason.decode(errors="replace"), body)
+
+    def copy_to(self, path: Path) -> None:
+        """Write the file as it is at this moment to another path."""
+        with contextlib.closing(sqlite3.connect(path)) as copy, reading(self.path):
+            self._db.backup(copy)
+
+    def damaged(self, what: str) -> JournalDamaged:
+        """An error that says what is wrong, and what to do."""
+        return damaged(self.path, what)
+
+    def _check_structure(self) -> None:
+        """A log that is cut off in the middle of what was checkpointed leaves pages of two moments, whose rows may all look right."""
+        with reading(self.path):
+            ((found,),) = self._db.execute("PRAGMA quick_check(1)").fetchall()
+        if found != b"ok":
+            raise self.damaged(" ".join(found.decode(errors="replace").split()))
+
+    def _identity(self) -> bytes:
+        rows = list(self._rows("SELECT id FROM identity"))
+        if len(rows) != 1 or not isinstance(rows[0][0], bytes):
+            raise self.damaged("it has no id")
+        return bytes(rows[0][0])
+
+    def _expect_head(self, head: HeadRecord, newest: Mark, first: int | None) -> None:
+        """`head` names no change of the file: that is right only for one that a snapshot has replaced since, or before the first."""
+        if head.journal_id != self.id:
+            raise self.damaged(f"{head_path(self.path)} belongs to another journal")
+        if head.newest.number > newest.number:
+            lost = head.newest.number - newest.number
+            raise self.damaged(
+                f"it ends with change {newest.number}, and {head_path(self.path)} names {head.newest.number} as acknowledged: "
+                f"{lost} change{'s are' if lost > 1 else ' is'} lost"
+            )
+        if first is not None and head.newest.number >= first:
+            raise self.damaged(f"its change {head.newest.number} is not the one that was acknowledged ({head_path(self.path)})")
+
+    def _unchained_changes(self) -> Iterator[tuple[int, bytes]]:
+        if self.format == UNCHAINED_FORMAT:
+            for number, crc, change in self._rows("SELECT number, crc, change FROM changes ORDER BY number"):
+                yield number, self._checked(change, crc, f"change {number}")
+
+    def _checked(self, content: object, crc: object, what: str) -> bytes:
+        if not isinstance(content, bytes) or zlib.crc32(content) != crc:
+            raise self.damaged(f"{what} has other bytes than were written")
+        return content
+
+    def _rows(self, query: str) -> Iterator[tuple[Any, ...]]:
+        with reading(self.path):
+            yield from self._db.execute(query)
+
+
+class AsFound:
+    """What SQLite leaves beside a journal that was only read, as it was before. For the owner of the journal's lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._wal, self._shm = wal_path(path), shm_path(path)
+        self._had_wal = self._wal.exists()
+        self._index = self._shm.read_bytes() if self._shm.exists() else None
+
+    def restore(self) -> None:
+        """Put it back; another reader keeps what it has mapped."""
+        if not self._had_wal:
+            self._wal.unlink(missing_ok=True)
+        if self._index is None:
+            self._shm.unlink(missing_ok=True)
+        elif self._shm.read_bytes() != self._index:
+            other = Path(f"{self._shm}.new")
+            other.write_bytes(self._index)
+            other.replace(self._shm)
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn what SQLite says into a JournalError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise unusable(path, error) from None
+
+
+def unusable(path: Path, error: sqlite3.Error) -> JournalError:
+    """What SQLite's error means for the journal."""
+    name = getattr(error, "sqlite_errorname", "")
+    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return in_use(path)
+    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM")) or (
+        name.startswith("SQLITE_IOERR") and name != "SQLITE_IOERR_SHORT_READ"
+    ):
+        return JournalError(f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory")
+    return damaged(path, str(error))
+
+
+def in_use(path: Path) -> JournalError:
+    """Another API has the journal open."""
+    return JournalError(f"--journal {path} is in use by another batching API; end it, or give this one a path of its own with --journal")
+
+
+def _row_crc(mark: Mark, snapshot: int, bodies: bytes, change: bytes) -> int:
+    return zlib.crc32(change, zlib.crc32(bodies, zlib.crc32(b"%d %r %s" % (mark.number, snapshot, mark.hash))))
+
+
+def _kind(mode: int) -> str:
+    for test, name in ((stat.S_ISLNK, "link"), (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")):
+        if test(mode):
+            return name
+    return "device"
