@@ -60,7 +60,7 @@ class Journal:
     def changes(self) -> Iterator[tuple[int, bytes]]:
         """(number, change) of all changes, in order. Raises JournalDamaged unless the newest acknowledged one is among them."""
         assert self._reader is not None
-        return self._reader.changes(self._head.record)
+        return self._reader.changes()
 
     def bodies(self) -> Iterator[Body]:
         """All bodies that are there."""
@@ -74,7 +74,11 @@ class Journal:
         with journal_file.reading(self.path):
             db = self._db = sqlite3.connect(self.path, timeout=journal_file.LOCK_TIMEOUT_S, check_same_thread=False)
             journal_file.prepare(db)
-            self._newest = self._reader.newest if self._reader.format == FORMAT else journal_file.make_tables(db, *self._beginning())
+            self._newest = (
+                self._reader.newest
+                if self._reader.format == FORMAT
+                else journal_file.make_tables(db, *self._beginning())
+            )
             others = [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in ids]
             with db:
                 db.executemany("DELETE FROM bodies WHERE id = ?", others)
@@ -95,11 +99,11 @@ class Journal:
             with journal_file.reading(self.path):
                 journal_file.create(self.path, self._beginning()[1])
         reader = JournalReader(self.path)
-        if (reader.format == FORMAT) != (head.record is not None) and (reader.format == FORMAT or acknowledged):
+        try:
+            reader.expect(head.record)
+        except JournalError:
             reader.close()
-            if head.record is not None:
-                raise self.damaged(f"{head.path} belongs to another journal")
-            raise self.damaged(f"{head.path}, which names its newest change, is {'missing' if head.created else 'damaged'}")
+            raise
         return reader
 
     def _beginning(self) -> tuple[Mark, bytes]:
@@ -178,7 +182,9 @@ class Journal:
                 for write in writes:
                     newest = self._insert(self._db, write, newest)
         except sqlite3.Error as error:
-            return JournalError(f"the journal {self.path} cannot be written ({error}); free space on its disk, then post again")
+            return JournalError(
+                f"the journal {self.path} cannot be written ({error}); free space on its disk, then post again"
+            )
         self._newest = newest
         self._broken = self._note_newest()
         return self._broken
@@ -210,7 +216,9 @@ class Journal:
         try:
             self._head.write(HeadRecord(record.journal_id, self._newest))
         except OSError as error:
-            return JournalError(f"{self._head.path} cannot be written ({error.strerror}); mend its disk, then start the API again")
+            return JournalError(
+                f"{self._head.path} cannot be written ({error.strerror}); mend its disk, then start the API again"
+            )
         return None
 
 
@@ -221,4 +229,4 @@ def _own(path: Path) -> Head:
     except HeadInUse:
         raise journal_file.in_use(path) from None
     except OSError as error:
-        raise JournalError(f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory") from None
+        raise journal_file.no_use(path, error) from None

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path
+from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
 
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
 FORMAT = 2
@@ -35,7 +35,9 @@ BODY_CRC = struct.Struct("<QI")  # a body's id and CRC, in its change's row
 
 CHANGES = """CREATE TABLE changes (number INTEGER PRIMARY KEY, snapshot INTEGER NOT NULL, crc INTEGER NOT NULL, hash BLOB NOT NULL,
     bodies BLOB NOT NULL, change BLOB NOT NULL)"""
-BODIES = "CREATE TABLE bodies (id INTEGER PRIMARY KEY, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"
+BODIES = (
+    "CREATE TABLE bodies (id INTEGER PRIMARY KEY, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"
+)
 DEAD_LETTERS = """CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, at REAL NOT NULL, env_id INTEGER, environment TEXT NOT NULL,
     reason TEXT NOT NULL, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"""
 IDENTITY = "CREATE TABLE identity (id BLOB NOT NULL)"
@@ -84,9 +86,7 @@ def create(path: Path, journal_id: bytes) -> None:
         prepare(db)
         make_tables(db, chain_start(journal_id), journal_id)
     os.replace(unfinished, path)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(folder)
-    os.close(folder)
+    sync_folder(path)
 
 
 def prepare(db: sqlite3.Connection) -> None:
@@ -123,7 +123,9 @@ def make_tables(db: sqlite3.Connection, newest: Mark, journal_id: bytes) -> Mark
 def expect_regular_files(path: Path) -> None:
     """Raise JournalError unless every file of the journal is a regular file or absent: links, devices and pipes are left alone."""
     if not path.parent.is_dir():
-        raise JournalError(f"--journal {path}: the folder {path.parent} does not exist; create it, or give another path")
+        raise JournalError(
+            f"--journal {path}: the folder {path.parent} does not exist; create it, or give another path"
+        )
     for name in (path, wal_path(path), shm_path(path), Path(f"{path}-journal"), head_path(path)):
         try:
             mode = os.lstat(name).st_mode
@@ -132,7 +134,9 @@ def expect_regular_files(path: Path) -> None:
         except (OSError, ValueError) as error:
             raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
         if not stat.S_ISREG(mode):
-            raise JournalError(f"--journal {path} cannot be used: {name} is a {_kind(mode)}, not a regular file; give another path")
+            raise JournalError(
+                f"--journal {path} cannot be used: {name} is a {_kind(mode)}, not a regular file; give another path"
+            )
 
 
 def wal_path(path: Path) -> Path:
@@ -164,14 +168,19 @@ class JournalReader:
                 raise damaged(path, "the file is empty")
             self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
         except (OSError, sqlite3.Error) as error:
-            raise JournalError(f"--journal {path} cannot be opened ({error}); give another path, or --in-memory") from None
+            raise JournalError(
+                f"--journal {path} cannot be opened ({error}); give another path, or --in-memory"
+            ) from None
         self._db.text_factory = bytes  # a damaged text must not fail to decode
+        self._head: HeadRecord | None = None
         self._crcs: dict[int, int] = {}  # of bodies, as the changes say
         self.newest = Mark(0, b"")  # once `changes` has come to its end
         try:
             with reading(path):
                 self._db.execute("BEGIN")
-                application, self.format = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+                application, self.format = (
+                    self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+                )
                 tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and (application != APPLICATION_ID or self.format not in (FORMAT, UNCHAINED_FORMAT)):
                 raise JournalError(
@@ -188,8 +197,16 @@ class JournalReader:
         """Let the moment go."""
         self._db.close()
 
-    def changes(self, head: HeadRecord | None = None) -> Iterator[tuple[int, bytes]]:
-        """(number, change) of all changes, in order. Raises JournalDamaged in the end, too: if `head` names a change that is not there."""
+    def expect(self, head: HeadRecord | None) -> None:
+        """Have `changes` raise JournalDamaged unless the newest change that was acknowledged is there."""
+        if head is None and self.id is not None:
+            raise self.damaged(f"{head_path(self.path)}, which names its newest change, is missing or damaged")
+        if head is not None and head.newest.number and head.journal_id != self.id:
+            raise self.damaged(f"{head_path(self.path)} belongs to another journal")
+        self._head = head
+
+    def changes(self) -> Iterator[tuple[int, bytes]]:
+        """(number, change) of all changes, in order."""
         if self.id is None:
             yield from self._unchained_changes()
             return
@@ -204,12 +221,12 @@ class JournalReader:
             if bool(snapshot) != (first is None) or not snapshot and chained(newest, number, change, bodies) != mark:
                 raise self.damaged(f"change {number} does not follow the one before it ({newest.number})")
             first = number if first is None else first
-            newest, seen = mark, seen or (head is not None and head.newest.hash == digest)
+            newest, seen = mark, seen or (self._head is not None and self._head.newest.hash == digest)
             self._crcs.update(BODY_CRC.iter_unpack(bodies))
             yield number, change
         self.newest = newest
-        if head is not None and not seen:
-            self._expect_head(head, newest, first)
+        if self._head is not None and not seen:
+            self._expect_among(self._head.newest.number, newest, first)
 
     def bodies(self) -> Iterator[Body]:
         """All bodies that are there. To be called after `changes`."""
@@ -224,7 +241,9 @@ class JournalReader:
         """The groups that were set aside."""
         if self.id is None:
             return
-        for row in self._rows("SELECT id, at, env_id, environment, reason, packed, crc, body FROM dead_letters ORDER BY id"):
+        for row in self._rows(
+            "SELECT id, at, env_id, environment, reason, packed, crc, body FROM dead_letters ORDER BY id"
+        ):
             identity, at, env_id, environment, reason, packed, crc, content = row
             body = Body(identity, self._checked(content, crc, f"dead letter {identity}"), bool(packed))
             if not (isinstance(at, float) and isinstance(environment, bytes) and isinstance(reason, bytes)):
@@ -253,18 +272,18 @@ class JournalReader:
             raise self.damaged("it has no id")
         return bytes(rows[0][0])
 
-    def _expect_head(self, head: HeadRecord, newest: Mark, first: int | None) -> None:
-        """`head` names no change of the file: that is right only for one that a snapshot has replaced since, or before the first."""
-        if head.journal_id != self.id:
-            raise self.damaged(f"{head_path(self.path)} belongs to another journal")
-        if head.newest.number > newest.number:
-            lost = head.newest.number - newest.number
+    def _expect_among(self, acknowledged: int, newest: Mark, first: int | None) -> None:
+        """The head names no change of the file: right before the first, and if a snapshot has replaced it since."""
+        if acknowledged > newest.number:
+            lost = acknowledged - newest.number
             raise self.damaged(
-                f"it ends with change {newest.number}, and {head_path(self.path)} names {head.newest.number} as acknowledged: "
-                f"{lost} change{'s are' if lost > 1 else ' is'} lost"
+                f"it ends with change {newest.number}, and {head_path(self.path)} names {acknowledged} "
+                f"as acknowledged: {lost} change{'s are' if lost > 1 else ' is'} lost"
             )
-        if first is not None and head.newest.number >= first:
-            raise self.damaged(f"its change {head.newest.number} is not the one that was acknowledged ({head_path(self.path)})")
+        if first is not None and acknowledged >= first:
+            raise self.damaged(
+                f"its change {acknowledged} is not the one that was acknowledged ({head_path(self.path)})"
+            )
 
     def _unchained_changes(self) -> Iterator[tuple[int, bytes]]:
         if self.format == UNCHAINED_FORMAT:
@@ -303,11 +322,13 @@ class AsFound:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what SQLite says into a JournalError."""
+    """Turn what SQLite and the system say into a JournalError."""
     try:
         yield
     except sqlite3.Error as error:
         raise unusable(path, error) from None
+    except OSError as error:
+        raise no_use(path, error) from None
 
 
 def unusable(path: Path, error: sqlite3.Error) -> JournalError:
@@ -318,13 +339,22 @@ def unusable(path: Path, error: sqlite3.Error) -> JournalError:
     if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM")) or (
         name.startswith("SQLITE_IOERR") and name != "SQLITE_IOERR_SHORT_READ"
     ):
-        return JournalError(f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory")
+        return no_use(path, error)
     return damaged(path, str(error))
+
+
+def no_use(path: Path, error: Exception) -> JournalError:
+    """The system refuses."""
+    return JournalError(
+        f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory"
+    )
 
 
 def in_use(path: Path) -> JournalError:
     """Another API has the journal open."""
-    return JournalError(f"--journal {path} is in use by another batching API; end it, or give this one a path of its own with --journal")
+    return JournalError(
+        f"--journal {path} is in use by another batching API; end it, or give this one a path of its own with --journal"
+    )
 
 
 def _row_crc(mark: Mark, snapshot: int, bodies: bytes, change: bytes) -> int:
@@ -332,7 +362,12 @@ def _row_crc(mark: Mark, snapshot: int, bodies: bytes, change: bytes) -> int:
 
 
 def _kind(mode: int) -> str:
-    for test, name in ((stat.S_ISLNK, "link"), (stat.S_ISDIR, "folder"), (stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket")):
+    for test, name in (
+        (stat.S_ISLNK, "link"),
+        (stat.S_ISDIR, "folder"),
+        (stat.S_ISFIFO, "pipe"),
+        (stat.S_ISSOCK, "socket"),
+    ):
         if test(mode):
             return name
     return "device"

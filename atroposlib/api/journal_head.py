@@ -71,6 +71,13 @@ def chained(before: Mark, number: int, change: bytes, bodies: bytes) -> Mark:
     return Mark(number, digest.digest())
 
 
+def sync_folder(file: Path) -> None:
+    """Put the names in a file's folder on disk."""
+    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(folder)
+    os.close(folder)
+
+
 def read_head(journal: Path) -> HeadRecord | None:
     """The newest whole record; None if there is none. Raises OSError for a head that cannot be read (FileNotFoundError: none there)."""
     return _newest_record(head_path(journal).read_bytes())
@@ -100,6 +107,7 @@ class Head:
         """Put a record in place of both, newer ones included."""
         self.record = None
         self.write(record)
+        sync_folder(self.path)
 
     def close(self) -> None:
         """Give the lock back. A head that this process made and never wrote goes."""
@@ -141,7 +149,9 @@ class Head:
 
 def _newest_record(content: bytes) -> HeadRecord | None:
     records = [_parsed(content[start : start + SLOT_BYTES]) for start in (0, SLOT_BYTES)]
-    return max((record for record in records if record is not None), key=lambda record: record.newest.number, default=None)
+    return max(
+        (record for record in records if record is not None), key=lambda record: record.newest.number, default=None
+    )
 
 
 def _parsed(slot: bytes) -> HeadRecord | None:

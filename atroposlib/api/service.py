@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from atroposlib.api import changes
-from atroposlib.api.changes import Change, PostedGroup, Rollout, decode_change, encode_change
+from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
 from atroposlib.api.figures import Figures
 from atroposlib.api.journal import Body, Journal, JournalError
 from atroposlib.api.leases import Lease
 from atroposlib.api.liveness import Liveness
 from atroposlib.api.queue import Environment, NotRegistered
+from atroposlib.api.replay import replay
 from atroposlib.api.selection import Group
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
-from atroposlib.api.state import REFUSALS, RolloutState
+from atroposlib.api.state import RolloutState
 from atroposlib.api.wire import Acknowledged, EnvRegistration, EnvStatus, Evaluation, Registration
 from atroposlib.logs import get_logger
 
@@ -358,10 +359,15 @@ class RolloutService:
     def _replay(self, journal: Journal) -> None:
         start = time.monotonic()
         try:
-            self._read(journal)
+            replayed = replay(journal)
         except JournalError:
             journal.close()
             raise
+        self.state = replayed.state
+        self._number = self._applied = replayed.number
+        self._since_snapshot = replayed.changes
+        self._keep(replayed.bodies)
+        journal.keep_only(set(self._bodies))
         if not self._number:
             self._number = self._applied = 1
             founded = changes.Founded(_instance())
@@ -379,23 +385,6 @@ class RolloutService:
             self.state.queue.current_step,
             time.monotonic() - start,
         )
-
-    def _read(self, journal: Journal) -> None:
-        for number, encoded in journal.changes():
-            try:
-                self.state.apply(decode_change(encoded))
-            except REFUSALS:
-                pass  # it was refused when it was made, too
-            except (LookupError, TypeError, ValueError) as error:
-                raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
-            self.state.take_gone()
-            self._number = self._applied = number
-            self._since_snapshot += 1
-        needed = {rollout.id for rollout in self.state.rollouts()}
-        self._keep([body for body in journal.bodies() if body.id in needed])
-        if missing := needed - self._bodies.keys():
-            raise journal.damaged(f"{len(missing)} groups have no body")
-        journal.keep_only(needed)
 
     def _compact(self, journal: Journal) -> None:
         self._since_snapshot = 0

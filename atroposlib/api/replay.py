@@ -1,0 +1,49 @@
+"""A journal read back: the state that its changes lead to, and the bytes of the groups in it.
+
+For the API at its start, and for the commands of `run-api journal`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from atroposlib.api.changes import decode_change
+from atroposlib.api.journal_file import Body, JournalError
+from atroposlib.api.state import REFUSALS, RolloutState
+
+
+class Source(Protocol):
+    """What can be replayed: a journal that is open, or a reader of one."""
+
+    def changes(self) -> Iterator[tuple[int, bytes]]: ...
+    def bodies(self) -> Iterator[Body]: ...
+    def damaged(self, what: str) -> JournalError: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """`number` is the newest change's (0 for an empty journal), `changes` how many there are."""
+
+    state: RolloutState
+    bodies: list[Body]
+    number: int
+    changes: int
+
+
+def replay(journal: Source) -> Replayed:
+    """The journal's state. Raises JournalError."""
+    state, newest, count = RolloutState(), 0, 0
+    for number, encoded in journal.changes():
+        try:
+            state.apply(decode_change(encoded))
+        except REFUSALS:
+            pass  # it was refused when it was made, too
+        except (LookupError, TypeError, ValueError) as error:
+            raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
+        state.take_gone()
+        newest, count = number, count + 1
+    needed = {rollout.id for rollout in state.rollouts()}
+    bodies = [body for body in journal.bodies() if body.id in needed]
+    if missing := len(needed) - len(bodies):
+        raise journal.damaged(f"{missing} groups have no body")
+    return Replayed(state, bodies, newest, count)
