@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from packaging.version import Version
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from vllm_patching import packed
 from vllm_patching.version import VERSION
@@ -26,11 +29,14 @@ from vllm_patching.version import VERSION
 __all__ = [
     "ColumnParallelLinear",
     "CudaFunctions",
+    "EngineDeadError",
+    "EngineGenerateError",
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "RequestOutputKind",
     "RowParallelLinear",
     "SamplingParams",
+    "VLLMValidationError",
     "VocabParallelEmbedding",
     "add_before_norm",
     "attend_without_amx",
@@ -282,6 +288,40 @@ def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
         "vLLM's second model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
     }
     return next((name for name, wanted in asked.items() if wanted), None)
+
+
+def vocabulary_size(engine: Any) -> int | None:
+    """How many token ids a prompt may hold; None where placeholders of images and the like stand beyond them."""
+    model = engine.model_config
+    return None if model.is_multimodal_model else model.get_vocab_size()
+
+
+def refuse_undecodable_requests(engine: Any) -> None:
+    """Let `engine`, vLLM's client of its engine process, refuse each request that the other side could not decode, whatever its route.
+
+    There one such request ends the thread that reads all of them. A request is tried where every route hands it over, in its last
+    form and before anything is kept of it; a VLLMValidationError is a 400 on every route.
+    """
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    encoder, decoder = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
+    vocabulary = vocabulary_size(engine)
+    hand_over = engine.output_processor.add_request
+
+    def checked(request: Any, *arguments: Any, **named: Any) -> None:
+        # tensors of vLLM's own making, which may take another way than MessagePack
+        plain = msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)
+        try:
+            decoder.decode(encoder.encode(plain))
+        except Exception as error:  # whatever it is, it would be raised there
+            raise VLLMValidationError(f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}") from error
+        # vLLM lets ids pass that its tokenizer knows and the model does not; an embedding without them ends the engine
+        if vocabulary is not None and request.prompt_token_ids and max(request.prompt_token_ids) >= vocabulary:
+            raise VLLMValidationError(f"prompt token id {max(request.prompt_token_ids)} is not below {vocabulary}, the model's vocabulary")
+        hand_over(request, *arguments, **named)
+
+    engine.output_processor.add_request = checked
 
 
 def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:

@@ -51,6 +51,7 @@ class BridgeEndpoints:
         app.include_router(generate_routes())
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        compat.refuse_undecodable_requests(engine_client)
         enabled = "atropos_bridge" in (args.additional_config or {})
         state.bridge = BridgeState(engine_client, args.model, args.tensor_parallel_size, enabled, state.gate)
         models = state.openai_serving_models

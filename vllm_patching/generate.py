@@ -9,23 +9,28 @@ Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_
 """
 
 import asyncio
-import difflib
+import math
 import uuid
-from typing import Any
+from collections.abc import Iterator
+from typing import Annotated, Any
 
+import msgspec
 from fastapi import Request
 
 from vllm_patching import compat
 from vllm_patching.adapters import Adapters
-from vllm_patching.replies import Refused
+from vllm_patching.replies import Refused, brief
+from vllm_patching.sampling import sampling_params, typed_value
+
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 
 
 async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
     """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused."""
-    prompt = _prompt(body)
-    params = _sampling_params(body)
+    prompt = _prompt(body, compat.vocabulary_size(request.app.state.bridge.engine))
+    params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
     bridge = request.app.state.bridge
     adapter, adapter_version = _adapter(request, body)
     started = bridge.policy_version
@@ -43,8 +48,8 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     hung_up.cancel()
     try:
         output = generating.result()
-    except ValueError as error:  # vLLM's verdict on the prompt, e.g. longer than --max-model-len
-        raise Refused(str(error), 400) from error
+    except (ValueError, compat.VLLMValidationError, compat.EngineGenerateError, compat.EngineDeadError) as error:
+        raise _refusal(error) from error
     refusal = bridge.gate.reason()
     if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
         raise Refused(refusal, 503)
@@ -54,39 +59,43 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
     return reply
 
 
+def _refusal(error: BaseException) -> Refused:
+    """vLLM's verdict on a request, e.g. that it is longer than --max-model-len, or why it could not be served."""
+    if isinstance(error, compat.EngineDeadError):
+        return Refused(brief(error, 500), 503)
+    if isinstance(error, compat.EngineGenerateError):  # it has no message of its own
+        error = error.__cause__ or error
+    of_the_request = isinstance(error, ValueError | TypeError | compat.VLLMValidationError)
+    return Refused(f"vLLM cannot generate: {brief(error, 500)}", 400 if of_the_request else 500)
+
+
 def _adapter(request: Request, body: dict[str, Any]) -> tuple[Any, int | None]:
     """The adapter that the request samples from, and its policy version; nothing and None on a server without LoRA."""
     adapters: Adapters | None = request.app.state.adapters
-    if adapters is None:
-        return None, None
-    return adapters.resolve(body.get("model"))
+    model = typed_value("model", body.get("model"), str | None)
+    return (None, None) if adapters is None else adapters.resolve(model)
 
 
-def _prompt(body: dict[str, Any]) -> Any:
+def _prompt(body: dict[str, Any], vocabulary: int | None) -> Any:
     prompt = body.get("prompt", body)
     if isinstance(prompt, str):
-        return prompt
+        return typed_value("prompt", prompt, str)
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not ids:
         raise Refused("prompt must be a string or {'prompt_token_ids': [non-negative ints]}", 422)
+    ids = typed_value("prompt_token_ids", ids, list[TokenId])
+    if vocabulary is not None and max(ids) >= vocabulary:
+        position = next(position for position, token in enumerate(ids) if token >= vocabulary)
+        raise Refused(
+            f"prompt_token_ids[{position}]={ids[position]}: expected ids below {vocabulary}, the model's vocabulary",
+            400,
+        )
     return {"prompt_token_ids": ids}
 
 
-def _sampling_params(body: dict[str, Any]) -> Any:
-    known = compat.SamplingParams.__struct_fields__
-    chosen = {key: value for key, value in body.items() if key not in _OWN_KEYS and value is not None}
-    for key in chosen:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            raise Refused(f"unknown sampling parameter {key!r}" + (f"; did you mean {close[0]!r}?" if close else ""), 422)
-    try:
-        return compat.SamplingParams(**{"max_tokens": None, **chosen, "output_kind": compat.RequestOutputKind.FINAL_ONLY})
-    except (ValueError, TypeError) as error:
-        raise Refused(str(error), 422) from error
-
-
 async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:
-    outputs = [output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)]
+    request_id = f"generate-{uuid.uuid4().hex}"
+    outputs = [output async for output in engine.generate(prompt, params, request_id, lora_request=adapter)]
     return outputs[-1]
 
 
@@ -105,13 +114,29 @@ def _reply(output: Any, params: Any, started: int, finished: int) -> dict[str, A
         "policy_versions": [compat.policy_versions(sequence, started, finished) for sequence in output.outputs],
     }
     if params.logprobs is not None:
-        reply["logprobs"] = [[[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs]
+        reply["logprobs"] = [
+            [[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs
+        ]
     if params.prompt_logprobs is not None:
         reply["prompt_logprobs"] = [
             None if position is None else {str(token): entry.logprob for token, entry in position.items()}
             for position in output.prompt_logprobs
         ]
+    found = [value for position in _maps(reply) for value in position.values() if not math.isfinite(value)]
+    if found:
+        raise Refused(
+            f"the model computes log-probabilities that are not finite ({found[0]}): its weights or adapter hold such numbers",
+            500,
+        )
     return reply
+
+
+def _maps(reply: dict[str, Any]) -> Iterator[dict[str, float]]:
+    """All log-probabilities of a reply."""
+    for sequence in reply.get("logprobs", []):
+        for (position,) in sequence:
+            yield position
+    yield from filter(None, reply.get("prompt_logprobs", []))
 
 
 def _sampled(sequence: Any) -> list[tuple[int, Any]]:

@@ -3,6 +3,7 @@
 An HTTPException would reach the trainer with the paths in its reason blotted out.
 """
 
+import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Protocol
 
@@ -16,6 +17,14 @@ class Refused(RuntimeError):
     def __init__(self, message: str, status: int = 409) -> None:
         super().__init__(message)
         self.status = status
+
+
+def brief(value: object, limit: int = 80) -> str:
+    """What a client sent, or an error about it, as at most `limit` printable ASCII characters."""
+    text = str(value) if isinstance(value, Exception) else reprlib.repr(value)
+    text = text[:limit].encode("ascii", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return text if len(text) < limit else text[: limit - 3] + "..."
 
 
 class Sessions(Protocol):
