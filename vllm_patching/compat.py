@@ -297,10 +297,10 @@ def vocabulary_size(engine: Any) -> int | None:
 
 
 def refuse_undecodable_requests(engine: Any) -> None:
-    """Let `engine`, vLLM's client of its engine process, refuse each request that the other side could not decode, whatever its route.
+    """Let `engine`, vLLM's client of its engine process, refuse each request that the other side could not decode.
 
-    There one such request ends the thread that reads all of them. A request is tried where every route hands it over, in its last
-    form and before anything is kept of it; a VLLMValidationError is a 400 on every route.
+    There one such request ends the thread that reads all of them. A request is tried where every route hands it over,
+    in its last form and before anything is kept of it; a VLLMValidationError is a 400 on every route.
     """
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -315,10 +315,12 @@ def refuse_undecodable_requests(engine: Any) -> None:
         try:
             decoder.decode(encoder.encode(plain))
         except Exception as error:  # whatever it is, it would be raised there
-            raise VLLMValidationError(f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}") from error
+            message = f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}"
+            raise VLLMValidationError(message) from error
         # vLLM lets ids pass that its tokenizer knows and the model does not; an embedding without them ends the engine
-        if vocabulary is not None and request.prompt_token_ids and max(request.prompt_token_ids) >= vocabulary:
-            raise VLLMValidationError(f"prompt token id {max(request.prompt_token_ids)} is not below {vocabulary}, the model's vocabulary")
+        largest = max(request.prompt_token_ids or [0])
+        if vocabulary is not None and largest >= vocabulary:
+            raise VLLMValidationError(f"prompt token id {largest} is not below {vocabulary}, the model's vocabulary")
         hand_over(request, *arguments, **named)
 
     engine.output_processor.add_request = checked

@@ -125,8 +125,7 @@ def _reply(output: Any, params: Any, started: int, finished: int) -> dict[str, A
     found = [value for position in _maps(reply) for value in position.values() if not math.isfinite(value)]
     if found:
         raise Refused(
-            f"the model computes log-probabilities that are not finite ({found[0]}): its weights or adapter hold such numbers",
-            500,
+            f"the model's log-probabilities are not finite ({found[0]}): its weights or adapter hold such numbers", 500
         )
     return reply
 
