@@ -110,6 +110,12 @@ class GroupsDropped(Change):
     orders: list[int]
 
 
+class GroupsRejected(Change):
+    """Groups, named by their orders, cannot be trained on: they are dead letters."""
+
+    orders: list[int]
+
+
 class EvaluationPosted(Change):
     """A /evaluation."""
 
@@ -125,6 +131,7 @@ class Snapshot(Change):
     queue: QueueDump[Rollout]
     leases: list[Lease[Rollout]]
     answered: list[tuple[str, list[int | None]]]
+    rejected: int = 0
 
 
 AnyChange = (
@@ -142,6 +149,7 @@ AnyChange = (
     | GroupsDropped
     | EvaluationPosted
     | Snapshot
+    | GroupsRejected
 )
 
 encode_change = msgspec.msgpack.Encoder().encode

@@ -10,6 +10,7 @@ from atroposlib.api.group_checks import check_group, read_group, read_groups
 from atroposlib.api.http import MSGPACK, is_packed, read_body, reply, say_once, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
+from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 
 WAIT_FOR_TRAINER = "wait for trainer to start"
@@ -146,26 +147,25 @@ async def _store(
     request: Request, groups: list[tuple[wire.PostedData, bytes]], packed: bool, key: str | None, *, in_list: bool
 ) -> list[int | None]:
     """Check and store the groups of one post with their items, all or none."""
+    needs = service_of(request).needs
     for index, (data, _) in enumerate(groups):
         try:
-            _check(request, data, packed)
+            _check(request, data, packed, needs)
         except RefusedBody as refusal:
             raise refusal.within(index) if in_list else refusal from None
     posted = [PostedGroup(len(data.tokens), data.env_id, _oldest_version(data)) for data, _ in groups]
     service = service_of(request)
-    answer = await service.post(posted, [(item, packed) for _, item in groups], key)
+    answer = await service.post(posted, [(item, packed) for _, item in groups], key, needs)
     for data, _ in groups:
         service.hear_environment(data.env_id)
         service.figures.count_groups([len(sequence) for sequence in data.tokens], data.scores)
     return answer
 
 
-def _check(request: Request, data: wire.PostedData, packed: bool) -> None:
+def _check(request: Request, data: wire.PostedData, packed: bool, needs: Needs) -> None:
     """Raises RefusedBody (422)."""
     service = service_of(request)
-    registration, settings = service.state.queue.registration, service.settings
-    vocab_size = settings.vocab_size or (registration.vocab_size if registration is not None else None)
-    for suspicion in check_group(data, packed=packed, max_sequences=settings.max_sequences, vocab_size=vocab_size):
+    for suspicion in check_group(data, packed=packed, max_sequences=service.settings.max_sequences, needs=needs):
         say_once(request, f"A group of env_id={data.env_id} is passed on although its {suspicion}")
     try:
         service.state.queue.check_size(len(data.tokens))

@@ -49,4 +49,5 @@ def summary(service: RolloutService, before: Figures, seconds: float) -> dict[st
         "score_mean": round((now.score_sum - before.score_sum) / posted, 6) if posted else None,
         "stale_dropped": now.stale_dropped,
         "stale_down_weighted": now.stale_down_weighted,
+        "groups_rejected": now.rejected.total(),
     }

@@ -21,6 +21,7 @@ class Figures:
     stale_dropped: int = 0
     stale_down_weighted: int = 0
     forgotten: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)  # who found the group untrainable -> groups set aside
     refused: Counter[int] = field(default_factory=Counter)  # HTTP status -> replies
 
     def count_groups(self, lengths: list[int], scores: list[float]) -> None:

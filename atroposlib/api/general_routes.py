@@ -1,13 +1,16 @@
 """What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget everything."""
 
+import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from atroposlib.api import wire
+from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.events import status_events
 from atroposlib.api.group_checks import as_json
-from atroposlib.api.http import large_reply, reply, service_of
+from atroposlib.api.http import encode, large_reply, reply, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.logs import get_logger
 
@@ -59,14 +62,19 @@ async def wandb_info(request: Request) -> Response:
 @router.get("/info", **describe(wire.Info))
 async def info(request: Request) -> Response:
     """Batch size in sequences and the longest sequence in tokens."""
-    run = service_of(request).state.queue.registration
-    return reply(wire.Info(run.batch_size, run.max_token_len) if run else wire.Info(-1, -1))
+    service = service_of(request)
+    run, (vocab_size, trainable_only) = service.state.queue.registration, service.needs
+    size, length = (run.batch_size, run.max_token_len) if run is not None else (-1, -1)
+    return reply(wire.Info(size, length, UNSET if vocab_size is None else vocab_size, trainable_only))
 
 
 @router.get("/status", **describe(wire.Status))
 async def status(request: Request) -> Response:
     """Delivered batches and waiting groups."""
-    return reply(service_of(request).state.queue.status())
+    state = service_of(request).state
+    answer = state.queue.status()
+    answer.rejected_groups = state.rejected
+    return reply(answer)
 
 
 @router.get("/latest_example", **describe(wire.ScoredData))
@@ -76,6 +84,26 @@ async def latest_example(request: Request) -> Response:
     if latest is None:
         return reply(wire.NO_EXAMPLE)
     return await large_reply(request, as_json(latest.data) if latest.packed else latest.data)
+
+
+@router.get("/dead-letters", **describe(list[wire.DeadLetter]))
+async def dead_letters(
+    request: Request, limit: int = Query(100, ge=1, le=MAX_LETTERS_IN_MEMORY), groups: bool = Query(False)
+) -> Response:
+    """Groups that were set aside because they cannot be trained on, newest first; with `groups`, their content too.
+
+    The content is left out where it would take too much memory: `run-api journal dead-letters` has it.
+    """
+    letters = service_of(request).dead_letters.newest(limit)
+    return await large_reply(request, encode([_described(kept, groups) for kept in letters]))
+
+
+def _described(kept: Kept, with_group: bool) -> wire.DeadLetter:
+    letter, body = kept.letter, kept.letter.body
+    found = wire.DeadLetter(body.id, letter.at, letter.env_id, letter.environment, letter.reason, kept.size)
+    if with_group and body.data:
+        found.group = msgspec.Raw(as_json(body.data) if body.packed else body.data)
+    return found
 
 
 @router.post("/reset_data", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

@@ -13,8 +13,9 @@ from typing import Any, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from atroposlib.api.decoding import BodyDecoder, Location, RefusedBody, refuse_non_finite, shown
+from atroposlib.api.decoding import BodyDecoder, RefusedBody, refuse_non_finite, shown
 from atroposlib.api.wire import PostedData, ScoredData
+from atroposlib.groups import CHECKED_FIELDS, Needs, Untrainable, check
 
 NULL = {False: b"null", True: b"\xc0"}  # JSON, MessagePack
 _ITEM = [name for name in ScoredData.__struct_fields__ if name != "policy_versions"]
@@ -110,8 +111,20 @@ def as_json(item: bytes) -> bytes:
     return msgspec.json.encode(msgspec.msgpack.decode(item))
 
 
-def check_group(data: PostedData, *, packed: bool, max_sequences: int, vocab_size: int | None) -> list[str]:
-    """Raises RefusedBody (422) for what no trainer can use; returns warnings about lengths that clients are known to get wrong."""
+def flaw(item: bytes, packed: bool, needs: Needs) -> str | None:
+    """Why the trainer cannot use a stored group, or None."""
+    try:
+        check(_CODEC[packed].decode(item), needs)
+    except Untrainable as error:
+        return str(error)
+    return None
+
+
+def check_group(data: PostedData, *, packed: bool, max_sequences: int, needs: Needs) -> list[str]:
+    """Raises RefusedBody (422) for what no trainer can use, or what the registered one cannot.
+
+    Returns warnings about lengths that clients are known to get wrong.
+    """
     count = len(data.tokens)
     if count == 0:
         raise RefusedBody(422, "a group needs at least one sequence", location=("tokens",), value="[]")
@@ -128,8 +141,10 @@ def check_group(data: PostedData, *, packed: bool, max_sequences: int, vocab_siz
     if isinstance(data.policy_versions, list):
         _same_count("policy_versions", data.policy_versions, count)
     _check_messages(data.messages or [])
-    if vocab_size is not None:
-        _check_ids(data, vocab_size)
+    try:
+        check({name: getattr(data, name) or None for name in CHECKED_FIELDS}, needs)
+    except Untrainable as error:
+        raise RefusedBody(422, error.message, location=error.where, kind="untrainable") from None
     if packed:  # JSON cannot say what is refused here
         _check_numbers(data)
     return list(_suspicions(data, lengths))
@@ -155,14 +170,6 @@ def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
                 raise RefusedBody(
                     422, "Message must have 'role' and 'content' fields", location=("messages", index, position), value=shown(message)
                 )
-
-
-def _check_ids(data: ScoredData, vocab_size: int) -> None:
-    for index, sequence in enumerate(data.tokens):
-        for wrong in (min(sequence, default=0), max(sequence, default=0)):
-            if not 0 <= wrong < vocab_size:
-                where: Location = ("tokens", index, sequence.index(wrong))
-                raise RefusedBody(422, f"{wrong} is not an id of the vocabulary of {vocab_size}", location=where, value=str(wrong))
 
 
 def _check_numbers(data: ScoredData) -> None:

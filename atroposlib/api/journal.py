@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from atroposlib.api import journal_file
-from atroposlib.api.journal_file import FORMAT, AsFound, Body, JournalDamaged, JournalError, JournalReader
+from atroposlib.api import dead_letters, journal_file
+from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalDamaged, JournalError, JournalReader
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, Mark, chain_start, chained, new_id
 
 MAX_TOGETHER = 256  # writes in one transaction
@@ -34,6 +34,7 @@ class _Write:
     bodies: Sequence[Body]
     done: Done
     replaces: bool = False
+    letters: Sequence[DeadLetter] = ()
 
 
 class Journal:
@@ -66,6 +67,11 @@ class Journal:
         """All bodies that are there."""
         assert self._reader is not None
         return self._reader.bodies()
+
+    def dead_letters(self) -> Iterator[DeadLetter]:
+        """The newest groups that were set aside, oldest first."""
+        assert self._reader is not None
+        return self._reader.dead_letters(dead_letters.MAX_LETTERS_IN_MEMORY)
 
     def keep_only(self, ids: set[int]) -> None:
         """End reading: from here on the file is written. Remove all other bodies, and give the space of many back to the disk."""
@@ -120,12 +126,21 @@ class Journal:
 
     # --- service ----------------------------------------------------------------------------------------------------------
 
-    def write(self, number: int, change: bytes, bodies: Sequence[Body], done: Done, *, replaces: bool = False) -> None:
+    def write(
+        self,
+        number: int,
+        change: bytes,
+        bodies: Sequence[Body],
+        done: Done,
+        *,
+        replaces: bool = False,
+        letters: Sequence[DeadLetter] = (),
+    ) -> None:
         """Queue a write; `done` is called from the writer's thread once it is on disk, in the order of the writes, or has failed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
             self._thread.start()
-        self._writes.put(_Write(number, change, bodies, done, replaces))
+        self._writes.put(_Write(number, change, bodies, done, replaces, letters))
 
     def forget(self, ids: Iterable[int]) -> None:
         """The bodies of these groups may go, with some later write."""
@@ -198,6 +213,7 @@ class Journal:
             [(body.id, body.packed, crc, body.data) for body, crc in zip(write.bodies, crcs, strict=True)],
         )
         named = b"".join(journal_file.BODY_CRC.pack(body.id, crc) for body, crc in zip(write.bodies, crcs, strict=True))
+        dead_letters.store(db, write.letters)
         mark = chained(newest, write.number, write.change, named)
         if write.replaces and newest.number:
             query = "SELECT hash FROM changes WHERE number <= ? ORDER BY number DESC LIMIT 1"

@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import quote
 
 from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
+from atroposlib.groups import Needs
 
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
 FORMAT = 2
@@ -54,16 +55,17 @@ class JournalDamaged(JournalError):
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The bytes of one group, as MessagePack (`packed`) or JSON."""
+    """The bytes of one group, as MessagePack (`packed`) or JSON. `checked`, the needs that it meets, is not on disk."""
 
     id: int
     data: bytes
     packed: bool
+    checked: Needs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A group that could not be trained on. `at` is in seconds since 1970."""
+    """A group that could not be trained on. `at` is in seconds since 1970, `body` has the letter's own id."""
 
     at: float
     env_id: int | None
@@ -237,13 +239,13 @@ class JournalReader:
                 raise self.damaged(f"the body of group {identity} is not the one that its change names")
             yield Body(identity, self._checked(body, crc, f"the body of group {identity}"), bool(packed))
 
-    def dead_letters(self) -> Iterator[DeadLetter]:
-        """The groups that were set aside."""
+    def dead_letters(self, newest: int | None = None) -> Iterator[DeadLetter]:
+        """The groups that were set aside, or so many of the newest; oldest first."""
         if self.id is None:
             return
-        for row in self._rows(
-            "SELECT id, at, env_id, environment, reason, packed, crc, body FROM dead_letters ORDER BY id"
-        ):
+        limit = "" if newest is None else f" ORDER BY id DESC LIMIT {newest:d}"
+        columns = "id, at, env_id, environment, reason, packed, crc, body"
+        for row in self._rows(f"SELECT {columns} FROM (SELECT {columns} FROM dead_letters{limit}) ORDER BY id"):
             identity, at, env_id, environment, reason, packed, crc, content = row
             body = Body(identity, self._checked(content, crc, f"dead letter {identity}"), bool(packed))
             if not (isinstance(at, float) and isinstance(environment, bytes) and isinstance(reason, bytes)):

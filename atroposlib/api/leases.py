@@ -9,7 +9,7 @@
 A returned batch stays together, so that a run that goes on from its checkpoint trains on the same batches.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Set
 from typing import Generic
 
 from msgspec import Struct
@@ -84,6 +84,14 @@ class LeaseBook(Generic[R]):
     def close(self, leases: Iterable[int]) -> list[Lease[R]]:
         """These batches are done with; those that were known come back."""
         return [self._leases.pop(lease) for lease in leases if lease in self._leases]
+
+    def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:
+        """Take groups out of the batches that a trainer holds: the groups, and how many batches are closed as empty."""
+        removed: list[Group[R]] = []
+        for lease in self.held():
+            removed += [group for group in lease.groups if group.order in orders]
+            lease.groups = [group for group in lease.groups if group.order not in orders]
+        return removed, len(self.close([lease.lease_id for lease in self.held() if not lease.groups]))
 
     def dissolve(self, leases: Iterable[int]) -> list[Group[R]]:
         """The groups of returned batches, which are batches no more."""

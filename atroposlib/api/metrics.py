@@ -38,6 +38,10 @@ class ServiceCollector(Collector):
         stale.add_metric(["dropped"], figures.stale_dropped)
         stale.add_metric(["down-weighted"], figures.stale_down_weighted)
         yield stale
+        rejected = CounterMetricFamily("atropos_groups_rejected", "Groups set aside", labels=["found_by"])
+        for found_by in ("trainer", "delivery"):
+            rejected.add_metric([found_by], figures.rejected[found_by])
+        yield rejected
         refused = CounterMetricFamily("atropos_refused", "Replies of 400 and above", labels=["status"])
         for status, count in sorted(figures.refused.items()):
             refused.add_metric([str(status)], count)

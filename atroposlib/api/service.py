@@ -9,13 +9,18 @@ a journal at once. Deliveries are decided one at a time; posts go on meanwhile. 
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
+from atroposlib.api.dead_letters import DeadLetters
 from atroposlib.api.figures import Figures
-from atroposlib.api.journal import Body, Journal, JournalError
+from atroposlib.api.group_checks import flaw
+from atroposlib.api.journal import Journal
+from atroposlib.api.journal_file import Body, DeadLetter, JournalError
 from atroposlib.api.leases import Lease
 from atroposlib.api.liveness import Liveness
 from atroposlib.api.queue import Environment, NotRegistered
@@ -23,13 +28,24 @@ from atroposlib.api.replay import replay
 from atroposlib.api.selection import Group
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
-from atroposlib.api.state import RolloutState
-from atroposlib.api.wire import Acknowledged, EnvRegistration, EnvStatus, Evaluation, Registration
+from atroposlib.api.state import Batch, RolloutState
+from atroposlib.api.wire import (
+    Acknowledged,
+    EnvRegistration,
+    EnvStatus,
+    Evaluation,
+    Registration,
+    RejectionTaken,
+    SetAside,
+)
+from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 
 COMPACT_FROM = 20_000  # changes since the last snapshot
 RETRY_AFTER_S = 2
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
+MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
+MAX_LOGGED = 10  # of the groups set aside together
 
 log = get_logger(__name__)
 Content = tuple[bytes, bool, float]  # a group's bytes, whether they are MessagePack, its staleness weight
@@ -55,8 +71,10 @@ class RolloutService:
         self.held_bytes = 0
         self.journal_error: str | None = None
         self.new_lease: Callable[[], int] = _random_id
+        self.dead_letters = DeadLetters()
         self._clock = clock
         self._bodies: dict[int, Body] = {}
+        self._untold: deque[SetAside] = deque(maxlen=MAX_UNTOLD)
         self._posting: dict[str, asyncio.Future[Any]] = {}
         self._unwritten_groups = 0
         self._deciding = asyncio.Lock()
@@ -91,7 +109,7 @@ class RolloutService:
         """The next batch, gone from here on; None: not yet. Raises NotRegistered."""
         async with self._deciding:
             await self._before_delivery()
-            delivery = self.state.next_delivery()
+            delivery = await self._next_delivery()
             if delivery is None:
                 return None
             change, groups = delivery
@@ -111,7 +129,7 @@ class RolloutService:
             await self._before_delivery()
             lease = self.state.leases.lost_in_transit(trainer, holding)
             if lease is None:
-                delivery = self.state.next_delivery(trainer, self.new_lease())
+                delivery = await self._next_delivery(trainer, self.new_lease())
                 if delivery is None:
                     return None
                 lease = await self._commit(delivery[0])
@@ -129,6 +147,26 @@ class RolloutService:
                 await self._commit(changes.LeasesAcknowledged(known))
         self.figures.acknowledged += len(known)
         return Acknowledged("success", len(known), [lease for lease in leases if lease not in known])
+
+    async def reject(self, trainer: int, lease_id: int, reasons: Mapping[int, str]) -> RejectionTaken:
+        """Set aside groups of a leased batch, named by their ids, that the trainer cannot train on.
+
+        Raises NotRegistered, NotTheTrainer.
+        """
+        async with self._deciding:
+            self._expect_trainer(trainer)
+            await self._reclaim(trainer)
+            known = self.state.leases.known_to(trainer, [lease_id])
+            groups = {group.record.id: group for lease in known for group in self.state.leases[lease].groups}
+            found = [(groups[identity], reason) for identity, reason in reasons.items() if identity in groups]
+            rejected = await self._set_aside(found, "trainer") if found else []
+        return RejectionTaken("success", rejected, [identity for identity in reasons if identity not in groups])
+
+    def take_untold(self) -> list[SetAside]:
+        """The groups set aside at delivery since the last call."""
+        untold = list(self._untold)
+        self._untold.clear()
+        return untold
 
     async def trainer_heartbeat(self, trainer: int) -> None:
         """The trainer lives. Raises NotRegistered, NotTheTrainer."""
@@ -170,6 +208,62 @@ class RolloutService:
             dropped = await self._commit(changes.GroupsDropped(stale))
             self.figures.stale_dropped += len(dropped)
             log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
+
+    async def _next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
+        """As the state's, but groups that came before the trainer registered and that it cannot use are set aside."""
+        while (delivery := self.state.next_delivery(trainer, new_lease)) is not None:
+            if not (unusable := await self._unusable(delivery[1])):
+                return delivery
+            self._untold += await self._set_aside(unusable, "delivery")
+        return None
+
+    async def _unusable(self, groups: Sequence[Group[Rollout]]) -> list[tuple[Group[Rollout], str]]:
+        """Those that do not meet the trainer's needs, each with the reason. A group that met them is not read again."""
+        needs = self.needs
+        unread = [group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs]
+        if not unread:
+            return []
+        bodies = [self._bodies[group.record.id] for group in unread]
+        reasons = await asyncio.to_thread(lambda: [flaw(body.data, body.packed, needs) for body in bodies])
+        for body, reason in zip(bodies, reasons, strict=True):
+            if reason is None:
+                self._bodies[body.id] = replace(body, checked=needs)
+        return [(group, reason) for group, reason in zip(unread, reasons, strict=True) if reason is not None]
+
+    async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
+        """Make dead letters of groups that wait or are leased."""
+        letters = [self._letter(self.dead_letters.next_id + index, *each) for index, each in enumerate(found)]
+        await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
+        self.dead_letters.add(letters)
+        self.figures.rejected[found_by] += len(letters)
+        told = [
+            SetAside(group.record.id, group.env_id, letter.environment, reason)
+            for (group, reason), letter in zip(found, letters, strict=True)
+        ]
+        for each in told[:MAX_LOGGED]:
+            log.warning(
+                "Set aside group %d of environment %s, which cannot be trained on (found by the %s): %s",
+                each.id,
+                each.environment,
+                found_by,
+                each.reason,
+            )
+        if len(told) > MAX_LOGGED:
+            log.warning("Set aside %d more groups; /dead-letters lists them", len(told) - MAX_LOGGED)
+        return told
+
+    def _letter(self, identity: int, group: Group[Rollout], reason: str) -> DeadLetter:
+        body, environments = replace(self._bodies[group.record.id], id=identity), self.state.queue.environments
+        known = group.env_id is not None and 0 <= group.env_id < len(environments)
+        name = environments[group.env_id].name if known and group.env_id is not None else "unknown"
+        return DeadLetter(time.time(), group.env_id, name, reason, body)
+
+    @property
+    def needs(self) -> Needs:
+        """What the registered trainer needs of a group, as far as is known."""
+        run = self.state.queue.registration
+        vocab_size = self.settings.vocab_size or (run.vocab_size if run is not None else None)
+        return Needs(vocab_size, run is not None and run.trainable_only)
 
     def _count_delivery(self, groups: Sequence[Group[Rollout]]) -> None:
         self.figures.batches += 1
@@ -227,8 +321,16 @@ class RolloutService:
 
     # --- groups -------------------------------------------------------------------------------------------------------------
 
-    async def post(self, groups: Sequence[PostedGroup], contents: Sequence[tuple[bytes, bool]], key: str | None) -> list[int | None]:
+    async def post(
+        self,
+        groups: Sequence[PostedGroup],
+        contents: Sequence[tuple[bytes, bool]],
+        key: str | None,
+        checked: Needs | None = None,
+    ) -> list[int | None]:
         """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the first post.
+
+        `checked` is what they were found to meet.
 
         Raises QueueFull, JournalError, GroupTooLarge.
         """
@@ -241,7 +343,7 @@ class RolloutService:
         self._expect_room(groups, contents)
         first = self._next_id
         self._next_id += len(groups)
-        bodies = [Body(first + index, data, packed) for index, (data, packed) in enumerate(contents)]
+        bodies = [Body(first + index, data, packed, checked) for index, (data, packed) in enumerate(contents)]
         posting = self._submit(changes.GroupsPosted(first, list(groups), key), bodies)
         if key is None:
             return list(await posting)
@@ -289,7 +391,9 @@ class RolloutService:
     async def _commit(self, change: Change) -> Any:
         return await self._submit(change)
 
-    def _submit(self, change: Change, bodies: Sequence[Body] = ()) -> asyncio.Future[Any]:
+    def _submit(
+        self, change: Change, bodies: Sequence[Body] = (), letters: Sequence[DeadLetter] = ()
+    ) -> asyncio.Future[Any]:
         """What `apply` returns once the change is on disk. Raises JournalError or one of REFUSALS."""
         loop = asyncio.get_running_loop()
         applied: asyncio.Future[Any] = loop.create_future()
@@ -303,7 +407,7 @@ class RolloutService:
         if self.journal is None:
             self._written(number, change, bodies, applied, None)
         else:
-            self.journal.write(number, encode_change(change), bodies, done)
+            self.journal.write(number, encode_change(change), bodies, done, letters=letters)
         return applied
 
     def _written(
@@ -367,6 +471,7 @@ class RolloutService:
         self._number = self._applied = replayed.number
         self._since_snapshot = replayed.changes
         self._keep(replayed.bodies)
+        self.dead_letters.add(journal.dead_letters())
         journal.keep_only(set(self._bodies))
         if not self._number:
             self._number = self._applied = 1

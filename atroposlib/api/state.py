@@ -36,6 +36,7 @@ class RolloutState:
         self.queue: BatchQueue[Rollout] = BatchQueue()
         self.queue.instance = instance
         self.leases: LeaseBook[Rollout] = LeaseBook()
+        self.rejected = 0  # groups that were set aside
         self._answered: OrderedDict[str, list[int | None]] = OrderedDict()
         self._versions = WaitingVersions()
         self._gone: list[int] = []
@@ -54,7 +55,9 @@ class RolloutState:
             case changes.LeasesAcknowledged():
                 self._on_acknowledged(change)
             case changes.GroupsDropped():
-                return self._on_dropped(change)
+                return self._on_dropped(change.orders)
+            case changes.GroupsRejected():
+                return self._on_rejected(change.orders)
             case changes.TrainerRegistered():
                 return self._on_registered(change.registration, change.trainer)
             case changes.TrainerPolled():
@@ -123,7 +126,8 @@ class RolloutState:
         """The state as one change; shares nothing that changes later."""
         leases = [Lease(lease.lease_id, lease.trainer, list(lease.groups), lease.returned) for lease in self.leases]
         answered = list(self._answered.items())
-        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, self.queue.dump(), leases, answered)
+        queue = self.queue.dump()
+        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, queue, leases, answered, self.rejected)
 
     # --- changes ----------------------------------------------------------------------------------------------------------
 
@@ -178,9 +182,20 @@ class RolloutState:
             self._versions.discard(lease.groups)
             self._forget(lease.groups)
 
-    def _on_dropped(self, change: changes.GroupsDropped) -> list[Group[Rollout]]:
+    def _on_rejected(self, rejected: Sequence[int]) -> list[Group[Rollout]]:
+        """The groups that were set aside. A held batch keeps its others; an empty one counts as never delivered."""
+        orders = set(rejected)
+        removed, empty = self.leases.remove(orders)
+        self.queue.current_step -= empty
+        self._forget(removed)
+        if left := orders - {group.order for group in removed}:
+            removed += self._on_dropped(sorted(left))
+        self.rejected += len(removed)
+        return removed
+
+    def _on_dropped(self, gone: Sequence[int]) -> list[Group[Rollout]]:
         """The groups that were dropped. A returned batch that held one is a batch no more: its other groups wait by themselves."""
-        orders = set(change.orders)
+        orders = set(gone)
         broken = [lease.lease_id for lease in self.leases if lease.returned and any(group.order in orders for group in lease.groups)]
         self.queue.put_back(self.leases.dissolve(broken))
         dropped = self.queue.drop(orders)
@@ -220,6 +235,7 @@ class RolloutState:
         self.queue.load(snapshot.queue)
         self.leases = LeaseBook(snapshot.leases)
         self._answered = OrderedDict(snapshot.answered)
+        self.rejected = snapshot.rejected
         returned = [group for lease in self.leases if lease.returned for group in lease.groups]
         for group in (*snapshot.queue.waiting, *returned):
             self._versions.add(group.order, group.record.version)

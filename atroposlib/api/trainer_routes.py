@@ -1,6 +1,7 @@
 """What a trainer asks for: register, batches (popped, or leased and acknowledged), steps, evaluations."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -24,6 +25,7 @@ _registration = BodyDecoder(wire.Registration)
 _lease_request = BodyDecoder(wire.LeaseRequest)
 _acknowledgement = BodyDecoder(wire.Acknowledgement)
 _trainer_step = BodyDecoder(wire.TrainerStep)
+_rejection = BodyDecoder(wire.Rejection)
 
 
 @router.post("/register", **describe(wire.Registered, body=wire.Registration))
@@ -69,7 +71,16 @@ async def batch(request: Request) -> Response:
 
 
 @router.post(
-    "/batch/lease", **describe(content={"batch": "array of items, or null", "lease": "its lease, or null"}, body=wire.LeaseRequest)
+    "/batch/lease",
+    **describe(
+        content={
+            "batch": "array of items, or null",
+            "lease": "its lease, or null",
+            "ids": "with `ids`: names of the items, for /batch/reject",
+            "rejected": "with `ids`: groups that were set aside since the last reply",
+        },
+        body=wire.LeaseRequest,
+    ),
 )
 async def lease_batch(request: Request) -> Response:
     """As GET /batch, but the batch is kept until /batch/ack names its `lease`.
@@ -83,12 +94,15 @@ async def lease_batch(request: Request) -> Response:
         leased = await service.lease(body.trainer, body.holding)
     except NotRegistered:
         return reply(NOT_REGISTERED)
+    more: dict[str, Any] = {"rejected": msgspec.to_builtins(service.take_untold())} if body.ids else {}
     if leased is None:
         say_once(request, service.state.queue.obstacle())
-        return reply({"batch": None, "lease": None})
+        return reply({"batch": None, "lease": None} | more)
     lease, contents = leased
     log.info("Lending batch %d of %d groups, lease %d", service.state.queue.current_step, len(contents), lease.lease_id)
-    return await _batch_reply(request, contents, {"lease": lease.lease_id})
+    if body.ids:
+        more["ids"] = [group.record.id for group in lease.groups]
+    return await _batch_reply(request, contents, {"lease": lease.lease_id} | more)
 
 
 @router.post("/batch/ack", **describe(wire.Acknowledged, body=wire.Acknowledgement))
@@ -99,6 +113,21 @@ async def acknowledge(request: Request) -> Response:
         return reply(await service_of(request).acknowledge(body.trainer, body.leases))
     except NotRegistered:
         return reply(wire.Acknowledged("error", 0, body.leases))
+
+
+@router.post("/batch/reject", **describe(wire.RejectionTaken, body=wire.Rejection))
+async def reject(request: Request) -> Response:
+    """Set aside groups of a leased batch that the trainer cannot train on: they are never delivered again.
+
+    They become dead letters, with the reason. The trainer continues with the others of the batch. Repeating it is
+    harmless; 409 when another trainer has registered.
+    """
+    body = _rejection.decode(await read_body(request))
+    try:
+        reasons = {group.id: group.reason for group in body.groups}
+        return reply(await service_of(request).reject(body.trainer, body.lease, reasons))
+    except NotRegistered:
+        return reply(wire.RejectionTaken("error", [], [group.id for group in body.groups]))
 
 
 @router.post("/trainer-step", **describe(wire.Outcome, body=wire.TrainerStep))
@@ -116,7 +145,7 @@ async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**
     return reply(service_of(request).state.queue.evaluations(policy_version))
 
 
-async def _batch_reply(request: Request, contents: Sequence[Content], extra: dict[str, int]) -> Response:
+async def _batch_reply(request: Request, contents: Sequence[Content], extra: dict[str, Any]) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
     weighted = [(data if weight == 1 else with_weight(data, packed, weight), packed) for data, packed, weight in contents]
     if accepts_packed(request) and all(packed for _, packed in weighted):

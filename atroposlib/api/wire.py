@@ -17,7 +17,9 @@ class Registration(Struct):
     """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens.
 
     `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are those whose batches the
-    checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids must be below `vocab_size`.
+    checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids must be below
+    `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of `atroposlib/groups.py`;
+    others are refused or set aside.
     """
 
     wandb_group: str
@@ -31,6 +33,7 @@ class Registration(Struct):
     run: Annotated[str, Meta(max_length=200)] | None = None
     vocab_size: Count | None = None
     trained_leases: list[Integer] = []
+    trainable_only: bool = False
 
 
 class Registered(Struct):
@@ -86,20 +89,27 @@ class WandbInfo(Struct):
     project: str | None
 
 
-class Info(Struct):
-    """-1 before a trainer registered."""
+class Info(Struct, omit_defaults=True):
+    """-1 before a trainer registered. The rest is there if it registered them: see Registration."""
 
     batch_size: int
     max_token_len: int
+    vocab_size: int | UnsetType = UNSET
+    trainable_only: bool = False
 
 
 class Status(Struct, omit_defaults=True):
-    """`current_step` counts delivered batches, `queue_size` waiting groups; the rest appears once a trainer reported a step."""
+    """`current_step` counts delivered batches, `queue_size` waiting groups.
+
+    Policy version and steps appear once a trainer reported a step; `rejected_groups`, those set aside since the last
+    reset, once there is one.
+    """
 
     current_step: int
     queue_size: int
     policy_version: int | UnsetType = UNSET
     trained_steps: int | UnsetType = UNSET
+    rejected_groups: int = 0
 
 
 class EnvStatus(Struct, omit_defaults=True):
@@ -121,10 +131,14 @@ class EnvStatus(Struct, omit_defaults=True):
 
 
 class LeaseRequest(Struct):
-    """`trainer` is the uuid of /register; `holding` names the leases that it has and has not acknowledged."""
+    """`trainer` is the uuid of /register; `holding` names the leases that it has and has not acknowledged.
+
+    With `ids` the reply names the items, for /batch/reject, and the groups that were set aside.
+    """
 
     trainer: Integer
     holding: list[Integer] = []
+    ids: bool = False
 
 
 class Acknowledgement(Struct):
@@ -140,6 +154,50 @@ class Acknowledged(Struct):
     status: str
     acknowledged: int
     unknown: list[int]
+
+
+class RejectedGroup(Struct):
+    """A group of a leased batch, named by its entry in `ids` of the lease's reply, and why it cannot be trained on."""
+
+    id: Integer
+    reason: Annotated[str, Meta(min_length=1, max_length=1000)]
+
+
+class Rejection(Struct):
+    """The trainer cannot train on these groups of the batch that it has on this lease."""
+
+    trainer: Integer
+    lease: Integer
+    groups: list[RejectedGroup]
+
+
+class SetAside(Struct):
+    """A group that was set aside: whose it was, and why."""
+
+    id: int
+    env_id: int | None
+    environment: str
+    reason: str
+
+
+class RejectionTaken(Struct):
+    """`unknown` names groups that are not in the batch: rejected before, or another trainer's."""
+
+    status: str
+    rejected: list[SetAside]
+    unknown: list[int]
+
+
+class DeadLetter(Struct, omit_defaults=True):
+    """A group that was set aside: when (Unix seconds), whose it was, why, its bytes; `group` where asked for."""
+
+    id: int
+    at: float
+    env_id: int | None
+    environment: str
+    reason: str
+    bytes: int
+    group: Any = UNSET
 
 
 class Heartbeat(Struct):

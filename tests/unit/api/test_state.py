@@ -119,6 +119,21 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.gone == self.living.pop(lease)
         self.done += self.gone
 
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        """Of groups that a living trainer has, and of waiting ones."""
+        dump = self.state.queue.dump()
+        groups = [*dump.waiting, *dump.buffered, *(group for lease in self.state.leases for group in lease.groups)]
+        if not groups:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(groups), min_size=1, max_size=3, unique=True))
+        ids = {group.record.id for group in chosen}
+        rejected = self.happen(changes.GroupsRejected([group.order for group in chosen]))
+        assert {group.record.id for group in rejected} == ids == set(self.gone)
+        kept = {lease: [identity for identity in held if identity not in ids] for lease, held in self.living.items()}
+        self.living = {lease: held for lease, held in kept.items() if held}
+        self.done += self.gone
+
     @rule()
     def trainer_dies(self) -> None:
         self.happen(changes.LeasesReturned([lease.lease_id for lease in self.state.leases.held()]))

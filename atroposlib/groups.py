@@ -1,0 +1,263 @@
+"""What a group must be for a policy-gradient trainer: one check, made wherever a group changes hands.
+
+    environment, before it posts ─┐
+    API, at its door ─────────────┼──▶ check(group, needs) ──▶ nothing, or Untrainable: place, value and rule
+    API, at delivery ─────────────┤
+    trainer, before a step ───────┘
+
+The registered trainer states what it needs. Clients of the archived ancestor also post groups for other trainers:
+answers without log-probabilities to imitate, masks of zeros and ones, advantages of another length. So nothing here is
+a rule for everyone; what no trainer can use is refused by `atroposlib/api/group_checks.py`. A trainer that registers
+`vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass the whole
+check.
+
+Pure: numpy and the standard library. A group holds lists, as from JSON, or numpy arrays. The check reads each list
+once.
+"""
+
+import numbers
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOT_TRAINED = -100  # the mask of a token that was not sampled
+MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
+MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
+MAX_MAGNITUDE = 1e9  # of a score or an advantage; squares and sums of them are still finite in float32
+SHOWN = 80  # characters of a wrong value that are repeated
+
+CHECKED_FIELDS = (
+    "tokens",
+    "masks",
+    "scores",
+    "inference_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "generation_params",
+    "group_overrides",
+    "overrides",
+    "policy_versions",
+)
+Location = tuple[str | int, ...]
+
+
+class Needs(NamedTuple):
+    """What the registered trainer needs of a group. By default nothing."""
+
+    vocab_size: int | None = None
+    trainable_only: bool = False
+
+
+class Untrainable(ValueError):
+    """A group that the trainer cannot use; the message names place (`inference_logprobs[1][7]`), value and rule."""
+
+    def __init__(self, message: str, *where: str | int) -> None:
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
+        super().__init__(f"{place}: {message}")
+        self.message = message
+        self.where: Location = where
+
+
+def check(group: Mapping[str, Any], needs: Needs) -> None:
+    """Raise Untrainable if the trainer cannot use this group."""
+    if needs.trainable_only:
+        _check_trainable(group, needs.vocab_size)
+    elif needs.vocab_size is not None:
+        _check_ids(_rows("tokens", _required(group, "tokens"), "q"), needs.vocab_size)
+
+
+def check_logprobs(values: list[float]) -> None:
+    """Raise Untrainable unless these can be the log-probabilities of sampled tokens."""
+    rows = _rows("logprobs", [values], "d")
+    _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
+
+
+def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
+    tokens = _rows("tokens", _required(group, "tokens"), "q")
+    if not len(tokens.lengths):
+        raise Untrainable("a group needs at least one sequence", "tokens")
+    _check_ids(tokens, vocab_size)
+    masks = _rows("masks", _required(group, "masks"), "q")
+    _expect_one_per_token(masks, tokens)
+    sampled = masks.values != NOT_TRAINED
+    sampled[(tokens.lengths.cumsum() - tokens.lengths)[tokens.lengths > 0]] = False  # nothing predicts a first token
+    masks.expect(~sampled | (masks.values == tokens.values), f"is neither {NOT_TRAINED} nor the token")
+    scores = _rows("scores", [_required(group, "scores")], "d")
+    _expect_count("scores", len(scores.values), tokens)
+    scores.expect(
+        np.abs(scores.values) <= MAX_MAGNITUDE, f"is not a number from -{MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
+    )
+    if _given(group, "inference_logprobs") is None:
+        raise Untrainable(
+            "missing: the loss needs the sampler's log-probability of every sampled token; have the environment send "
+            "them (ManagedServer collects them from vLLM's /generate)",
+            "inference_logprobs",
+        )
+    for name in ("inference_logprobs", "ref_logprobs"):
+        if (given := _given(group, name)) is not None:
+            logprobs = _rows(name, given, "d")
+            _expect_one_per_token(logprobs, tokens)
+            _check_logprobs(logprobs, sampled)
+    _check_advantages(group, tokens)
+    _check_settings(group, tokens)
+    _check_versions(group, tokens)
+
+
+class _Rows(NamedTuple):
+    """The lists of one field, one a sequence, laid end to end."""
+
+    name: str
+    values: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+    def expect(self, good: NDArray[np.bool_], rule: str) -> None:
+        """Raise Untrainable for the first value that is not good."""
+        if not good.all():
+            at = int(good.argmin())
+            ends = self.lengths.cumsum()
+            sequence = int(np.searchsorted(ends, at, side="right"))
+            position = at - int(ends[sequence] - self.lengths[sequence])
+            where = (sequence, position) if self.name != "scores" else (position,)
+            raise Untrainable(f"{self.values[at]} {rule}", self.name, *where)
+
+
+def _rows(name: str, lists: list[Any], kind: Literal["q", "d"]) -> _Rows:
+    """Typed by the way into an array: "q" takes integers of 64 bits alone, "d" real numbers."""
+    column = array(kind)
+    lengths = []
+    for index, entry in enumerate(lists):
+        row = _list(entry, name, index)
+        lengths.append(len(row))
+        try:
+            column.fromlist(row)
+        except (TypeError, OverflowError):
+            position, value = next((position, value) for position, value in enumerate(row) if not _fits(kind, value))
+            number = "a number" if kind == "d" else "an integer of 64 bits"
+            raise Untrainable(f"{_shown(value)} is not {number}", name, index, position) from None
+    return _Rows(name, np.asarray(column), np.asarray(lengths, dtype=np.int64))
+
+
+def _fits(kind: str, value: Any) -> bool:
+    try:
+        array(kind, [value])
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def _list(value: Any, *where: str | int) -> list[Any]:
+    if isinstance(value, list):
+        return value
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.ndarray) and value.ndim:
+        return list(value.tolist())
+    raise Untrainable(f"{_shown(value)} is not a list", *where)
+
+
+def _required(group: Mapping[str, Any], name: str) -> list[Any]:
+    if group.get(name) is None:
+        raise Untrainable("missing", name)
+    return _list(group[name], name)
+
+
+def _given(group: Mapping[str, Any], name: str) -> list[Any] | None:
+    """An optional list; None where it is absent, null or empty: environments send [] for "none"."""
+    return None if group.get(name) is None else _list(group[name], name) or None
+
+
+def _expect_count(name: str, count: int, tokens: _Rows) -> None:
+    if count != len(tokens.lengths):
+        raise Untrainable(f"{count} entries for {len(tokens.lengths)} sequences in tokens", name)
+
+
+def _expect_one_per_token(rows: _Rows, tokens: _Rows) -> None:
+    _expect_count(rows.name, len(rows.lengths), tokens)
+    for index in np.flatnonzero(rows.lengths != tokens.lengths)[:1].tolist():
+        raise Untrainable(
+            f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence", rows.name, index
+        )
+
+
+def _check_ids(tokens: _Rows, vocab_size: int | None) -> None:
+    limit = np.iinfo(np.int64).max if vocab_size is None else vocab_size
+    if len(tokens.values) and not (0 <= tokens.values.min() and tokens.values.max() < limit):
+        size = "any vocabulary" if vocab_size is None else f"the vocabulary of {vocab_size}"
+        tokens.expect((tokens.values >= 0) & (tokens.values < limit), f"is not an id of {size}")
+
+
+def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
+    good = (rows.values >= MIN_LOGPROB) & (rows.values <= MAX_LOGPROB)
+    rows.expect(~sampled | good, f"on a sampled token is no log-probability, which is from {MIN_LOGPROB:g} to 0")
+
+
+def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:
+    if (given := _given(group, "advantages")) is None:
+        return
+    rows = _rows("advantages", given, "d")
+    _expect_count(rows.name, len(rows.lengths), tokens)
+    for index in np.flatnonzero((rows.lengths != tokens.lengths) & (rows.lengths != 1))[:1].tolist():
+        given_tokens = f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence"
+        raise Untrainable(f"{given_tokens}; give one for the sequence, or one per token", rows.name, index)
+    rows.expect(np.abs(rows.values) <= MAX_MAGNITUDE, f"is not a number from -{MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}")
+
+
+# --- settings of the sampler -----------------------------------------------------------------------------
+
+# name -> whether a number will do, and in words
+SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda value: value == 0 or 1e-5 <= value <= 1e3, "0, or a number from 0.00001 to 1000"),
+    "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
+    "top_k": (lambda value: -1 <= value < 2**31 and value == int(value), "an integer from -1 to 2147483647"),
+    "staleness_weight": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+}
+
+
+def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
+    for name in ("generation_params", "group_overrides"):
+        _check_object(group.get(name), name)
+    overrides = _given(group, "overrides")
+    if overrides is not None:
+        _expect_count("overrides", len(overrides), tokens)
+        for index, override in enumerate(overrides):
+            _check_object(override, "overrides", index)
+
+
+def _check_object(settings: Any, *where: str | int) -> None:
+    if settings is None:
+        return
+    if not isinstance(settings, Mapping):
+        raise Untrainable(f"{_shown(settings)} is not an object", *where)
+    for name, (will_do, rule) in SETTINGS.items():
+        value = settings.get(name)
+        if value is not None and not (
+            isinstance(value, numbers.Real) and not isinstance(value, bool) and will_do(value)
+        ):
+            raise Untrainable(f"{_shown(value)} is not {rule}", *where, name)
+
+
+def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
+    if (given := _given(group, "policy_versions")) is None:
+        return
+    rows = _rows("policy_versions", given, "q")
+    _expect_count(rows.name, len(rows.lengths), tokens)
+    for index in np.flatnonzero(rows.lengths != 2)[:1].tolist():
+        raise Untrainable(f"{rows.lengths[index]} entries instead of the first and the last version", rows.name, index)
+    first, last = rows.values.reshape(-1, 2).T
+    for index in np.flatnonzero((first < 0) | (first > last))[:1].tolist():
+        raise Untrainable(
+            f"{first[index]} to {last[index]} are not a first and a last policy version", rows.name, index
+        )
+
+
+def _shown(value: Any) -> str:
+    """ASCII, short, and cheap for a large value."""
+    if isinstance(value, (list, tuple, dict, np.ndarray)):
+        return f"{type(value).__name__} of {np.size(value) if isinstance(value, np.ndarray) else len(value)} entries"
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "an integer of more than 256 bits"
+    text = ascii(value[: SHOWN + 1] if isinstance(value, (str, bytes)) else value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
