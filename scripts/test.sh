@@ -12,11 +12,24 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh
 source "$root/scripts/lib/common.sh"
 
+# install_browser: Debian's Chromium, for the tests that show what a web page can do. Only CI installs it; elsewhere they are skipped without.
+install_browser() {
+  local started=$SECONDS log=$root/.venv/setup/logs/chromium.log
+  if [[ ${CI:-} != true ]] || command -v chromium >/dev/null; then return; fi
+  say "Installing Debian's Chromium (at most 600 s, log ${log#"$root/"})"
+  if ! { timeout 600 apt-get update && timeout 600 apt-get install -y --no-install-recommends chromium; } >"$log" 2>&1 </dev/null; then
+    tail -n 5 "$log" >&2
+    die "Chromium could not be installed (see $log): install a chromium that is found on PATH, or unset CI to skip its tests"
+  fi
+  say "    done after $((SECONDS - started)) s"
+}
+
 case ${1:-} in
   -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
 esac
 cd "$root"
 "$root/scripts/setup.sh"
+install_browser
 say "ruff"
 .venv/bin/ruff check .
 say "mypy"
