@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import AliasChoices, BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
 
 
 class Config(BaseModel):
@@ -180,8 +180,11 @@ def _from_flags(config_cls: type[BaseModel], arguments: list[str], prog: str) ->
             "model_config": SettingsConfigDict(extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True),
         },
     )
-    source: CliSettingsSource[Any] = CliSettingsSource(settings, cli_parse_args=arguments, cli_parse_none_str="None")
-    return source()
+    try:
+        source = CliSettingsSource[Any](settings, cli_parse_args=arguments, cli_parse_none_str="None")
+        return source()
+    except SettingsError as error:  # a list is also read as JSON; this one is neither
+        raise ConfigError(f"{error} ({error.__cause__})") from None
 
 
 # --- the other layers -------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
 
 Its own flags (`own_flags`) stand beside vLLM's: `--batch-invariant` makes log-probabilities bit-exact (docs/bit-exactness.md),
-`--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503.
+`--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503, and `--allowed-host` is a
+further name of the server, beside 127.0.0.1, localhost and --host.
 What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
 distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two
 policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
@@ -27,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from atroposlib.http_guard import plain_name
 from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
 
 PLUGIN = "atropos_bridge_http"
@@ -76,7 +78,22 @@ def own_flags() -> argparse.ArgumentParser:
         help="Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
         "Longer than the longest prefill step and weight update.",
     )
+    group.add_argument(
+        "--allowed-host",
+        type=_host_name,
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="A further name that clients may call this server by; may be repeated.",
+    )
     return parser
+
+
+def _host_name(text: str) -> str:
+    try:
+        return plain_name(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive_seconds(text: str) -> float:

@@ -14,7 +14,7 @@
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
 
 `/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be served, gate.py answers
-503 for all routes that generate.
+503 for all routes that generate. All routes, vLLM's own too, answer only under the server's own names, and no web page.
 """
 
 import asyncio
@@ -25,7 +25,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
+from starlette.types import Scope
 
+from atroposlib.http_guard import HostGuard, OwnHosts
 from vllm_patching import compat
 from vllm_patching.adapter_routes import adapter_routes
 from vllm_patching.adapters import Adapters
@@ -44,6 +46,7 @@ class BridgeEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        self._app = app
         app.state.gate = Gate()
         app.add_middleware(GateMiddleware, gate=app.state.gate)
         app.include_router(bridge_routes())
@@ -57,6 +60,7 @@ class BridgeEndpoints:
         models = state.openai_serving_models
         state.adapters = Adapters(engine_client, models, args.model, args.max_lora_rank) if args.enable_lora else None
         state.generate_keys = compat.api_keys(args)
+        self._guard_hosts(args, state.generate_keys)
         await state.bridge.start()
         log.info(
             "Uvicorn running on http://%s:%d (bridge %s)",
@@ -64,6 +68,11 @@ class BridgeEndpoints:
             args.port,
             "on" if enabled else "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1",
         )
+
+    def _guard_hosts(self, args: Namespace, keys: list[str]) -> None:
+        """Only now, as vLLM has added its middleware after `attach_router`, and the last stands outside all others."""
+        hosts = OwnHosts.of(args.host or "", getattr(args, "allowed_host", ()))
+        self._app.add_middleware(HostGuard, hosts=hosts, bears_token=lambda scope: bears_key(scope, keys))
 
 
 def _bridge(request: Request) -> BridgeState:
@@ -144,6 +153,12 @@ def generate_routes() -> APIRouter:
 
 def _check_key(request: Request) -> None:
     keys: list[str] = request.app.state.generate_keys
-    given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-    if keys and not any(hmac.compare_digest(given, key.encode()) for key in keys):
+    if keys and not bears_key(request.scope, keys):
         raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")
+
+
+def bears_key(scope: Scope, keys: list[str]) -> bool:
+    """Whether the request carries one of the server's keys, as vLLM itself reads them."""
+    header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, given = header.partition(b" ")
+    return scheme.lower() == b"bearer" and any([hmac.compare_digest(given, key.encode()) for key in keys])

@@ -10,13 +10,13 @@ from atroposlib.api import wire
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.events import status_events
 from atroposlib.api.group_checks import as_json
-from atroposlib.api.http import encode, large_reply, reply, service_of
+from atroposlib.api.http import NO_BROWSER, encode, large_reply, reply, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 router = APIRouter()
-legacy_router = APIRouter()  # a GET that changes state
+legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
 
 
 @router.get("/", **describe(wire.Message))

@@ -5,7 +5,7 @@ import zlib
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import Depends, HTTPException, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
@@ -13,6 +13,7 @@ from atroposlib.api.decoding import RefusedBody, gunzip, too_large
 from atroposlib.api.journal import JournalError
 from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
+from atroposlib.http_guard import is_from_browser
 from atroposlib.logs import get_logger
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
@@ -29,6 +30,15 @@ def service_of(request: Request) -> RolloutService:
     """The app's only state."""
     service: RolloutService = request.app.state.service
     return service
+
+
+async def _refuse_browsers(request: Request) -> None:
+    """A GET that changes state is for older clients: a link that somebody follows in a browser must not do it."""
+    if is_from_browser(request.headers.raw):
+        raise HTTPException(403, f"GET {request.url.path} changes state, so no browser may send it")
+
+
+NO_BROWSER = Depends(_refuse_browsers)
 
 
 def is_packed(request: Request) -> bool:

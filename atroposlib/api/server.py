@@ -6,18 +6,20 @@ All state is one `RolloutService` that only the event loop's thread touches. The
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from atroposlib.api import environment_routes, general_routes, trainer_routes
-from atroposlib.api.auth import RefusePages, RequireToken
+from atroposlib.api.auth import RequireToken, bears_token
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
 from atroposlib.api.metrics import Measured, Metrics
 from atroposlib.api.openapi import with_components
 from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import ApiSettings
+from atroposlib.http_guard import HostGuard
 
 
 def create_app(settings: ApiSettings | None = None, *, journal: Path | None = None) -> FastAPI:
@@ -36,14 +38,15 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
     app.state.said = set()
     for routes in (environment_routes, trainer_routes, general_routes):  # what is asked most stands first
         app.include_router(routes.router)
-    if settings.legacy_gets:
+    if settings.legacy_gets is not False:
         app.include_router(trainer_routes.legacy_router)
+    if settings.legacy_gets:
         app.include_router(general_routes.legacy_router)
     for kind, handler in ERROR_REPLIES.items():
         app.add_exception_handler(kind, handler)
     if settings.token is not None:
         app.add_middleware(RequireToken, token=settings.token)
-    app.add_middleware(RefusePages)
+    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=partial(bears_token, token=settings.token))
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app

@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from atroposlib.http_guard import OwnHosts
+
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
     """Bytes, groups and seconds; None is no limit."""
 
     token: str | None = None  # bearer token of every request but /health and /ready
-    legacy_gets: bool = True  # GET /batch and GET /reset_data, which change state
+    hosts: OwnHosts = OwnHosts()  # the Host names that it answers to
+    legacy_gets: bool | None = None  # GET /batch and GET /reset_data, which change state; None is the former only
     max_body_bytes: int = 512 * 2**20  # of one request, as sent and decompressed
     max_queued_groups: int = 200_000
     max_queued_bytes: int = 16 * 2**30

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from atroposlib.api import wire
 from atroposlib.api.decoding import BodyDecoder
 from atroposlib.api.group_checks import as_json, with_weight
-from atroposlib.api.http import MSGPACK, accepts_packed, large_reply, read_body, reply, say_once, service_of
+from atroposlib.api.http import MSGPACK, NO_BROWSER, accepts_packed, large_reply, read_body, reply, say_once, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.api.queue import NotRegistered
 from atroposlib.api.service import Content
@@ -17,7 +17,7 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 router = APIRouter()
-legacy_router = APIRouter()  # a GET that changes state
+legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
 
 NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
 

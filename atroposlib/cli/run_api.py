@@ -5,7 +5,6 @@ queue, and the journal that brings the queue back after a restart.
 """
 
 import errno
-import ipaddress
 import signal
 import socket
 import sys
@@ -15,13 +14,14 @@ from types import FrameType
 from typing import Literal, NoReturn
 
 import uvicorn
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from uvicorn.supervisors import ChangeReload
 
 from atroposlib.api.journal import JournalError
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.config import Config, load_config
+from atroposlib.http_guard import OwnHosts, is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)
@@ -51,7 +51,11 @@ class RunApiConfig(Config):
     )
     api_token_file: Path | None = Field(None, description="File whose first line is the token; a flag shows in the process list.")
     allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
-    legacy_gets: bool = Field(True, description="Allow GET /batch and GET /reset_data, which change state, for older clients.")
+    allowed_host: list[str] = Field([], description="A further name that clients may call this server by; may be repeated.")
+    legacy_gets: bool | None = Field(
+        None,
+        description="Allow GET /batch and GET /reset_data, which change state, for older clients; by default only /batch.",
+    )
 
     # --- limits --------------------------------------------------------------------------------------------------------
     max_body_mb: int = Field(512, ge=1, description="MiB of one request, as sent and decompressed.")
@@ -66,12 +70,20 @@ class RunApiConfig(Config):
     max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
     stale_groups: Literal["drop", "down-weight"] = Field("drop", description="What becomes of groups above --max-staleness.")
 
+    @field_validator("allowed_host")
+    @classmethod
+    def _names(cls, names: list[str]) -> list[str]:
+        return [plain_name(name) for name in names]
+
     @model_validator(mode="after")
     def _flags_agree(self) -> "RunApiConfig":
         if self.in_memory and self.journal is not None:
             raise ValueError(f"--in-memory and --journal {self.journal} exclude each other; pick one")
-        if self.reload and (self.journal, self.token, self.legacy_gets) != (None, None, True):
-            raise ValueError("--reload serves in memory and without a token; leave --journal, --api-token and --no-legacy-gets out")
+        if self.reload and (self.journal, self.token, self.allowed_host, self.legacy_gets) != (None, None, [], None):
+            raise ValueError(
+                "--reload serves in memory and without a token; leave --journal, --api-token, --allowed-host "
+                "and --legacy-gets out"
+            )
         if self.token is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or ATROPOS_API_TOKEN), "
@@ -102,6 +114,7 @@ class RunApiConfig(Config):
         """What the app is told."""
         return ApiSettings(
             token=self.token,
+            hosts=OwnHosts.of(self.host, self.allowed_host),
             legacy_gets=self.legacy_gets,
             max_body_bytes=self.max_body_mb * 2**20,
             max_queued_groups=self.max_queued_groups,
@@ -113,14 +126,6 @@ class RunApiConfig(Config):
             max_staleness=self.max_staleness,
             stale_groups=self.stale_groups,
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class AddressError(Exception):

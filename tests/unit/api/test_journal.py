@@ -111,7 +111,7 @@ def test_a_reset_is_kept_too(path: Path) -> None:
     with api(path) as client:
         register(client)
         client.post("/scored_data", json=group(8))
-        client.get("/reset_data")
+        client.post("/reset_data")
     with api(path) as client:
         assert client.get("/info").json()["batch_size"] == -1 and client.get("/status").json()["queue_size"] == 0
 

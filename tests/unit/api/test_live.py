@@ -161,7 +161,7 @@ def test_the_instance_changes_only_when_environments_are_forgotten(client: TestC
         return found
 
     first, second = instance(), instance()
-    client.get("/reset_data")
+    client.post("/reset_data")
     assert first == second != instance()
 
 

@@ -1,5 +1,6 @@
 """Who is let in, and what is not taken from those who are."""
 
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import ConfigError, resolve_config
+from atroposlib.http_guard import OwnHosts
 from tests.unit.api.support import DEADLINE_S, command, group, register, registration
 
 TOKEN = "correct-horse-battery"
@@ -93,13 +95,80 @@ def test_the_apis_own_page_may_use_it() -> None:
     assert api().get("/status", headers={"Origin": "http://testserver", "Sec-Fetch-Site": "same-origin"}).status_code == 200
 
 
-def test_gets_that_change_state_can_be_switched_off() -> None:
-    client = api(legacy_gets=False)
+@pytest.mark.parametrize(("legacy_gets", "batch", "reset"), [(None, 200, 405), (False, 404, 405), (True, 200, 200)])
+def test_a_get_resets_only_with_the_legacy_flag(legacy_gets: bool | None, batch: int, reset: int) -> None:
+    client = api(legacy_gets=legacy_gets)
+    assert client.get("/reset_data").status_code == reset and client.get("/batch").status_code == batch
+    assert client.post("/reset_data").text == "Reset successful"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
+        {"Sec-Fetch-Site": "same-origin", "Sec-Fetch-Mode": "navigate"},
+        {"Sec-Fetch-Dest": "document"},
+        {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64)"},  # beyond loopback browsers send nothing else
+    ],
+)
+def test_no_link_takes_a_batch_or_resets_the_run_even_with_the_legacy_flag(headers: dict[str, str]) -> None:
+    client = api(legacy_gets=True)
     client.post("/register", json=registration(4))
     client.post("/scored_data", json=group(4))
-    assert client.get("/batch").status_code in (404, 405) and client.get("/reset_data").status_code == 405
-    assert client.get("/status").json()["queue_size"] == 1
-    assert client.post("/reset_data").text == "Reset successful"
+    for path in ("/batch", "/reset_data", "/batch/", "/reset_data?x", "/%72eset_data"):
+        assert client.get(path, headers=headers).status_code == 403, path
+    assert client.get("/status", headers=headers).json()["queue_size"] == 1
+    assert client.get("/batch").json()["batch"]
+
+
+def test_a_form_that_a_browser_navigates_with_is_refused() -> None:
+    headers = {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Content-Type": "text/plain"}
+    client = api()
+    client.post("/register", json=registration(4))
+    assert client.post("/reset_data", headers=headers).status_code == 403
+    assert client.get("/info").json()["batch_size"] == 4
+
+
+# --- Host -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_api_answers_no_foreign_host_on_any_route() -> None:
+    client = api()
+    routes = client.app.openapi()["paths"]  # type: ignore[attr-defined]
+    for path, methods in [*routes.items(), ("/docs", {"get": {}}), ("/nowhere", {"post": {}})]:
+        for method in methods:
+            reply = client.request(method, path, headers={"Host": "evil.test:8000"})
+            assert reply.status_code == 403 and "evil.test" in reply.json()["detail"], path
+            assert "--allowed-host evil.test" in reply.json()["detail"]
+
+
+def test_only_a_request_with_the_token_and_from_no_page_is_answered_under_any_host() -> None:
+    client = api(token=TOKEN)
+    bearer = {"Authorization": f"Bearer {TOKEN}", "Host": "trainer.cluster.local"}
+    assert client.get("/status", headers=bearer).status_code == 200
+    for more in ({"Origin": "http://trainer.cluster.local"}, {"Sec-Fetch-Site": "same-origin"}, {"Authorization": "Bearer x"}):
+        assert client.get("/status", headers=bearer | more).status_code == 403
+    assert client.get("/health", headers={"Host": "trainer.cluster.local"}).status_code == 403
+
+
+def test_allowed_hosts_are_those_of_the_flags() -> None:
+    assert config().settings().hosts == OwnHosts()
+    flags = ["--allowed-host", "Trainer.Example.", "--allowed-host=fd00::1"]
+    assert config(*flags).settings().hosts.names == OwnHosts().names | {"trainer.example", "fd00::1"}
+    beyond = config("--host", "0.0.0.0", ATROPOS_API_TOKEN=TOKEN).settings().hosts
+    assert beyond.addresses and socket.gethostname().lower() in beyond.names
+
+
+@pytest.mark.parametrize("name", ["", "*", "http://trainer", "trainer:8000", "a b", "trainer/", "::g", "ünï.de", "x" * 300])
+def test_an_allowed_host_that_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="without scheme and port"):
+        config(f"--allowed-host={name}")
+
+
+@pytest.mark.parametrize("name", ["[::1", "a\nb", '{"a'])
+def test_a_list_that_cannot_be_read_is_an_error_that_names_its_flag(name: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_host"):
+        config(f"--allowed-host={name}")
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------------

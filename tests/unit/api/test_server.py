@@ -236,7 +236,7 @@ def test_reset_forgets_everything(client: TestClient) -> None:
     register(client, starting_step=9)
     register_env(client)
     client.post("/scored_data", json=group(4))
-    reply = client.get("/reset_data")
+    reply = client.post("/reset_data")
     assert (reply.status_code, reply.text) == (200, "Reset successful")
     assert client.get("/status").json() == {"current_step": 0, "queue_size": 0}
     assert client.get("/info").json() == {"batch_size": -1, "max_token_len": -1}

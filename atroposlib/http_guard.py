@@ -1,0 +1,211 @@
+"""Whom our HTTP servers answer: requests for their own names, and no web page but their own.
+
+The batching API, vLLM's server, the managed-server proxy and view-run mount `HostGuard` in front of all their routes.
+A browser sends requests for any page, and lets the page of a name that was rebound to 127.0.0.1 read the replies. But
+no page chooses the headers by which the browser tells on whose behalf it asks:
+
+    Host            one of the server's own names, with any port: a tunnel has another one
+    Origin          none, or that very Host
+    Sec-Fetch-Site  none or same-origin, where the browser sends it (to loopback and over TLS)
+    Sec-Fetch-Mode  a navigation may only GET
+
+A request that bears the server's token and none of the last three comes from no page: it is answered under any Host.
+"""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
+
+POLICY_VIOLATION = 1008  # WebSocket close code; before the handshake servers make a 403 of it
+SHOWN_CHARACTERS = 80
+
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_LABEL = "[a-z0-9_-]{1,63}"
+_HOST = re.compile(rf"(?:\[([0-9a-f:.]{{2,45}})\]|({_LABEL}(?:\.{_LABEL})*)\.?)(?::([0-9]{{0,5}}))?", re.ASCII)
+_MAX_NAME = 253
+_DEFAULT_PORT = {"http": 80, "https": 443}
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+def split_host(text: str) -> tuple[str, int | None] | None:
+    """(name, port) of a Host header: lower case, an address in its shortest form. None if it is malformed."""
+    match = _HOST.fullmatch(text.lower()) if text.isascii() else None
+    if match is None or len(text) > _MAX_NAME + len(".:65535"):
+        return None
+    bracketed, name, digits = match.groups()
+    port = int(digits) if digits else None
+    if port is not None and port > 65535:
+        return None
+    if bracketed is None:
+        return name, port
+    try:
+        return _shortest(ipaddress.IPv6Address(bracketed)), port
+    except ValueError:
+        return None
+
+
+def plain_name(text: str) -> str:
+    """A name or address that a server is told to answer to, as `split_host` gives it. Raises ValueError."""
+    bracketed = f"[{text}]" if ":" in text and not text.startswith("[") else text
+    parts = split_host(bracketed)
+    if parts is None or bracketed.count(":") and not bracketed.endswith("]"):
+        raise ValueError(f"{_shown(text)} is not a host name or address, which is given without scheme and port")
+    return parts[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@dataclass(frozen=True)
+class OwnHosts:
+    """The Host names that are a server's own: `names`, and the addresses of this machine where others can reach it."""
+
+    names: frozenset[str] = _LOOPBACK
+    addresses: bool = False
+
+    @classmethod
+    def of(cls, host: str, allowed: Sequence[str] = ()) -> "OwnHosts":
+        """For a server that listens on `host`; `allowed` are further names, as `plain_name` gives them."""
+        names = _LOOPBACK | {_as_address(host.lower().partition("%")[0])} | {*allowed}
+        if is_loopback(host):
+            return cls(names)
+        return cls(names | _names_of_this_machine(), addresses=True)
+
+    def has(self, name: str, connected_to: str) -> bool:
+        """Whether `name` is one of them, on a connection that was made to the address `connected_to`.
+
+        That address is known from the socket. No resolver can make a page of it, unlike a name.
+        """
+        return name in self.names or name == connected_to or self.addresses and _is_address_of_this_machine(name)
+
+    def __str__(self) -> str:
+        return ", ".join([*sorted(self.names), *(["this machine's addresses"] if self.addresses else [])])
+
+
+@dataclass
+class HostGuard:
+    """ASGI middleware: 400 for a malformed Host, 403 with the reason for a foreign one and for foreign pages."""
+
+    app: ASGIApp
+    hosts: OwnHosts
+    bears_token: Callable[[Scope], bool] = field(default=lambda scope: False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(POLICY_VIOLATION)(scope, receive, send)
+        else:
+            status, reason = refusal
+            await JSONResponse({"detail": reason}, status)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        given = _values(headers, b"host")
+        if len(given) > 1:
+            return 400, f"the request has {len(given)} Host headers: send one"
+        if not _is_of_page(headers) and self.bears_token(scope):
+            return None
+        host = split_host(given[0]) if given else None
+        if host is None:
+            found = _shown(given[0]) if given else "none"
+            return 400, f"the request needs a Host header, NAME or NAME:PORT (got {found})"
+        if not self.hosts.has(host[0], _connected_to(scope)):
+            return 403, (
+                f"Host {_shown(given[0])} is not a name of this server ({self.hosts}): ask under one of those, "
+                f"or start it with --allowed-host {host[0]}"
+            )
+        if any(not _is_origin_of(origin, host) for origin in _values(headers, b"origin")):
+            return 403, "web pages of other origins may not use this server"
+        if any(site not in ("none", "same-origin") for site in _values(headers, b"sec-fetch-site")):
+            return 403, "web pages of other origins may not use this server"
+        if "navigate" in _values(headers, b"sec-fetch-mode") and scope.get("method", "GET") not in ("GET", "HEAD"):
+            return 403, "a browser may only GET a page of this server"
+        return None
+
+
+def is_from_browser(headers: Headers) -> bool:
+    """Whether a browser sent this, for whatever page or person; all of them call themselves Mozilla."""
+    agents = _values(headers, b"user-agent")
+    return _is_of_page(headers) or any(agent.lower().startswith("mozilla/") for agent in agents)
+
+
+def _is_of_page(headers: Headers) -> bool:
+    return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in headers)
+
+
+def _values(headers: Headers, wanted: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in headers if name == wanted]
+
+
+def _is_origin_of(origin: str, host: tuple[str, int | None]) -> bool:
+    """Whether the page came from `host` itself; `null`, and what is no origin at all, did not."""
+    scheme, _, authority = origin.partition("://")
+    parts = split_host(authority)
+    if parts is None or scheme not in _DEFAULT_PORT:
+        return False
+    usual = _DEFAULT_PORT[scheme]
+    return (parts[0], parts[1] or usual) == (host[0], host[1] or usual)
+
+
+def _connected_to(scope: Scope) -> str:
+    """The address of this end of the connection, "" where there is none."""
+    server = scope.get("server")
+    return _as_address(server[0].partition("%")[0]) if server else ""
+
+
+def _shortest(address: ipaddress.IPv6Address) -> str:
+    return str(address.ipv4_mapped or address)
+
+
+def _as_address(text: str) -> str:
+    """The shortest form of an address; what is none, as it is."""
+    try:
+        return _shortest(ipaddress.IPv6Address(text))
+    except ValueError:
+        return text
+
+
+def _names_of_this_machine() -> frozenset[str]:
+    """Its host name, in short and in full; the resolver is never asked what an address is called."""
+    name = socket.gethostname()
+    try:
+        full = socket.getaddrinfo(name, None, flags=socket.AI_CANONNAME)[0][3]
+    except socket.gaierror:
+        full = ""
+    candidates = {name, name.partition(".")[0], full}
+    return frozenset(parts[0] for candidate in candidates if (parts := split_host(candidate)) is not None)
+
+
+def _is_address_of_this_machine(text: str) -> bool:
+    """Whether a socket can be bound to it: the kernel allows that for this machine's own addresses only."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    if address.is_unspecified or address.is_multicast:
+        return False
+    try:
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind((text, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _shown(text: str) -> str:
+    """A value from outside, quoted, shortened and in ASCII."""
+    return ascii(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")
