@@ -51,10 +51,10 @@ class RunApiConfig(Config):
     )
     api_token_file: Path | None = Field(None, description="File whose first line is the token; a flag shows in the process list.")
     allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
-    allowed_host: list[str] = Field([], description="A further name that clients may call this server by; may be repeated.")
+    allowed_host: list[str] = Field([], description="A further name that clients may call this server by; repeatable.")
     legacy_gets: bool | None = Field(
         None,
-        description="Allow GET /batch and GET /reset_data, which change state, for older clients; by default only /batch.",
+        description="Allow GET /batch and GET /reset_data, which change state; by default only the first.",
     )
 
     # --- limits --------------------------------------------------------------------------------------------------------

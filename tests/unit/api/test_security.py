@@ -146,7 +146,8 @@ def test_only_a_request_with_the_token_and_from_no_page_is_answered_under_any_ho
     client = api(token=TOKEN)
     bearer = {"Authorization": f"Bearer {TOKEN}", "Host": "trainer.cluster.local"}
     assert client.get("/status", headers=bearer).status_code == 200
-    for more in ({"Origin": "http://trainer.cluster.local"}, {"Sec-Fetch-Site": "same-origin"}, {"Authorization": "Bearer x"}):
+    origin = {"Origin": "http://trainer.cluster.local"}
+    for more in (origin, {"Sec-Fetch-Site": "same-origin"}, {"Authorization": "Bearer x"}):
         assert client.get("/status", headers=bearer | more).status_code == 403
     assert client.get("/health", headers={"Host": "trainer.cluster.local"}).status_code == 403
 
@@ -159,7 +160,7 @@ def test_allowed_hosts_are_those_of_the_flags() -> None:
     assert beyond.addresses and socket.gethostname().lower() in beyond.names
 
 
-@pytest.mark.parametrize("name", ["", "*", "http://trainer", "trainer:8000", "a b", "trainer/", "::g", "ünï.de", "x" * 300])
+@pytest.mark.parametrize("name", ["", "*", "http://a", "a:8000", "a b", "a/", "::g", "ünï.de", "x" * 300])
 def test_an_allowed_host_that_is_no_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="without scheme and port"):
         config(f"--allowed-host={name}")
