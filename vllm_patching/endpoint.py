@@ -70,9 +70,10 @@ class BridgeEndpoints:
         )
 
     def _guard_hosts(self, args: Namespace, keys: list[str]) -> None:
-        """Only now, as vLLM has added its middleware after `attach_router`, and the last stands outside all others."""
+        """Around the whole app: what `attach_router` adds stands inside the middleware that vLLM adds later, as CORS."""
         hosts = OwnHosts.of(args.host or "", getattr(args, "allowed_host", ()))
-        self._app.add_middleware(HostGuard, hosts=hosts, bears_token=lambda scope: bears_key(scope, keys))
+        inside = self._app.middleware_stack or self._app.build_middleware_stack()
+        self._app.middleware_stack = HostGuard(inside, hosts, bears_token=lambda scope: bears_key(scope, keys))
 
 
 def _bridge(request: Request) -> BridgeState:

@@ -258,3 +258,18 @@ def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_se
     assert [len(ids) for ids in reply["token_ids"]] == [8, 8, 8]
     assert [[int(next(iter(entry))) for (entry,) in positions] for positions in reply["logprobs"]] == reply["token_ids"]
     assert reply["prompt_token_ids"] == PROMPT and reply["finish_reasons"] == ["length"] * 3
+
+
+def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Server) -> None:
+    """vLLM's own routes too, and before its CORS middleware, which allows every origin."""
+    paths = requests.get(f"{vllm_server.url}/openapi.json", timeout=30).json()["paths"]
+    assert {"/health", "/v1/models", "/tokenize", "/generate", "/v1/bridge/status"} <= set(paths)
+    preflight = {"Origin": "http://evil.test", "Access-Control-Request-Method": "POST"}
+    for headers in ({"Host": "evil.test"}, {"Sec-Fetch-Site": "cross-site"}, preflight, preflight | AUTHORIZED):
+        for path, methods in [*paths.items(), ("/metrics", ["get"]), ("/docs", ["get"]), ("/nowhere", ["post"])]:
+            for method in {*methods, "options"}:
+                reply = requests.request(method, vllm_server.url + path, headers=headers, timeout=30)
+                assert reply.status_code == 403, (headers, method, path, reply.text)
+                assert "access-control-allow-origin" not in reply.headers
+    named = {"Host": "vllm.cluster.local:80"}
+    assert requests.get(f"{vllm_server.url}/health", headers=named | AUTHORIZED, timeout=30).status_code == 200
