@@ -131,7 +131,7 @@ class TrainerConfig(Config):
     )
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
     bridge_lease_s: float = Field(
-        30.0, gt=0, le=3600, description="seconds without a sign of life after which another trainer may take the bridge"
+        30.0, gt=0, le=300, description="seconds without a sign of life after which another trainer may take the bridge"
     )
     bridge_backend: Literal["auto", "gloo", "nccl"] = Field(
         "auto", description="what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"

@@ -12,8 +12,8 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from vllm_patching.adapters import AdapterOffer, Adapters
-from vllm_patching.replies import add_session_routes, answer
+from vllm_patching.adapters import Adapters
+from vllm_patching.replies import BodyName, BodyNameOrNone, BodyVersion, add_session_routes, answer
 
 
 def _adapters(request: Request) -> Adapters:
@@ -29,15 +29,15 @@ Found = Annotated[Adapters, Depends(_adapters)]
 def adapter_routes() -> APIRouter:
     """Routes under /v1/bridge/adapter; what the rules forbid is a 4xx with the reason."""
     router = APIRouter(prefix="/v1/bridge/adapter", tags=["bridge"])
-    add_session_routes(router, _adapters, AdapterOffer)
+    add_session_routes(router, _adapters)
 
     @router.post("")
     async def load(
         adapters: Found,
-        name: Annotated[str, Body()],
-        path: Annotated[str, Body()],
-        policy_version: Annotated[int, Body(ge=0)],
-        session: Annotated[str | None, Body()] = None,
+        name: BodyName,
+        path: Annotated[str, Body(min_length=1, max_length=4096)],
+        policy_version: BodyVersion,
+        session: BodyNameOrNone = None,
     ) -> JSONResponse:
         # shielded: a trainer that hangs up in the middle leaves either adapter current, never a half-done change
         return await answer(asyncio.shield(asyncio.create_task(adapters.load(session, name, path, policy_version))))

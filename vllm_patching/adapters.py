@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from vllm_patching import compat
-from vllm_patching.processes import Process, is_alive, this_process
+from vllm_patching.processes import is_alive, this_process
+from vllm_patching.protocol import AdapterOffer
 from vllm_patching.replies import Refused
+from vllm_patching.typed import printable
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -28,19 +28,6 @@ DEFAULT = "default"  # the policy that is served now, as environments may ask fo
 BASE = "base"  # the model without an adapter
 LOAD_DEADLINE_S = 60.0
 POLL_S = 0.2
-
-
-class AdapterOffer(BaseModel):
-    """What a trainer posts to hold the adapter bridge."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    session: str
-    trainer: str  # host:pid, for messages
-    lease_s: float = Field(gt=0, le=3600)
-    model: str  # --model-name
-    rank: int = Field(ge=1)
-    process: Process  # so that the server sees at once when a trainer of this machine is gone
 
 
 @dataclass
@@ -121,8 +108,9 @@ class Adapters:
             return None, 0
         raise Refused(f"the model {name!r} is not served: ask for {DEFAULT!r}, the current policy, or see /v1/models", 404)
 
-    async def open(self, offer: AdapterOffer) -> dict[str, Any]:
-        """Give the bridge to a trainer whose model and rank fit. Raises Refused."""
+    async def open(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Give the bridge to a trainer whose model and rank fit. Raises Refused, WrongValue."""
+        offer = AdapterOffer.from_json(data)
         async with self._lock:
             self._check_base(offer.model, f"--model-name {offer.model}")
             self._check_rank(offer.rank)
@@ -199,7 +187,7 @@ class Adapters:
     def _current(self, session: str) -> _Session:
         if self._session is None or self._session.offer.session != session:
             holder = f"session {self._session.offer.session} of {self._session.offer.trainer}" if self._session else "no session"
-            raise Refused(f"session {session} is not the current one ({holder} is): open a new session", 404)
+            raise Refused(f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404)
         return self._session
 
     def _refuse_second_trainer(self) -> None:

@@ -7,7 +7,7 @@ or its process, where it is on this machine, has ended.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_patching import compat, single_copy
@@ -16,6 +16,7 @@ from vllm_patching.gate import Gate
 from vllm_patching.processes import Process, is_alive
 from vllm_patching.protocol import Manifest, SessionOffer, read_policy_version
 from vllm_patching.replies import Refused
+from vllm_patching.typed import printable
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -94,11 +95,8 @@ class BridgeState:
         return (await self.rpc("bridge_manifest"))[0]
 
     async def open(self, data: dict[str, Any]) -> dict[str, Any]:
-        """Accept a trainer's session on every worker. Raises Refused."""
-        try:
-            offer = SessionOffer.from_json(data)
-        except (ValueError, TypeError) as error:
-            raise Refused(str(error), 422) from error
+        """Accept a trainer's session on every worker. Raises Refused, WrongValue."""
+        offer = SessionOffer.from_json(data)
         async with self.lock:
             if offer.world_size != 1 + self._tp_size:
                 raise Refused(
@@ -115,7 +113,7 @@ class BridgeState:
                 offer.backend,
                 offer.lease_s,
             )
-            workers = await self.rpc("bridge_open", data)
+            workers = await self.rpc("bridge_open", asdict(offer))
             return {"policy_version": self.policy_version, "workers": workers}
 
     async def attach(self, data: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +166,7 @@ class BridgeState:
         if current.process is not None:
             raise Refused(f"session {session} is a single copy's, which feeds this server only: close it instead")
         self._session = None
-        await self.refuse_generation(FENCE, f"{reason}; a trainer's next complete sync serves a current version again")
+        await self.refuse_generation(FENCE, f"{printable(reason, 2000)}; a trainer's next complete sync serves a current version again")
         return {"policy_version": self.policy_version}
 
     async def commit(self, session: str, version: int) -> dict[str, Any]:
@@ -247,7 +245,7 @@ class BridgeState:
     def _current(self, session: str) -> Session:
         if self._session is None or self._session.id != session:
             holder = f"session {self._session.id} of {self._session.trainer}" if self._session else "no session"
-            raise Refused(f"session {session} is not the current one ({holder} is): open a new session", 404)
+            raise Refused(f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404)
         return self._session
 
     def _check_next(self, session: Session, version: int) -> None:

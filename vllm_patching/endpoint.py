@@ -34,7 +34,7 @@ from vllm_patching.adapters import Adapters
 from vllm_patching.bridge_state import BridgeState
 from vllm_patching.gate import Gate, GateMiddleware
 from vllm_patching.generate import run_generate
-from vllm_patching.replies import add_session_routes, answer
+from vllm_patching.replies import BodyName, BodyVersion, BodyVersionOrNone, add_session_routes, answer
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -102,14 +102,14 @@ def bridge_routes() -> APIRouter:
     async def manifest(bridge: Bridge) -> dict[str, Any]:
         return await bridge.manifest()
 
-    add_session_routes(router, _bridge, dict[str, Any])
+    add_session_routes(router, _bridge)
 
     @router.post("/commit")
-    async def commit(bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int, Body(ge=0)]) -> JSONResponse:
+    async def commit(bridge: Bridge, session: BodyName, policy_version: BodyVersion) -> JSONResponse:
         return await _whole(bridge.commit(session, policy_version))
 
     @router.post("/fence")
-    async def fence(bridge: Bridge, session: Annotated[str, Body()], reason: Annotated[str, Body(max_length=2000)]) -> JSONResponse:
+    async def fence(bridge: Bridge, session: BodyName, reason: Annotated[str, Body(max_length=2000)]) -> JSONResponse:
         return await _whole(bridge.fence(session, reason))
 
     @router.post("/attach")
@@ -119,16 +119,14 @@ def bridge_routes() -> APIRouter:
     @router.post("/pause")
     async def pause(
         bridge: Bridge,
-        session: Annotated[str, Body()],
-        policy_version: Annotated[int, Body(ge=0)],
+        session: BodyName,
+        policy_version: BodyVersion,
         deadline_s: Annotated[float, Body(gt=0, le=86400)],
     ) -> JSONResponse:
         return await _whole(bridge.pause(session, policy_version, deadline_s))
 
     @router.post("/resume")
-    async def resume(
-        bridge: Bridge, session: Annotated[str, Body()], policy_version: Annotated[int | None, Body(ge=0)] = None
-    ) -> JSONResponse:
+    async def resume(bridge: Bridge, session: BodyName, policy_version: BodyVersionOrNone = None) -> JSONResponse:
         return await _whole(bridge.resume(session, policy_version))
 
     return router

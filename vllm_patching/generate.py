@@ -12,23 +12,21 @@ import asyncio
 import math
 import uuid
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 from fastapi import Request
 
 from vllm_patching import compat
 from vllm_patching.adapters import Adapters
-from vllm_patching.replies import Refused, brief
-from vllm_patching.sampling import sampling_params, typed_value
-
-TokenId = Annotated[int, msgspec.Meta(ge=0)]
+from vllm_patching.replies import Refused
+from vllm_patching.sampling import sampling_params
+from vllm_patching.typed import TokenId, WrongValue, printable, typed_value
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 
 
 async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
-    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused."""
+    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused, WrongValue."""
     prompt = _prompt(body, compat.vocabulary_size(request.app.state.bridge.engine))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
     bridge = request.app.state.bridge
@@ -62,11 +60,11 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
 def _refusal(error: BaseException) -> Refused:
     """vLLM's verdict on a request, e.g. that it is longer than --max-model-len, or why it could not be served."""
     if isinstance(error, compat.EngineDeadError):
-        return Refused(brief(error, 500), 503)
+        return Refused(printable(str(error), 500), 503)
     if isinstance(error, compat.EngineGenerateError):  # it has no message of its own
         error = error.__cause__ or error
     of_the_request = isinstance(error, ValueError | TypeError | compat.VLLMValidationError)
-    return Refused(f"vLLM cannot generate: {brief(error, 500)}", 400 if of_the_request else 500)
+    return Refused(f"vLLM cannot generate: {printable(str(error), 500)}", 400 if of_the_request else 500)
 
 
 def _adapter(request: Request, body: dict[str, Any]) -> tuple[Any, int | None]:
@@ -86,10 +84,7 @@ def _prompt(body: dict[str, Any], vocabulary: int | None) -> Any:
     ids = typed_value("prompt_token_ids", ids, list[TokenId])
     if vocabulary is not None and max(ids) >= vocabulary:
         position = next(position for position, token in enumerate(ids) if token >= vocabulary)
-        raise Refused(
-            f"prompt_token_ids[{position}]={ids[position]}: expected ids below {vocabulary}, the model's vocabulary",
-            400,
-        )
+        raise WrongValue(f"prompt_token_ids[{position}]={ids[position]}: expected ids below {vocabulary}, the vocabulary")
     return {"prompt_token_ids": ids}
 
 

@@ -6,16 +6,23 @@ A trainer that shares vLLM's weights must be on the same machine; so each side c
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from vllm_patching.typed import Name
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
 class Process:
     """One process of one boot of one machine. Two are the same only if all four agree."""
 
-    boot_id: str
-    pid_namespace: int
-    pid: int
-    started: int  # clock ticks after the boot
+    boot_id: Name
+    pid_namespace: Count
+    pid: Annotated[int, msgspec.Meta(ge=1, le=2**22)]  # the kernel's own limit
+    started: Count  # clock ticks after the boot
 
     def same_place(self, other: "Process") -> bool:
         """Whether a pid means the same to both: same machine since its last boot, same container."""

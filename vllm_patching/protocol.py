@@ -40,12 +40,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from vllm_patching.processes import Process
+from vllm_patching.typed import MAX_POLICY_VERSION, Lease, Name, typed_body
 
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DATA_BACKENDS = ("gloo", "nccl")
 
 
 POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
@@ -62,8 +65,11 @@ def read_policy_version(model: str) -> int:
     if not path.is_file():
         return 0
     version = json.loads(path.read_text())["policy_version"]
-    if type(version) is not int or version < 0:
-        raise ValueError(f"{path}: policy_version {version!r} is not a whole number from 0 on; remove the file to serve it as version 0")
+    if type(version) is not int or not 0 <= version <= MAX_POLICY_VERSION:
+        raise ValueError(
+            f"{path}: policy_version {version!r} is not a whole number from 0 to {MAX_POLICY_VERSION}; "
+            "remove the file to serve it as version 0"
+        )
     return version
 
 
@@ -133,57 +139,54 @@ class Manifest:
 class SessionOffer:
     """What a trainer posts to open a session: where its store listens and what both sides must agree on."""
 
-    session: str
-    address: str
-    port: int
-    world_size: int  # 1 trainer rank + TP workers
-    backend: str  # data group: gloo | nccl
-    manifest_digest: str
-    bucket_bytes: int
-    timeout_s: float  # deadline of each collective and of each store wait
-    lease_s: float  # how long the session lives without a sign of life from the trainer
-    trainer: str  # host:pid, for messages
+    session: Name
+    address: Name
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    world_size: Annotated[int, Meta(ge=2, le=4096)]  # 1 trainer rank + TP workers
+    backend: Annotated[str, Meta(pattern=r"\A(gloo|nccl)\Z")]  # of the data group
+    manifest_digest: Name
+    bucket_bytes: Annotated[int, Meta(ge=1, le=2**32)]
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # deadline of each collective and of each store wait
+    lease_s: Lease  # how long the session lives without a sign of life from the trainer
+    trainer: Name  # host:pid, for messages
 
     @staticmethod
-    def from_json(data: dict) -> "SessionOffer":
-        """Raises ValueError naming the field that is missing, unknown or out of range."""
-        fields = SessionOffer.__dataclass_fields__
-        if wrong := sorted(set(fields) ^ set(data)):
-            raise ValueError(f"session offer: missing or unknown fields {wrong}; expected {sorted(fields)}")
-        offer = SessionOffer(**data)
-        if offer.backend not in DATA_BACKENDS:
-            raise ValueError(f"session offer: backend {offer.backend!r} is none of {DATA_BACKENDS}")
-        if (
-            not 0 < offer.port < 65536
-            or offer.world_size < 2
-            or offer.bucket_bytes < 1
-            or not 0 < offer.timeout_s <= 3600
-            or not 0 < offer.lease_s <= 3600
-        ):
-            raise ValueError(f"session offer: port, world_size, bucket_bytes, timeout_s or lease_s out of range: {data}")
-        return offer
+    def from_json(data: Any) -> "SessionOffer":
+        """Raises WrongValue naming the field that is missing, unknown, of another type or out of range."""
+        return typed_body("session offer", data, SessionOffer)
 
 
 @dataclass(frozen=True)
 class AttachOffer:
     """What a trainer posts to share the weights themselves."""
 
-    session: str
-    manifest_digest: str
-    lease_s: float  # as in SessionOffer
-    trainer: str  # host:pid, for messages
+    session: Name
+    manifest_digest: Name
+    lease_s: Lease
+    trainer: Name  # host:pid, for messages
     process: Process  # the trainer, so that the server sees at once when it is gone
 
     @staticmethod
-    def from_json(data: dict) -> "AttachOffer":
-        """Raises ValueError or TypeError naming what is missing, unknown or out of range."""
-        fields = AttachOffer.__dataclass_fields__
-        if wrong := sorted(set(fields) ^ set(data)):
-            raise ValueError(f"attach offer: missing or unknown fields {wrong}; expected {sorted(fields)}")
-        offer = AttachOffer(**{**data, "process": Process(**data["process"])})
-        if not 0 < offer.lease_s <= 3600:
-            raise ValueError(f"attach offer: lease_s {offer.lease_s} is not in (0, 3600]")
-        return offer
+    def from_json(data: Any) -> "AttachOffer":
+        """Raises WrongValue, as above."""
+        return typed_body("attach offer", data, AttachOffer)
+
+
+@dataclass(frozen=True)
+class AdapterOffer:
+    """What a trainer posts to hold the adapter bridge."""
+
+    session: Name
+    trainer: Name  # host:pid, for messages
+    lease_s: Lease
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]  # --model-name
+    rank: Annotated[int, Meta(ge=1, le=4096)]
+    process: Process  # so that the server sees at once when a trainer of this machine is gone
+
+    @staticmethod
+    def from_json(data: Any) -> "AdapterOffer":
+        """Raises WrongValue, as above."""
+        return typed_body("adapter offer", data, AdapterOffer)
 
 
 def go_key(session: str, sequence: int) -> str:

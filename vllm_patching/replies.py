@@ -3,12 +3,19 @@
 An HTTPException would reach the trainer with the paths in its reason blotted out.
 """
 
-import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import JSONResponse
+
+from vllm_patching.typed import MAX_POLICY_VERSION, PRINTABLE, WrongValue
+
+_name, _version = Body(pattern=f"^{PRINTABLE}$"), Body(ge=0, le=MAX_POLICY_VERSION, strict=True)
+BodyName = Annotated[str, _name]
+BodyNameOrNone = Annotated[str | None, _name]
+BodyVersion = Annotated[int, _version]
+BodyVersionOrNone = Annotated[int | None, _version]
 
 
 class Refused(RuntimeError):
@@ -19,18 +26,10 @@ class Refused(RuntimeError):
         self.status = status
 
 
-def brief(value: object, limit: int = 80) -> str:
-    """What a client sent, or an error about it, as at most `limit` printable ASCII characters."""
-    text = str(value) if isinstance(value, Exception) else reprlib.repr(value)
-    text = text[:limit].encode("ascii", "backslashreplace").decode()
-    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
-    return text if len(text) < limit else text[: limit - 3] + "..."
-
-
 class Sessions(Protocol):
     """Who keeps the one session of a bridge. Every method raises Refused."""
 
-    async def open(self, offer: Any) -> dict[str, Any]: ...
+    async def open(self, data: dict[str, Any]) -> dict[str, Any]: ...
 
     async def heartbeat(self, session: str) -> dict[str, Any]: ...
 
@@ -42,15 +41,21 @@ async def answer(act: Awaitable[dict[str, Any]]) -> JSONResponse:
     try:
         return JSONResponse(await act)
     except Refused as refused:
-        return JSONResponse({"error": {"message": str(refused), "code": refused.status}}, refused.status)
+        return _error(str(refused), refused.status)
+    except WrongValue as error:
+        return _error(str(error), 400)
 
 
-def add_session_routes(router: APIRouter, find: Callable[[Request], Sessions], offer_type: Any) -> None:
-    """Opening, renewing and leaving a session, of the bridge that `find` finds; an offer that is no `offer_type` is a 422."""
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)
+
+
+def add_session_routes(router: APIRouter, find: Callable[[Request], Sessions]) -> None:
+    """Opening, renewing and leaving a session, of the bridge that `find` finds."""
     found: Any = Depends(find)
 
     @router.post("/session")
-    async def open_session(offer: Annotated[offer_type, Body()], bridge: Sessions = found) -> JSONResponse:  # type: ignore[valid-type]
+    async def open_session(offer: Annotated[dict[str, Any], Body()], bridge: Sessions = found) -> JSONResponse:
         return await answer(bridge.open(offer))
 
     @router.post("/session/{session}/heartbeat")

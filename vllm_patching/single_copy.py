@@ -47,11 +47,8 @@ class Pause:
 
 
 def parse_offer(data: dict[str, Any]) -> AttachOffer:
-    """Raises Refused for a malformed offer, and for a trainer elsewhere, whose life could not be watched nor its memory shared."""
-    try:
-        offer = AttachOffer.from_json(data)
-    except (ValueError, TypeError) as error:
-        raise Refused(str(error), 422) from error
+    """Raises WrongValue for a malformed offer, Refused for a trainer elsewhere: it could not be watched, nor its memory shared."""
+    offer = AttachOffer.from_json(data)
     here = this_process()
     if offer.process.boot_id != here.boot_id:
         raise Refused(

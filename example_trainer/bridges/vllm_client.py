@@ -93,7 +93,7 @@ class VllmClient:
 
     def fence(self, session: str, reason: str) -> None:
         """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole version."""
-        self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason}, timeout_s=QUICK_S)
+        self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason[:2000]}, timeout_s=QUICK_S)
 
     def open_adapter_session(self, offer: dict[str, Any]) -> dict[str, Any]:
         return self._call("POST", "/v1/bridge/adapter/session", offer)

@@ -32,6 +32,25 @@ OPENAI = [
 ]  # fmt: skip
 
 
+OFFER = {
+    "session": "s", "address": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo", "manifest_digest": "d", "bucket_bytes": 1,
+    "timeout_s": 1, "lease_s": 1, "trainer": "h:1",
+}  # fmt: skip
+PROCESS = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
+ATTACH = {"session": "s", "manifest_digest": "d", "lease_s": 1, "trainer": "h:1", "process": PROCESS}
+BRIDGE = [
+    ("session", OFFER | {"port": 1.5}, "1.5"), ("session", OFFER | {"lease_s": 301}, "301"),
+    ("session", OFFER | {"trainer": "a\nb"}, "trainer"),
+    ("attach", ATTACH | {"process": PROCESS | {"pid": "x"}}, "pid"), ("attach", ATTACH | {"process": PROCESS | {"pid": 10**30}}, "pid"),
+    ("attach", ATTACH | {"lease_s": 3600}, "3600"), ("commit", {"session": "s", "policy_version": 2**70}, "policy_version"),
+    ("commit", {"session": "s", "policy_version": "1"}, "policy_version"), ("commit", {"session": "s", "policy_version": 1.5}, "1.5"),
+    ("resume", {"session": "s", "policy_version": 2**70}, "policy_version"), ("resume", {"session": ["s"]}, "session"),
+    ("pause", {"session": "a" * 129, "policy_version": 1, "deadline_s": 1}, "session"),
+    ("pause", {"session": "s", "policy_version": 1, "deadline_s": 1e9}, "deadline_s"),
+    ("fence", {"session": "s\n", "reason": "r"}, "session"),
+]  # fmt: skip
+
+
 def post(server: Server, path: str, body: Any) -> tuple[int, str]:
     text = body if isinstance(body, str) else json.dumps(body)
     headers = {**AUTHORIZED, "Content-Type": "application/json"}
@@ -64,3 +83,11 @@ def test_no_openai_route_reaches_the_engine_with_what_it_cannot_decode(vllm_serv
         assert status == 400 or ("chat" in path and "prompt" in wrong), (wrong, status, text)
     status, text = post(vllm_server, path, plain)
     assert status == 200, text
+
+
+def test_fields_of_the_bridge_are_typed_and_bounded(vllm_server: Server) -> None:
+    for route, body, named in BRIDGE:
+        status, text = post(vllm_server, f"/v1/bridge/{route}", body)
+        assert status == 400 and named in text, (route, body, status, text)
+    status = vllm_server.status()
+    assert status["session"] is None and status["refusing"] is None

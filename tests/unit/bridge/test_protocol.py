@@ -1,8 +1,21 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_patching.protocol import ALIGNMENT, Manifest, ManifestMismatch, SessionOffer, WireTensor, compare, lay_out
+from vllm_patching.protocol import (
+    ALIGNMENT,
+    AdapterOffer,
+    AttachOffer,
+    Manifest,
+    ManifestMismatch,
+    SessionOffer,
+    WireTensor,
+    compare,
+    lay_out,
+)
+from vllm_patching.typed import WrongValue
 
 PARTS = [
     ("embed.weight", [("embed.weight", (10, 4), "float32")]),
@@ -85,19 +98,52 @@ def test_a_complete_offer_is_accepted() -> None:
     assert SessionOffer.from_json(OFFER).world_size == 2
 
 
+HERE: dict[str, Any] = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
+ATTACH = {"session": "s", "manifest_digest": "d", "lease_s": 1.0, "trainer": "h:1", "process": HERE}
+ADAPTER = {"session": "s", "trainer": "h:1", "lease_s": 1.0, "model": "m", "rank": 8, "process": HERE}
+NO_NAME: list[Any] = ["", "a" * 129, "a\n", "\x1b[2J", "\u202e", 5, None, ["a"]]
+NO_PROCESS: list[Any] = [{**HERE, "pid": pid} for pid in ("x", 0, -1, 1.5, 2**22 + 1, 10**30, True)]
+NO_PROCESS += [{}, {**HERE, "stray": 1}, {**HERE, "started": 2**70}, {**HERE, "boot_id": "b\n"}, 1, None]
+NO_LEASE: list[Any] = [0, -1, 301, 3600, 1e300, float("nan"), "30", True]
+
+
 @pytest.mark.parametrize(
-    "change",
+    ("offer", "complete", "field", "values"),
     [
-        {"port": 0},
-        {"port": 65536},
-        {"world_size": 1},
-        {"backend": "mpi"},
-        {"timeout_s": 0},
-        {"lease_s": 4000},
-        {"bucket_bytes": 0},
-        {"stray": 1},
+        (SessionOffer, OFFER, "port", [0, 65536, 1.5, "1", True, 2**70]),
+        (SessionOffer, OFFER, "world_size", [1, 2.5, "2", 10**6]),
+        (SessionOffer, OFFER, "backend", ["mpi", "gloo\n", 1]),
+        (SessionOffer, OFFER, "timeout_s", [0, 3601, float("inf"), "1"]),
+        (SessionOffer, OFFER, "bucket_bytes", [0, 2**33, 1.5]),
+        (SessionOffer, OFFER, "lease_s", NO_LEASE),
+        (SessionOffer, OFFER, "trainer", NO_NAME),
+        (SessionOffer, OFFER, "address", NO_NAME),
+        (SessionOffer, OFFER, "session", NO_NAME),
+        (SessionOffer, OFFER, "stray", [1]),
+        (AttachOffer, ATTACH, "lease_s", NO_LEASE),
+        (AttachOffer, ATTACH, "trainer", NO_NAME),
+        (AttachOffer, ATTACH, "process", NO_PROCESS),
+        (AdapterOffer, ADAPTER, "lease_s", NO_LEASE),
+        (AdapterOffer, ADAPTER, "session", NO_NAME),
+        (AdapterOffer, ADAPTER, "rank", [0, 1.5, "8", 10**6]),
+        (AdapterOffer, ADAPTER, "process", NO_PROCESS),
     ],
 )
-def test_an_offer_out_of_range_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="session offer"):
-        SessionOffer.from_json({**OFFER, **change})
+def test_an_offer_with_a_field_of_another_type_or_out_of_range_is_refused_by_name(
+    offer: Any, complete: dict[str, Any], field: str, values: list[Any]
+) -> None:
+    assert offer.from_json(complete).session == "s"
+    for value in values:
+        with pytest.raises(WrongValue, match=field) as refused:
+            offer.from_json({**complete, field: value})
+        assert str(refused.value).isascii() and str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("body", [[], "x", None, 1, {}, {**OFFER, "port": []}])
+def test_what_is_no_offer_at_all_is_refused(body: Any) -> None:
+    with pytest.raises(WrongValue, match="session offer"):
+        SessionOffer.from_json(body)
+
+
+def test_whole_floats_are_integers_in_an_offer() -> None:
+    assert SessionOffer.from_json({**OFFER, "port": 9001.0, "lease_s": 300}) == SessionOffer(**{**OFFER, "port": 9001, "lease_s": 300.0})

@@ -4,13 +4,9 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
-from pydantic import BaseModel
 
 from vllm_patching.replies import Refused, add_session_routes
-
-
-class Offer(BaseModel):
-    session: str
+from vllm_patching.typed import typed_value
 
 
 class OneSession:
@@ -18,10 +14,10 @@ class OneSession:
 
     held: str | None = None
 
-    async def open(self, offer: Offer) -> dict[str, Any]:
+    async def open(self, data: dict[str, Any]) -> dict[str, Any]:
         if self.held is not None:
             raise Refused(f"session {self.held} is held by /tmp/run/trainer.py")
-        self.held = offer.session
+        self.held = typed_value("session", data.get("session"), str)
         return {"policy_version": 0}
 
     async def heartbeat(self, session: str) -> dict[str, Any]:
@@ -36,7 +32,7 @@ class OneSession:
 
 def test_a_session_is_opened_renewed_and_left_and_refusals_come_word_for_word() -> None:
     bridge, app, router = OneSession(), FastAPI(), APIRouter(prefix="/v1/bridge")
-    add_session_routes(router, lambda: bridge, Offer)
+    add_session_routes(router, lambda: bridge)
     app.include_router(router)
     client = TestClient(app)
     assert client.post("/v1/bridge/session", json={"session": "a"}).json() == {"policy_version": 0}
@@ -44,5 +40,7 @@ def test_a_session_is_opened_renewed_and_left_and_refusals_come_word_for_word() 
     refused = client.post("/v1/bridge/session", json={"session": "b"})
     assert refused.status_code == 409 and refused.json()["error"] == {"message": "session a is held by /tmp/run/trainer.py", "code": 409}
     assert client.post("/v1/bridge/session/b/heartbeat").status_code == 404
-    assert client.post("/v1/bridge/session", json={}).status_code == 422
+    bridge.held = None
+    wrong = client.post("/v1/bridge/session", json={"session": 5})
+    assert wrong.status_code == 400 and wrong.json()["error"]["message"] == "session=5: Expected `str`, got `int`"
     assert client.delete("/v1/bridge/session/a").status_code == 200 and bridge.held is None

@@ -14,6 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm_patching import compat
 from vllm_patching.replies import Refused
 from vllm_patching.sampling import _types, sampling_params
+from vllm_patching.typed import WrongValue
 
 ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
 
@@ -134,15 +135,11 @@ def test_what_json_writes_otherwise_becomes_what_the_engine_decodes(given: dict[
         {"stop": nested(500)},
     ],
 )
-def test_a_value_of_another_type_is_a_400_with_name_and_value(given: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as refused:
+def test_a_value_of_another_type_is_refused_with_name_and_value(given: dict[str, Any]) -> None:
+    with pytest.raises(WrongValue) as refused:
         sampling_params(given)
     message, name = str(refused.value), list(given)[-1]
-    assert (
-        refused.value.status == 400
-        and message.startswith(name)
-        and re.search("[Ee]xpected|unknown|must|none", message)
-    )
+    assert name in message and re.search("[Ee]xpected|must", message)
     assert message.isascii() and message.isprintable() and len(message) < 600
 
 
@@ -167,10 +164,9 @@ def test_a_name_that_is_not_a_clients_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     "given", [{"temperature": 5}, {"n": 10**9}, {"max_tokens": 0}, {"stop": [""]}, {"top_p": 0}, {"min_p": 2}]
 )
-def test_a_value_out_of_range_is_a_400(given: dict[str, Any]) -> None:
-    with pytest.raises(Refused) as refused:
+def test_a_value_out_of_range_is_refused_with_its_name(given: dict[str, Any]) -> None:
+    with pytest.raises(WrongValue, match=next(iter(given))):
         sampling_params(given)
-    assert refused.value.status == 400 and next(iter(given)) in str(refused.value)
 
 
 JSON = st.recursive(
@@ -195,8 +191,8 @@ FIELDS = st.dictionaries(st.sampled_from(sorted(_types())), JSON, min_size=1, ma
 def test_whatever_json_holds_is_refused_or_decoded_by_the_engine_as_it_was_sent(given: dict[str, Any]) -> None:
     try:
         params = sampling_params(given)
-    except Refused as refused:
-        assert refused.status == 400 and str(refused).isprintable()
+    except WrongValue as refused:
+        assert str(refused).isprintable()
     else:
         assert decoded(params) == params
 

@@ -1,0 +1,110 @@
+"""What a client sent as JSON, as the types that were meant, or one line that says what it should have been.
+
+Used for every request body of ours; imports neither vLLM nor torch. Names, values and errors are quoted shortened and in ASCII.
+"""
+
+import dataclasses
+import math
+import reprlib
+import typing
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+INT64 = range(-(2**63), 2**63)
+MAX_DEPTH = 64  # as deep as vLLM takes a JSON schema
+MAX_POLICY_VERSION = 2**53 - 1  # the largest that every reader of JSON takes for itself
+MAX_LEASE_S = 300.0
+
+PRINTABLE = "[ -~]{1,128}"  # a name: it is written to logs and repeated in messages
+Name = Annotated[str, msgspec.Meta(pattern=rf"\A{PRINTABLE}\Z")]
+Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
+PolicyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class WrongValue(ValueError):
+    """A value that is not what its name stands for; the message has name, value and what was expected."""
+
+
+def printable(text: str, limit: int) -> str:
+    """`text` as at most `limit` printable ASCII characters."""
+    text = text[:limit].encode("ascii", "backslashreplace").decode()
+    text = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return text if len(text) < limit else text[: limit - 3] + "..."
+
+
+def brief(value: object) -> str:
+    """A client's value, to be quoted in a message."""
+    return printable(reprlib.repr(value), 80)
+
+
+def typed_body(what: str, body: Any, kind: type[T]) -> T:
+    """`body` as the dataclass `kind`. Raises WrongValue for a field that is missing, unknown or not as annotated."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if not isinstance(body, dict):
+        raise WrongValue(f"{what}={brief(body)}: expected an object with the fields {sorted(hints)}")
+    if wrong := sorted(set(hints) ^ set(body)):
+        raise WrongValue(f"{what}: missing or unknown fields {brief(wrong)}; expected {sorted(hints)}")
+    return kind(
+        **{
+            name: (typed_body if dataclasses.is_dataclass(hint) else typed_value)(f"{what}: {name}", body[name], hint)
+            for name, hint in hints.items()
+        }
+    )
+
+
+def typed_value(name: str, value: Any, expected: Any) -> Any:
+    """`value` as `expected`, with whole floats taken as integers where those are wanted. Raises WrongValue."""
+    if (fault := _fault(value)) is not None:
+        raise WrongValue(f"{name}={brief(value)}: {fault}")
+    try:
+        return _convert(value, expected)
+    except Exception as error:  # msgspec's, or the verdict of a structure of vLLM's, which is no ValueError in every release
+        raise WrongValue(f"{name}={brief(value)}: {printable(str(error), 500)}") from error
+
+
+def _convert(value: Any, expected: Any) -> Any:
+    try:
+        return msgspec.convert(value, expected, str_keys=True)
+    except msgspec.ValidationError:
+        return msgspec.convert(_with_whole_floats_as_integers(value), expected, str_keys=True)
+
+
+def _with_whole_floats_as_integers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer() and int(value) in INT64:
+        return int(value)
+    if isinstance(value, list):
+        return [_with_whole_floats_as_integers(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _with_whole_floats_as_integers(item) for key, item in value.items()}
+    return value
+
+
+def _fault(value: Any, depth: int = 0) -> str | None:
+    """What in `value` neither MessagePack nor any of our types can hold, whatever its type should be."""
+    if depth > MAX_DEPTH:
+        return f"expected at most {MAX_DEPTH} levels of nesting"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"expected finite numbers, got {value}"
+    if isinstance(value, int) and value not in INT64:
+        return f"expected integers of 64 bits, got {brief(value)}"
+    if isinstance(value, str) and not value.isascii() and (bad := _lone_surrogate(value)) is not None:
+        return f"expected Unicode text, got the lone surrogate {bad}"
+    inner = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for item in inner:
+        if type(item) is int and item in INT64:  # a prompt has many of them
+            continue
+        if (fault := _fault(item, depth + 1)) is not None:
+            return fault
+    return None
+
+
+def _lone_surrogate(text: str) -> str | None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return ascii(text[error.start])
+    return None
