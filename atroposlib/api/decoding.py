@@ -2,13 +2,15 @@
 
     body ── gunzip, bounded ──▶ JSON or MessagePack ── msgspec, typed ──▶ Struct ── group_checks.py ──▶ accepted
 
-The fast path decodes once. A body that fails is parsed a second time by Python's lenient reader, only to tell what is wrong with it.
+Bodies of groups may be large and are read in posted_groups.py; all others are small JSON, read here by `BodyDecoder`. A refusal costs
+about what reading costs: nothing here takes time or memory per value beyond what the decoder took.
 """
 
 import json
 import math
 import re
 import zlib
+from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,6 +20,10 @@ Location = tuple[str | int, ...]
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SHOWN = 80  # characters of a refused value that are repeated to its sender
+MAX_DEPTH = 128  # arrays and objects within one another, far from where any reader of JSON gives up
+MAX_GZIP_MEMBERS = 20_000  # 64 KiB each, as bgzip writes them, are more than a body may hold
+_ZEROS = re.compile(rb"\0*")
+_GZIP_STEP = 512  # compressed bytes of a member that are tried first
 
 
 class RefusedBody(Exception):
@@ -48,88 +54,82 @@ class RefusedBody(Exception):
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes JSON or MessagePack to one type: strictly first, then with what clients of the ancestor send taken as numbers."""
+    """Decodes a small JSON body to one type: strictly first, then with what clients of the ancestor send taken as numbers."""
 
     def __init__(self, of: type[T]) -> None:
         self._type = of
-        self._packed = msgspec.msgpack.Decoder(of)
         self._strict = msgspec.json.Decoder(of)
         self._lax = msgspec.json.Decoder(of, strict=False)
 
     def decode(self, body: bytes) -> T:
-        """From JSON. Raises RefusedBody (422)."""
-        return self.decode_verbatim(body)[0]
-
-    def decode_verbatim(self, body: bytes, packed: bool = False) -> tuple[T, bool]:
-        """What the body says, and whether it says it as it is: False where a number came as a boolean or, in JSON, as a string or 1.0.
-
-        Raises RefusedBody (422).
-        """
+        """Raises RefusedBody (422)."""
         try:
-            return (self._packed if packed else self._strict).decode(body), True
-        except msgspec.ValidationError as error:
-            return self._unpacked_again(body, error) if packed else self._coerced(body), False
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise _not_msgpack(error) if packed else _not_json(body, error) from None
+            return self._strict.decode(body)
+        except msgspec.ValidationError:
+            return self._coerced(body)
+        except UNREADABLE as error:
+            raise not_json(body, error) from None
 
     def _coerced(self, body: bytes) -> T:
         try:
             decoded = self._lax.decode(body)
         except msgspec.ValidationError as error:
             decoded = self._counted(_leniently(body), error, body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _not_of_type(body, error) from None
-        refuse_non_finite(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
+        except UNREADABLE as error:
+            raise not_json(body, error) from None
+        refuse_unsayable(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
         return decoded
 
-    def _unpacked_again(self, body: bytes, error: msgspec.ValidationError) -> T:
-        try:
-            return self._counted(msgspec.msgpack.decode(body), error, None)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as unreadable:
-            raise _not_msgpack(unreadable) from None
-
-    def _counted(self, tree: Any, error: Exception, body: bytes | None) -> T:
-        """From a tree, with booleans as 0 and 1 in the fields that hold numbers. `body` is its JSON, if that is what it was."""
+    def _counted(self, tree: Any, error: Exception, body: bytes) -> T:
+        """From a tree, with booleans as 0 and 1 in the fields that hold numbers."""
         counted: set[str] = set()
         while True:
-            _, message, location = _kind_message_and_location(error)
+            _, message, location = kind_message_and_location(error)
             field = next((part for part in reversed(location) if isinstance(part, str)), None)
-            if "got `bool`" not in message or field is None or field in counted:
+            if "got `bool`" not in message or field is None or field in counted or not isinstance(tree, dict) or field not in tree:
                 raise _not_of_type(body, error) from None
             counted.add(field)
-            for record in tree if isinstance(tree, list) else [tree]:
-                if isinstance(record, dict) and field in record:
-                    record[field] = _booleans_counted(record[field])
             try:
-                return msgspec.convert(tree, self._type, strict=body is None)
+                tree[field] = booleans_counted(tree[field])
+                return msgspec.convert(tree, self._type, strict=False)
             except (msgspec.ValidationError, RecursionError) as next_error:
                 error = next_error
 
 
-def _booleans_counted(node: Any) -> Any:
+def booleans_counted(node: Any) -> Any:
+    """With 0 and 1 in place of booleans. Raises RecursionError where a sender nests too deep."""
     if isinstance(node, list):
-        return [_booleans_counted(inner) for inner in node]
+        return [booleans_counted(inner) for inner in node] if _MAY_HOLD_BOOLEANS & set(map(type, node)) else node
     if isinstance(node, dict):
-        return {key: _booleans_counted(value) for key, value in node.items()}
+        return {key: booleans_counted(value) for key, value in node.items()}
     return int(node) if isinstance(node, bool) else node
 
 
 def gunzip(body: bytes, limit: int) -> bytes:
-    """The decompressed bytes. Raises RefusedBody: 400 for a corrupt or truncated stream, 413 above `limit` bytes."""
+    """The decompressed bytes. Raises RefusedBody: 400 for a corrupt or truncated stream, 413 above `limit` bytes.
+
+    Each member is fed in steps that double: what zlib copies of the bytes behind its end is never more than the member itself.
+    """
+    view, start = memoryview(body), 0
     plain: list[bytes] = []
-    size = 0
-    while body:
-        stream = zlib.decompressobj(wbits=31)
-        try:
-            plain.append(stream.decompress(body, limit - size + 1))
-        except zlib.error:
-            raise RefusedBody(400, "Invalid gzip payload") from None
-        size += len(plain[-1])
-        if size > limit:
-            raise too_large(limit)
-        if not stream.eof:
-            raise RefusedBody(400, "Invalid gzip payload")
-        body = stream.unused_data.lstrip(b"\0")  # members may follow one another, padded by zeros
+    size = members = 0
+    while start < len(body):
+        members += 1
+        stream, step = zlib.decompressobj(wbits=31), _GZIP_STEP
+        while not stream.eof:
+            if start == len(body) or members > MAX_GZIP_MEMBERS:
+                raise RefusedBody(400, "Invalid gzip payload")
+            try:
+                plain.append(stream.decompress(view[start : start + step], limit - size + 1))
+            except zlib.error:
+                raise RefusedBody(400, "Invalid gzip payload") from None
+            size += len(plain[-1])
+            if size > limit:
+                raise too_large(limit)
+            start = min(len(body), start + step)
+            step *= 2
+        start -= len(stream.unused_data)
+        start = _ZEROS.match(body, start).end()  # type: ignore[union-attr]  # members may be padded by zeros
     return b"".join(plain)
 
 
@@ -140,68 +140,96 @@ def too_large(limit: int) -> RefusedBody:
 
 # --- what is wrong with a body -------------------------------------------------------------------------------------------
 
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)  # what msgspec raises for what is not its format
 
-def _not_of_type(body: bytes | None, error: Exception) -> RefusedBody:
-    """`body` is None for MessagePack, whose values are not repeated."""
-    tree = None if body is None else _leniently(body)
-    if body is not None and tree is _UNREADABLE:
-        return _not_json(body, error)
-    if (found := _non_finite(tree)) is not None:
+
+def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
+    tree = _leniently(body)
+    if tree is _NOTHING:
+        return not_json(body, error)
+    try:
+        refuse_unsayable(tree)
+    except RefusedBody as found:
         return found
-    kind, message, location = _kind_message_and_location(error)
-    value = None if body is None or kind == "missing" else shown(_at(tree, location))
-    return RefusedBody(422, message, location=location, value=value, kind=kind)
+    kind, message, location = kind_message_and_location(error)
+    return RefusedBody(422, message, location=location, value=None if kind == "missing" else shown(at(tree, location)), kind=kind)
 
 
-def _kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
+def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
+    """Of msgspec's complaint: what sort it is, in its words, and where."""
     message, _, path = str(error).partition(" - at `$")
     location = tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
     missing = _MISSING.search(message)
-    return ("missing", message, (*location, missing[1])) if missing else ("type_error", message, location)
+    if missing:
+        return "missing", message, (*location, missing[1])
+    if message == "Number out of range":
+        return "finite_number", "a number that large is not a finite number", location
+    return "type_error", message or type(error).__name__, location
 
 
-def _not_msgpack(error: Exception) -> RefusedBody:
+def not_msgpack(error: Exception) -> RefusedBody:
+    """A body that ends too early, or has bytes that mean nothing."""
     return RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid")
 
 
-def _not_json(body: bytes, error: Exception) -> RefusedBody:
-    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position."""
+def not_json(body: bytes, error: Exception) -> RefusedBody:
+    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position. `body` is small."""
     tree = _leniently(body)
-    if tree is not _UNREADABLE and (found := _non_finite(tree)) is not None:
-        return found
+    if tree is not _NOTHING:
+        try:
+            refuse_unsayable(tree)
+        except RefusedBody as found:
+            return found
     return RefusedBody(422, f"the body is not JSON: {error or type(error).__name__}", kind="json_invalid")
 
 
-_UNREADABLE = object()
+_NOTHING = object()
+_MAY_HOLD_BOOLEANS = frozenset({bool, list, dict})
+_SAYABLE = frozenset({str, int, bool, type(None)})  # beside arrays, objects and finite floats
 
 
 def _leniently(body: bytes) -> Any:
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        return _UNREADABLE
+        return _NOTHING
 
 
-def refuse_non_finite(tree: Any) -> None:
-    if (found := _non_finite(tree)) is not None:
-        raise found
+def not_finite(number: str, location: Location = ()) -> RefusedBody:
+    """`number` is nan, inf or -inf."""
+    return RefusedBody(422, f"{number} is not a finite number", location=location, value=number, kind="finite_number")
 
 
-def _non_finite(tree: Any) -> RefusedBody | None:
-    """A refusal of the first number that is not finite. Without recursion: the sender chooses the depth."""
-    open_nodes: list[tuple[Location, Any]] = [((), tree)]
-    while open_nodes:
-        location, node = open_nodes.pop()
-        if isinstance(node, float) and not math.isfinite(node):
-            return RefusedBody(422, f"{node} is not a finite number", location=location, value=str(node), kind="finite_number")
-        if isinstance(node, dict):
-            open_nodes += [((*location, key), value) for key, value in reversed(node.items())]
-        elif isinstance(node, list):
-            open_nodes += [((*location, index), value) for index, value in reversed(list(enumerate(node)))]
-    return None
+def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
+    """Raises RefusedBody (422) for the first value that JSON has no word for, or that nests too deep; also for an object of key `mark`.
+
+    Without recursion, since the sender chooses the depth, and without memory for each value.
+    """
+    path: list[Any] = []
+    levels: list[Iterator[tuple[Any, Any]]] = [iter([(None, tree)])]
+    while levels:
+        for key, node in levels[-1]:
+            kind = type(node)
+            if kind is dict or kind is list:
+                path.append(key)
+                if kind is dict and not all(type(name) is str and name != mark for name in node):
+                    raise RefusedBody(422, mark or "a key is no string, which JSON cannot say", location=tuple(path[1:]))
+                if len(path) > MAX_DEPTH:
+                    raise RefusedBody(422, f"arrays and objects are nested deeper than {MAX_DEPTH}", location=tuple(path[1:9]))
+                levels.append(iter(node.items() if kind is dict else enumerate(node)))
+                break
+            if kind is float:
+                if not math.isfinite(node):
+                    raise not_finite(str(node), (*path, key)[1:])
+            elif kind not in _SAYABLE:
+                raise RefusedBody(422, f"{kind.__name__} is nothing that JSON can say", location=(*path, key)[1:])
+        else:
+            levels.pop()
+            if path:
+                path.pop()
 
 
-def _at(tree: Any, location: Location) -> Any:
+def at(tree: Any, location: Location) -> Any:
     """What stands at a position; None where the position is not exact (inside a free-form object)."""
     for part in location:
         if isinstance(tree, dict):

@@ -1,14 +1,18 @@
 """What environments ask for: join, status, posts of groups and evaluations, a goodbye."""
 
+import functools
+from typing import NamedTuple
+
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api import wire
 from atroposlib.api.changes import PostedGroup
 from atroposlib.api.decoding import BodyDecoder, RefusedBody
-from atroposlib.api.group_checks import check_group, read_group, read_groups
-from atroposlib.api.http import MSGPACK, is_packed, read_body, reply, say_once, service_of
+from atroposlib.api.group_checks import check_group
+from atroposlib.api.http import MSGPACK, beside, is_packed, read_body, read_group_body, reply, say_once, service_of
 from atroposlib.api.openapi import describe
+from atroposlib.api.posted_groups import read_group, read_groups
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
@@ -23,6 +27,8 @@ _env_id = BodyDecoder(wire.EnvId)
 _evaluation = BodyDecoder(wire.Evaluation)
 _heartbeat = BodyDecoder(wire.Heartbeat)
 
+INLINE_GROUP_BYTES = 262_144  # larger bodies are read beside the event loop: each takes it some milliseconds
+INLINE_LIST_BYTES = 32_768  # of small groups, which cost more for each byte
 KEY_HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 200
 _KEY = {KEY_HEADER: {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH}}
@@ -94,8 +100,8 @@ async def scored_data(request: Request) -> Response:
     A post that is repeated with its Idempotency-Key (or `idempotency_key`) is answered as the first time and stored once.
     """
     packed = is_packed(request)
-    data, item = read_group(await read_body(request), packed)
-    (buffered,) = await _store(request, [(data, item)], packed, _key(request) or data.idempotency_key, in_list=False)
+    (group,), needs = await _read(request, packed, in_list=False)
+    (buffered,) = await _store(request, [group], needs, packed, _key(request) or group.key, in_list=False)
     return reply(wire.Accepted("received") if buffered is None else wire.Accepted("buffered", buffered))
 
 
@@ -103,8 +109,8 @@ async def scored_data(request: Request) -> Response:
 async def scored_data_list(request: Request) -> Response:
     """Post several scored groups at once. All are accepted, or none. Idempotency-Key stands for the whole list."""
     packed = is_packed(request)
-    groups = read_groups(await read_body(request), packed)
-    sizes = await _store(request, groups, packed, _key(request), in_list=True) if groups else []
+    groups, needs = await _read(request, packed, in_list=True)
+    sizes = await _store(request, groups, needs, packed, _key(request), in_list=True) if groups else []
     buffered = [size for size in sizes if size is not None]
     answer = wire.ListAccepted("received", groups_processed=len(groups))
     if buffered:
@@ -143,34 +149,62 @@ def _key(request: Request) -> str | None:
     return key
 
 
-async def _store(
-    request: Request, groups: list[tuple[wire.PostedData, bytes]], packed: bool, key: str | None, *, in_list: bool
-) -> list[int | None]:
-    """Check and store the groups of one post with their items, all or none."""
-    needs = service_of(request).needs
-    for index, (data, _) in enumerate(groups):
+class _Ready(NamedTuple):
+    """A group that was read and checked: what of it is kept, and what its sender might want to know."""
+
+    posted: PostedGroup
+    item: bytes
+    key: str | None
+    lengths: list[int]
+    scores: list[float]
+    suspicions: list[str]
+
+
+async def _read(request: Request, packed: bool, *, in_list: bool) -> tuple[list[_Ready], Needs]:
+    """The groups of a post, and what they were found to meet. Raises RefusedBody.
+
+    They are read on a thread if they are large or many.
+    """
+    body = await read_group_body(request)
+    service = service_of(request)
+    needs = service.needs
+    work = functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs)
+    is_large = len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES)
+    return await beside(request, work) if is_large else work(), needs
+
+
+def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs) -> list[_Ready]:
+    ready = []
+    for index, (data, item) in enumerate(read_groups(body, packed) if in_list else [read_group(body, packed)]):
         try:
-            _check(request, data, packed, needs)
+            suspicions = check_group(data, max_sequences=max_sequences, needs=needs)
         except RefusedBody as refusal:
             raise refusal.within(index) if in_list else refusal from None
-    posted = [PostedGroup(len(data.tokens), data.env_id, _oldest_version(data)) for data, _ in groups]
+        lengths = [len(sequence) for sequence in data.tokens]
+        posted = PostedGroup(len(lengths), data.env_id, _oldest_version(data))
+        ready.append(_Ready(posted, item, data.idempotency_key, lengths, data.scores, suspicions))
+    return ready
+
+
+async def _store(
+    request: Request, groups: list[_Ready], needs: Needs, packed: bool, key: str | None, *, in_list: bool
+) -> list[int | None]:
+    """Store the groups of one post with their items, all or none."""
     service = service_of(request)
-    answer = await service.post(posted, [(item, packed) for _, item in groups], key, needs)
-    for data, _ in groups:
-        service.hear_environment(data.env_id)
-        service.figures.count_groups([len(sequence) for sequence in data.tokens], data.scores)
+    for index, group in enumerate(groups):
+        for suspicion in group.suspicions:
+            say_once(request, f"A group of env_id={group.posted.env_id} is passed on although its {suspicion}")
+        try:
+            service.state.queue.check_size(group.posted.sequences)
+        except GroupTooLarge as error:
+            raise RefusedBody(422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large") from None
+    contents = [(group.item, packed) for group in groups]
+    answer = await service.post([group.posted for group in groups], contents, key, needs)
+    for env_id in {group.posted.env_id for group in groups}:
+        service.hear_environment(env_id)
+    for group in groups:
+        service.figures.count_groups(group.lengths, group.scores)
     return answer
-
-
-def _check(request: Request, data: wire.PostedData, packed: bool, needs: Needs) -> None:
-    """Raises RefusedBody (422)."""
-    service = service_of(request)
-    for suspicion in check_group(data, packed=packed, max_sequences=service.settings.max_sequences, needs=needs):
-        say_once(request, f"A group of env_id={data.env_id} is passed on although its {suspicion}")
-    try:
-        service.state.queue.check_size(len(data.tokens))
-    except GroupTooLarge as error:
-        raise RefusedBody(422, str(error), location=("tokens",), kind="too_large") from None
 
 
 def _oldest_version(data: wire.ScoredData) -> int | None:

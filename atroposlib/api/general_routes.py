@@ -1,5 +1,7 @@
 """What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget everything."""
 
+import functools
+
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
@@ -9,9 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from atroposlib.api import wire
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.events import status_events
-from atroposlib.api.group_checks import as_json
-from atroposlib.api.http import NO_BROWSER, encode, large_reply, reply, service_of
+from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, service_of
 from atroposlib.api.openapi import describe
+from atroposlib.api.posted_groups import as_json
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -83,7 +85,8 @@ async def latest_example(request: Request) -> Response:
     latest = service_of(request).latest
     if latest is None:
         return reply(wire.NO_EXAMPLE)
-    return await large_reply(request, as_json(latest.data) if latest.packed else latest.data)
+    body = await beside(request, functools.partial(as_json, latest.data)) if latest.packed else latest.data
+    return await large_reply(request, body)
 
 
 @router.get("/dead-letters", **describe(list[wire.DeadLetter]))

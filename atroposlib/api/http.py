@@ -1,12 +1,14 @@
 """Reading bodies and writing replies of the batching API."""
 
+import functools
 import ipaddress
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import anyio
 import msgspec
 from fastapi import Depends, HTTPException, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from atroposlib.api.decoding import RefusedBody, gunzip, too_large
@@ -18,10 +20,12 @@ from atroposlib.logs import get_logger
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
 INLINE_BYTES = 16_384  # larger bodies are decompressed beside the event loop
+MAX_SMALL_BYTES = 262_144  # of a body that holds no groups; these are read on the event loop
 MAX_SAID = 256  # distinct warnings; what a client makes vary cannot fill memory or the log
 
 MSGPACK = "application/msgpack"
 
+T = TypeVar("T")
 log = get_logger(__name__)
 encode = msgspec.json.Encoder().encode
 
@@ -52,8 +56,16 @@ def accepts_packed(request: Request) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above the app's limit."""
-    limit = service_of(request).settings.max_body_bytes
+    """The whole body of anything but groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above MAX_SMALL_BYTES."""
+    return await _read_body(request, min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes))
+
+
+async def read_group_body(request: Request) -> bytes:
+    """The whole body of a post of groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above the app's limit."""
+    return await _read_body(request, service_of(request).settings.max_body_bytes)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -64,7 +76,13 @@ async def read_body(request: Request) -> bytes:
     body = b"".join(chunks)
     if "gzip" not in request.headers.get("content-encoding", "").lower():
         return body
-    return await run_in_threadpool(gunzip, body, limit) if len(body) > INLINE_BYTES else gunzip(body, limit)
+    work = functools.partial(gunzip, body, limit)
+    return await beside(request, work) if len(body) > INLINE_BYTES else work()
+
+
+async def beside(request: Request, work: Callable[[], T]) -> T:
+    """Do heavy work on a thread, one piece at a time: two would keep the event loop waiting twice as long for the interpreter."""
+    return await anyio.to_thread.run_sync(work, limiter=request.app.state.heavy_work)
 
 
 def reply(content: Any, status: int = 200) -> Response:
@@ -78,7 +96,7 @@ async def large_reply(request: Request, body: bytes, media_type: str = "applicat
     vary = {"Vary": "Accept, Accept-Encoding"}
     if not wanted or len(body) < MIN_COMPRESSED_BYTES or _is_loopback(request):
         return Response(body, media_type=media_type, headers=vary)
-    compressed = await run_in_threadpool(_gzip, body)
+    compressed = await beside(request, functools.partial(_gzip, body))
     return Response(compressed, media_type=media_type, headers=vary | {"Content-Encoding": "gzip"})
 
 

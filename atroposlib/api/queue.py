@@ -199,24 +199,22 @@ class BatchQueue(Generic[R]):
     def accept_group(self, sequences: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
         """As `accept`, and the groups that it queued."""
         self.check_size(sequences)
-        group = Group(self._arrivals, sequences, env_id, record)
+        arrival = self._arrivals
         self._arrivals += 1
         if env_id is None or not 0 <= env_id < len(self.environments) or sequences >= self.environments[env_id].request.group_size:
-            return None, self._enqueue([group])
+            return None, [self._enqueue(sequences, env_id, record)]
         buffer = self._buffers.setdefault(env_id, _Buffer())
-        buffer.add(group)
-        queued = self._enqueue(buffer.take_subset(self.environments[env_id].request.group_size))
-        return buffer.sequences, queued
+        buffer.add(Group(arrival, sequences, env_id, record))
+        filled = buffer.take_subset(self.environments[env_id].request.group_size)
+        return buffer.sequences, [self._enqueue(group.sequences, env_id, group.record) for group in filled]
 
-    def _enqueue(self, groups: Iterable[Group[R]]) -> list[Group[R]]:
-        queued = []
-        for group in groups:
-            queued.append(group._replace(order=self._arrivals))
-            self._lanes.append(queued[-1])
-            self._arrivals += 1
-            self.latest = group.record
-            self._exhausted = False
-        return queued
+    def _enqueue(self, sequences: int, env_id: int | None, record: R) -> Group[R]:
+        group = Group(self._arrivals, sequences, env_id, record)
+        self._lanes.append(group)
+        self._arrivals += 1
+        self.latest = record
+        self._exhausted = False
+        return group
 
     # --- batches out ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import anyio
 from fastapi import FastAPI
 
 from atroposlib.api import environment_routes, general_routes, trainer_routes
@@ -36,6 +37,7 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
     app.state.service = service
     app.state.metrics = Metrics(service)
     app.state.said = set()
+    app.state.heavy_work = anyio.CapacityLimiter(1)
     for routes in (environment_routes, trainer_routes, general_routes):  # what is asked most stands first
         app.include_router(routes.router)
     if settings.legacy_gets is not False:

@@ -1,5 +1,6 @@
 """What a trainer asks for: register, batches (popped, or leased and acknowledged), steps, evaluations."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,9 +9,19 @@ from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api import wire
 from atroposlib.api.decoding import BodyDecoder
-from atroposlib.api.group_checks import as_json, with_weight
-from atroposlib.api.http import MSGPACK, NO_BROWSER, accepts_packed, large_reply, read_body, reply, say_once, service_of
+from atroposlib.api.http import (
+    MSGPACK,
+    NO_BROWSER,
+    accepts_packed,
+    beside,
+    large_reply,
+    read_body,
+    reply,
+    say_once,
+    service_of,
+)
 from atroposlib.api.openapi import describe
+from atroposlib.api.posted_groups import as_json, with_weight
 from atroposlib.api.queue import NotRegistered
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
@@ -147,9 +158,16 @@ async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**
 
 async def _batch_reply(request: Request, contents: Sequence[Content], extra: dict[str, Any]) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
-    weighted = [(data if weight == 1 else with_weight(data, packed, weight), packed) for data, packed, weight in contents]
-    if accepts_packed(request) and all(packed for _, packed in weighted):
-        items = [msgspec.Raw(data) for data, _ in weighted]
-        return await large_reply(request, msgspec.msgpack.encode({"batch": items} | extra), MSGPACK)
-    items = [msgspec.Raw(as_json(data) if packed else data) for data, packed in weighted]
-    return await large_reply(request, msgspec.json.encode({"batch": items} | extra))
+    packed = accepts_packed(request) and all(is_packed for _, is_packed, _ in contents)
+    work = functools.partial(_batch, contents, extra, packed)
+    as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
+    return await large_reply(request, work() if as_stored else await beside(request, work), MSGPACK if packed else "application/json")
+
+
+def _batch(contents: Sequence[Content], extra: dict[str, int], packed: bool) -> bytes:
+    items = []
+    for data, is_packed, weight in contents:
+        item = data if weight == 1 else with_weight(data, is_packed, weight)
+        items.append(msgspec.Raw(as_json(item) if is_packed and not packed else item))
+    codec = msgspec.msgpack if packed else msgspec.json
+    return codec.encode({"batch": items} | extra)

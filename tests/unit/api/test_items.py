@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.group_checks import read_group, read_groups
+from atroposlib.api.posted_groups import read_group, read_groups
 from tests.unit.api.support import ITEM_KEYS, group
 
 CODECS: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}

@@ -1,0 +1,334 @@
+"""Posted groups: from the bytes of a body to `PostedData` and the item that a trainer gets.
+
+    body ── split into fields, not yet built ──▶ nodes counted ──▶ each field decoded to its type ──▶ PostedData
+                                                                └── bytes of the fields, nulls for the absent ──▶ item
+
+A body is bounded by what it would build as well as by its bytes. A field that fails is the only one that is read again, so that refusing
+costs no more than accepting. Items keep the bytes in which their fields were posted, and the format. Large bodies are read on a thread:
+field by field, so that the event loop waits for one field at most.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, get_args, get_origin
+
+import msgspec
+from msgspec import UNSET, Meta, Raw
+
+from atroposlib.api.decoding import (
+    UNREADABLE,
+    Location,
+    RefusedBody,
+    at,
+    booleans_counted,
+    kind_message_and_location,
+    not_finite,
+    not_msgpack,
+    refuse_unsayable,
+    shown,
+)
+from atroposlib.api.wire import PostedData, ScoredData
+
+MAX_NODES = 2**21  # arrays of numbers, and values of any kind in free-form fields, of one body: about 80 bytes of memory each
+MAX_LISTED = 2**18  # groups of a MessagePack list
+_LOOKED_AT = 1024  # numbers
+SMALL_BYTES = 65_536  # of a field that is cheap to look through
+
+_CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
+_NULL = {False: Raw(b"null"), True: Raw(b"\xc0")}
+_ITEM = [name for name in ScoredData.__struct_fields__ if name != "policy_versions"]
+_REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field.required]
+_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
+_NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}
+_NESTED = frozenset({"distill_token_ids", "distill_logprobs"})  # arrays of arrays of arrays
+_FLOATS = frozenset({"scores", "advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs"})
+
+_BYTE = re.compile(r"\(byte (\d+)\)$")
+_NOT_FINITE = re.compile(rb"-?(?:NaN|Infinity)")
+_NUMBER_NAMES = {b"NaN": "nan", b"Infinity": "inf", b"-Infinity": "-inf"}
+_ZEROS = ((b"-Infinity", b"0"), (b"Infinity", b"0"), (b"NaN", b"0"))
+_MARK = "\u2063not a finite number\u2063"  # the key of an object that stands where NaN or Infinity stood
+_MARKED = msgspec.json.encode({_MARK: 0})
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_ABOVE_FIXINT = bytes(range(0x80, 0x100))
+
+
+def _loosely(kind: Any) -> Any:
+    """The type with any scalar where it has numbers."""
+    if get_origin(kind) is list:
+        return list[_loosely(get_args(kind)[0])]  # type: ignore[misc]
+    options = [option for option in get_args(kind) if get_origin(option) is list]
+    return _loosely(options[0]) if options else int | float | str | bool
+
+
+def _fields_type(packed: bool) -> type[msgspec.Struct]:
+    """Every field of a posted group as its bytes; absent ones are the null of the format."""
+    return msgspec.defstruct("Fields", [(name, Raw) if name in _REQUIRED else (name, Raw, _NULL[packed]) for name in _TYPES])
+
+
+_FIELDS = {packed: _fields_type(packed) for packed in (False, True)}
+_split_one = {packed: _CODEC[packed].Decoder(_FIELDS[packed]).decode for packed in (False, True)}
+_split_list = {
+    packed: _CODEC[packed].Decoder(Annotated[list[_FIELDS[packed]], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[misc,valid-type]
+    for packed in (False, True)
+}
+_strict = {packed: {name: _CODEC[packed].Decoder(kind).decode for name, kind in _TYPES.items()} for packed in (False, True)}
+_lax = {name: msgspec.json.Decoder(kind, strict=False).decode for name, kind in _TYPES.items()}
+_scalars = {packed: {name: _CODEC[packed].Decoder(_loosely(_TYPES[name])).decode for name in _NUMBERS} for packed in (False, True)}
+_rows_of = _CODEC[True].Decoder(list[Raw]).decode
+
+
+def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
+    """A posted group, and the item that a trainer gets. Raises RefusedBody (422, 413)."""
+    fields, mark = _split(body, packed, _split_one[packed])
+    group = _Reader(packed, mark).read(fields)
+    _refuse_mark(mark)
+    return group
+
+
+def read_groups(body: bytes, packed: bool) -> list[tuple[PostedData, bytes]]:
+    """The groups of a posted list, and the item of each. Raises RefusedBody (422, 413)."""
+    listed, mark = _split(body, packed, _split_list[packed])
+    reader, groups = _Reader(packed, mark), []
+    for index, fields in enumerate(listed):
+        try:
+            groups.append(reader.read(fields))
+        except RefusedBody as refusal:
+            raise refusal.within(index) from None
+    _refuse_mark(mark)
+    return groups
+
+
+def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
+    """The item with `group_overrides.staleness_weight`."""
+    codec = _CODEC[packed]
+    content: dict[str, Any] = codec.decode(item, type=dict[str, Raw])
+    content["group_overrides"] = (codec.decode(content["group_overrides"]) or {}) | {"staleness_weight": weight}
+    return bytes(codec.encode(content))
+
+
+def as_json(item: bytes) -> bytes:
+    """A MessagePack item as JSON, field by field."""
+    fields = msgspec.msgpack.decode(item, type=dict[str, Raw])
+    return msgspec.json.encode({name: Raw(msgspec.json.encode(msgspec.msgpack.decode(raw))) for name, raw in fields.items()})
+
+
+# --- fields ---------------------------------------------------------------------------------------------------------------
+
+
+def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
+    """The fields, and what stood in place of the mark if JSON was broken by NaN or Infinity only. Raises RefusedBody (422)."""
+    mark = None
+    try:
+        try:
+            return split(body), None
+        except msgspec.ValidationError:
+            raise
+        except UNREADABLE as error:
+            if packed:
+                raise not_msgpack(error) from None
+            body, mark = _marked(body, error)
+            return split(body), mark
+    except msgspec.ValidationError as error:
+        kind, message, location = kind_message_and_location(error)
+        value = None if packed or kind == "missing" else _shown_at(body, location)
+        raise RefusedBody(422, message, location=location, value=value, kind=kind) from None
+    except UNREADABLE as error:
+        raise _not_json(error) from None
+
+
+def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
+    """The body with the mark in place of the NaN or Infinity at which JSON ends, and 0 for the later ones. Raises RefusedBody (422)."""
+    place = _BYTE.search(str(error))
+    start = int(place[1]) if place else len(body)
+    start -= body[start - 1 : start] == b"-"
+    found = _NOT_FINITE.match(body, start)
+    if found is None:
+        raise _not_json(error)
+    rest = body[found.end() :]
+    for word, zero in _ZEROS:
+        rest = rest.replace(word, zero)
+    return b"".join((body[:start], _MARKED, rest)), _NUMBER_NAMES[found[0]]
+
+
+def _refuse_mark(mark: str | None) -> None:
+    """It stood in a field that is not read."""
+    if mark is not None:
+        raise not_finite(mark)
+
+
+def _shown_at(raw: bytes, location: Location) -> str | None:
+    """The value at a position of a small piece of JSON."""
+    try:
+        return shown(at(msgspec.json.decode(raw), location)) if len(raw) <= SMALL_BYTES else None
+    except UNREADABLE:  # there is something else wrong behind it
+        return None
+
+
+def _not_json(error: Exception) -> RefusedBody:
+    return RefusedBody(422, f"the body is not JSON: {error or type(error).__name__}", kind="json_invalid")
+
+
+class _Reader:
+    """Reads the groups of one body, which share `MAX_NODES`. `mark`: what stood where `_MARK` stands now, if it does."""
+
+    def __init__(self, packed: bool, mark: str | None) -> None:
+        self._packed = packed
+        self._mark = mark
+        self._nodes = 0
+
+    def read(self, fields: msgspec.Struct) -> tuple[PostedData, bytes]:
+        """The group, and its item. Raises RefusedBody."""
+        null = _NULL[self._packed]
+        present: dict[str, Raw] = {name: raw for name in _TYPES if (raw := getattr(fields, name)) is not null}
+        for name, raw in present.items():
+            self._count(name, bytes(raw))
+        values = {}
+        for name, raw in present.items():
+            values[name], present[name] = self._numbers(name, raw) if name in _NUMBERS else (self._free_form(name, raw), raw)
+        data = PostedData(**values)
+        if data.policy_versions is None:
+            data.policy_versions = UNSET
+        item = {name: present.get(name, null) for name in _ITEM}
+        if data.policy_versions is not UNSET:
+            item["policy_versions"] = present["policy_versions"]
+        return data, bytes(_CODEC[self._packed].encode(item))
+
+    def _numbers(self, name: str, raw: Raw) -> tuple[Any, Raw]:
+        """The value, and its bytes: others where numbers came as booleans or, in JSON, as strings or 1.0."""
+        coerced = False
+        try:
+            value = _strict[self._packed][name](raw)
+        except msgspec.ValidationError as error:
+            value, coerced = self._coerced(name, raw, error), True
+        except UNREADABLE as error:
+            raise self._unreadable(name, error) from None
+        if name in _FLOATS and value is not None and (self._packed or coerced):
+            _refuse_non_finite((name,), value)
+        return value, Raw(_CODEC[self._packed].encode(value)) if coerced else raw
+
+    def _coerced(self, name: str, raw: Raw, error: Exception) -> Any:
+        if not self._packed and ("got `str`" in str(error) or "got `float`" in str(error)):
+            try:
+                return _lax[name](raw)
+            except UNREADABLE as still:
+                error = still
+        if "got `bool`" in str(error):
+            try:
+                counted = booleans_counted(_scalars[self._packed][name](raw))
+                return msgspec.convert(counted, _TYPES[name], strict=self._packed)
+            except UNREADABLE as still:
+                error = still
+        raise self._refusal(name, bytes(raw), error) from None
+
+    def _free_form(self, name: str, raw: Raw) -> Any:
+        try:
+            value = _strict[self._packed][name](raw)
+        except UNREADABLE as error:
+            raise self._refusal(name, bytes(raw), error) from None
+        try:
+            refuse_unsayable(value, None if self._mark is None else _MARK)
+        except RefusedBody as refusal:
+            found = not_finite(str(self._mark), refusal.location) if refusal.message == _MARK else refusal
+            raise found.within(name) from None
+        return value
+
+    def _refusal(self, name: str, raw: bytes, error: Exception) -> RefusedBody:
+        if not isinstance(error, msgspec.ValidationError):
+            return self._unreadable(name, error)
+        kind, message, location = kind_message_and_location(error)
+        if self._mark is not None and "got `object`" in message and _MARKED in raw:
+            return not_finite(self._mark, (name, *location))
+        value = None if self._packed or kind != "type_error" else _shown_at(raw, location)
+        return RefusedBody(422, message, location=(name, *location), value=value, kind=kind)
+
+    def _unreadable(self, name: str, error: Exception) -> RefusedBody:
+        return (not_msgpack(error) if self._packed else _not_json(error)).within(name)
+
+    def _count(self, name: str, raw: bytes) -> None:
+        """Raises RefusedBody (413) before a body is built that is much larger than its bytes."""
+        left = MAX_NODES - self._nodes
+        if name in _NUMBERS:
+            self._nodes += _packed_arrays(name, raw, left) if self._packed else raw.count(b"[")
+        else:
+            self._nodes += _packed_values(raw, left) if self._packed else _json_values(raw, left)
+        if self._nodes > MAX_NODES:
+            message = f"the body has more than {MAX_NODES} arrays and free-form values; post its groups in several requests"
+            raise RefusedBody(413, message, location=(name,), kind="too_large")
+
+
+def _refuse_non_finite(location: Location, values: list[Any]) -> None:
+    """Raises RefusedBody (422) for the first number that is not finite. A sum may overflow: only a suspicious part is looked at."""
+    if values and isinstance(values[0], list):
+        for index, inner in enumerate(values):
+            _refuse_non_finite((*location, index), inner)
+    elif not math.isfinite(sum(values)):
+        for start in range(0, len(values), _LOOKED_AT):
+            part = values[start : start + _LOOKED_AT]
+            if not math.isfinite(sum(part)):
+                for index, number in enumerate(part, start):
+                    if not math.isfinite(number):
+                        raise not_finite(str(number), (*location, index))
+
+
+# --- how much a field would build --------------------------------------------------------------------------------------------
+
+
+def _json_values(raw: bytes, limit: int) -> int:
+    """At least as many as the values in it; exact enough to be above `limit` only where they are."""
+    marks = _marks(raw)
+    if marks > limit:  # those inside of strings are none
+        strings = (raw.count(b'"') - raw.count(b'\\"')) // 2  # or more
+        if strings > limit:
+            return strings
+        marks -= sum(_marks(string[0]) for string in _STRING.finditer(raw))
+    return marks
+
+
+def _marks(raw: bytes) -> int:
+    return len(raw) - len(raw.translate(None, b",:[{"))
+
+
+def _packed_values(raw: bytes, limit: int) -> int:
+    """As `_json_values`, of MessagePack. Numbers of one byte count only in a large field."""
+    if len(raw) <= SMALL_BYTES:
+        return len(raw) - len(raw.translate(None, _ABOVE_FIXINT))
+    count = place = 0
+    while place < len(raw) and count <= limit:
+        size, digits = _TOKENS[raw[place]]
+        place += size + (int.from_bytes(raw[place + 1 : place + 1 + digits], "big") if digits else 0)
+        count += 1
+    return count
+
+
+def _tokens() -> Iterator[tuple[int, int]]:
+    """For every first byte of a MessagePack value: bytes up to its content (of what has a fixed size, its end), bytes of its length."""
+    fixed = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
+    fixed |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
+    counted = {0xC4: (2, 1), 0xC5: (3, 2), 0xC6: (5, 4), 0xC7: (3, 1), 0xC8: (4, 2), 0xC9: (6, 4), 0xD9: (2, 1), 0xDA: (3, 2), 0xDB: (5, 4)}
+    for first in range(256):
+        yield counted[first] if first in counted else (1 + first - 0xA0, 0) if 0xA0 <= first < 0xC0 else (fixed.get(first, 1), 0)
+
+
+_TOKENS = list(_tokens())
+
+
+def _packed_arrays(name: str, raw: bytes, limit: int) -> int:
+    """Arrays in a field of numbers, by what their heads say."""
+    outer = _entries(raw)
+    if name not in _NESTED or outer > limit or not outer:
+        return outer
+    try:
+        return outer + sum(map(_entries, map(bytes, _rows_of(raw))))
+    except UNREADABLE as error:
+        raise not_msgpack(error) from None
+
+
+def _entries(raw: bytes) -> int:
+    """Of the array that begins here; 0 where none does."""
+    first = raw[0]
+    if first == 0xDC or first == 0xDD:
+        return int.from_bytes(raw[1 : 3 if first == 0xDC else 5], "big")
+    return first - 0x90 if 0x90 <= first < 0xA0 else 0
