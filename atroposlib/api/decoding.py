@@ -2,8 +2,7 @@
 
     body ── gunzip, bounded ──▶ JSON or MessagePack ── msgspec, typed ──▶ Struct ── group_checks.py ──▶ accepted
 
-Bodies of groups may be large and are read in posted_groups.py; all others are small JSON, read here by `BodyDecoder`. A refusal costs
-about what reading costs: nothing here takes time or memory per value beyond what the decoder took.
+Bodies of groups may be large and are read in posted_groups.py; all others are small JSON, read here by `BodyDecoder`.
 """
 
 import json
@@ -29,7 +28,9 @@ _GZIP_STEP = 512  # compressed bytes of a member that are tried first
 class RefusedBody(Exception):
     """A request body that is not taken: HTTP status, position, explanation and (shortened) value."""
 
-    def __init__(self, status: int, message: str, *, location: Location = (), value: str | None = None, kind: str = "value_error") -> None:
+    def __init__(
+        self, status: int, message: str, *, location: Location = (), value: str | None = None, kind: str = "value_error"
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
@@ -39,11 +40,15 @@ class RefusedBody(Exception):
 
     def within(self, *outer: str | int) -> "RefusedBody":
         """The same refusal seen from further out, such as from a list."""
-        return RefusedBody(self.status, self.message, location=(*outer, *self.location), value=self.value, kind=self.kind)
+        return RefusedBody(
+            self.status, self.message, location=(*outer, *self.location), value=self.value, kind=self.kind
+        )
 
     def line(self) -> str:
         """Position and explanation, such as `scores[1]: nan is not a finite number`."""
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{_shown_key(part)}" for part in self.location).lstrip(".")
+        where = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{_shown_key(part)}" for part in self.location
+        ).lstrip(".")
         return f"{where}: {self.message}" if where else self.message
 
     def reply(self) -> dict[str, Any]:
@@ -54,7 +59,7 @@ class RefusedBody(Exception):
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes a small JSON body to one type: strictly first, then with what clients of the ancestor send taken as numbers."""
+    """Decodes a small JSON body to one type: strictly first, then with what older clients send taken as numbers."""
 
     def __init__(self, of: type[T]) -> None:
         self._type = of
@@ -86,7 +91,13 @@ class BodyDecoder(Generic[T]):
         while True:
             _, message, location = kind_message_and_location(error)
             field = next((part for part in reversed(location) if isinstance(part, str)), None)
-            if "got `bool`" not in message or field is None or field in counted or not isinstance(tree, dict) or field not in tree:
+            if (
+                "got `bool`" not in message
+                or field is None
+                or field in counted
+                or not isinstance(tree, dict)
+                or field not in tree
+            ):
                 raise _not_of_type(body, error) from None
             counted.add(field)
             try:
@@ -108,7 +119,7 @@ def booleans_counted(node: Any) -> Any:
 def gunzip(body: bytes, limit: int) -> bytes:
     """The decompressed bytes. Raises RefusedBody: 400 for a corrupt or truncated stream, 413 above `limit` bytes.
 
-    Each member is fed in steps that double: what zlib copies of the bytes behind its end is never more than the member itself.
+    Each member is fed in steps that double: zlib copies the bytes behind its end, which are then no more than its own.
     """
     view, start = memoryview(body), 0
     plain: list[bytes] = []
@@ -135,12 +146,14 @@ def gunzip(body: bytes, limit: int) -> bytes:
 
 def too_large(limit: int) -> RefusedBody:
     """A body of more than `limit` bytes."""
-    return RefusedBody(413, f"the body is larger than {limit} bytes; post its groups in several requests", kind="too_large")
+    return RefusedBody(
+        413, f"the body is larger than {limit} bytes; post its groups in several requests", kind="too_large"
+    )
 
 
 # --- what is wrong with a body -------------------------------------------------------------------------------------------
 
-UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)  # what msgspec raises for what is not its format
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)  # what msgspec raises
 
 
 def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
@@ -152,7 +165,9 @@ def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
     except RefusedBody as found:
         return found
     kind, message, location = kind_message_and_location(error)
-    return RefusedBody(422, message, location=location, value=None if kind == "missing" else shown(at(tree, location)), kind=kind)
+    return RefusedBody(
+        422, message, location=location, value=None if kind == "missing" else shown(at(tree, location)), kind=kind
+    )
 
 
 def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
@@ -173,7 +188,7 @@ def not_msgpack(error: Exception) -> RefusedBody:
 
 
 def not_json(body: bytes, error: Exception) -> RefusedBody:
-    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position. `body` is small."""
+    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position."""
     tree = _leniently(body)
     if tree is not _NOTHING:
         try:
@@ -201,7 +216,7 @@ def not_finite(number: str, location: Location = ()) -> RefusedBody:
 
 
 def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
-    """Raises RefusedBody (422) for the first value that JSON has no word for, or that nests too deep; also for an object of key `mark`.
+    """Raises RefusedBody (422) for the first value that JSON cannot say, that nests too deep, or has a key `mark`.
 
     Without recursion, since the sender chooses the depth, and without memory for each value.
     """
@@ -213,9 +228,13 @@ def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
             if kind is dict or kind is list:
                 path.append(key)
                 if kind is dict and not all(type(name) is str and name != mark for name in node):
-                    raise RefusedBody(422, mark or "a key is no string, which JSON cannot say", location=tuple(path[1:]))
+                    raise RefusedBody(
+                        422, mark or "a key is no string, which JSON cannot say", location=tuple(path[1:])
+                    )
                 if len(path) > MAX_DEPTH:
-                    raise RefusedBody(422, f"arrays and objects are nested deeper than {MAX_DEPTH}", location=tuple(path[1:9]))
+                    raise RefusedBody(
+                        422, f"arrays and objects are nested deeper than {MAX_DEPTH}", location=tuple(path[1:9])
+                    )
                 levels.append(iter(node.items() if kind is dict else enumerate(node)))
                 break
             if kind is float:
@@ -250,5 +269,7 @@ def shown(value: Any) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (dict, list)):
         return f"{'object' if isinstance(value, dict) else 'array'} of {len(value)} entries"
-    text = ascii(value) if not isinstance(value, int) or value.bit_length() < 256 else "an integer of more than 256 bits"
+    text = (
+        ascii(value) if not isinstance(value, int) or value.bit_length() < 256 else "an integer of more than 256 bits"
+    )
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

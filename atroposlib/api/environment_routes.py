@@ -49,7 +49,10 @@ async def register_env(request: Request) -> Response:
     log.info("Environment %s registered: env_id=%d, group_size=%d", environment.name, environment.env_id, size)
     if run.batch_size % size:
         log.warning(
-            "batch_size=%d is not a multiple of group_size=%d of %s; batches may never fill", run.batch_size, size, environment.name
+            "batch_size=%d is not a multiple of group_size=%d of %s; batches may never fill",
+            run.batch_size,
+            size,
+            environment.name,
         )
     joined = reply(
         wire.EnvRegistered(
@@ -145,7 +148,9 @@ def _key(request: Request) -> str | None:
     """Raises RefusedBody (422). Read by hand: FastAPI's own reading costs as much as the rest of the request's way through it."""
     key = request.headers.get(KEY_HEADER)
     if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
-        raise RefusedBody(422, f"{KEY_HEADER} has {len(key)} characters; 1 to {MAX_KEY_LENGTH} are taken", kind="string_length")
+        raise RefusedBody(
+            422, f"{KEY_HEADER} has {len(key)} characters; 1 to {MAX_KEY_LENGTH} are taken", kind="string_length"
+        )
     return key
 
 
@@ -197,7 +202,9 @@ async def _store(
         try:
             service.state.queue.check_size(group.posted.sequences)
         except GroupTooLarge as error:
-            raise RefusedBody(422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large") from None
+            raise RefusedBody(
+                422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large"
+            ) from None
     contents = [(group.item, packed) for group in groups]
     answer = await service.post([group.posted for group in groups], contents, key, needs)
     for env_id in {group.posted.env_id for group in groups}:
@@ -209,4 +216,8 @@ async def _store(
 
 def _oldest_version(data: wire.ScoredData) -> int | None:
     versions = data.policy_versions
-    return None if versions is None or isinstance(versions, msgspec.UnsetType) else min((first for first, _ in versions), default=None)
+    return (
+        None
+        if versions is None or isinstance(versions, msgspec.UnsetType)
+        else min((first for first, _ in versions), default=None)
+    )

@@ -1,6 +1,7 @@
 """What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget everything."""
 
 import functools
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -98,15 +99,19 @@ async def dead_letters(
     The content is left out where it would take too much memory: `run-api journal dead-letters` has it.
     """
     letters = service_of(request).dead_letters.newest(limit)
-    return await large_reply(request, encode([_described(kept, groups) for kept in letters]))
+    work = functools.partial(_described, letters, groups)
+    return await large_reply(request, await beside(request, work) if groups else work())
 
 
-def _described(kept: Kept, with_group: bool) -> wire.DeadLetter:
-    letter, body = kept.letter, kept.letter.body
-    found = wire.DeadLetter(body.id, letter.at, letter.env_id, letter.environment, letter.reason, kept.size)
-    if with_group and body.data:
-        found.group = msgspec.Raw(as_json(body.data) if body.packed else body.data)
-    return found
+def _described(letters: Sequence[Kept], with_groups: bool) -> bytes:
+    described = []
+    for kept in letters:
+        letter, body = kept.letter, kept.letter.body
+        found = wire.DeadLetter(body.id, letter.at, letter.env_id, letter.environment, letter.reason, kept.size)
+        if with_groups and body.data:
+            found.group = msgspec.Raw(as_json(body.data) if body.packed else body.data)
+        described.append(found)
+    return encode(described)
 
 
 @router.post("/reset_data", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

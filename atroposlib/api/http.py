@@ -20,7 +20,7 @@ from atroposlib.logs import get_logger
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
 INLINE_BYTES = 16_384  # larger bodies are decompressed beside the event loop
-MAX_SMALL_BYTES = 262_144  # of a body that holds no groups; these are read on the event loop
+MAX_SMALL_BYTES = 2**20  # of a body that holds no groups; these are read on the event loop
 MAX_SAID = 256  # distinct warnings; what a client makes vary cannot fill memory or the log
 
 MSGPACK = "application/msgpack"
@@ -56,12 +56,12 @@ def accepts_packed(request: Request) -> bool:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body of anything but groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above MAX_SMALL_BYTES."""
+    """The body of anything but groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 when too large."""
     return await _read_body(request, min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes))
 
 
 async def read_group_body(request: Request) -> bytes:
-    """The whole body of a post of groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 above the app's limit."""
+    """The body of a post of groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 when too large."""
     return await _read_body(request, service_of(request).settings.max_body_bytes)
 
 
@@ -81,7 +81,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
-    """Do heavy work on a thread, one piece at a time: two would keep the event loop waiting twice as long for the interpreter."""
+    """Do heavy work on a thread, one piece at a time: two would keep the event loop waiting twice as long."""
     return await anyio.to_thread.run_sync(work, limiter=request.app.state.heavy_work)
 
 

@@ -1,11 +1,11 @@
 """Posted groups: from the bytes of a body to `PostedData` and the item that a trainer gets.
 
-    body ── split into fields, not yet built ──▶ nodes counted ──▶ each field decoded to its type ──▶ PostedData
-                                                                └── bytes of the fields, nulls for the absent ──▶ item
+    body ── split into fields ──▶ nodes counted ──▶ each field decoded to its type ──▶ PostedData
+                                                 └── bytes of the fields, nulls for the absent ──▶ item
 
-A body is bounded by what it would build as well as by its bytes. A field that fails is the only one that is read again, so that refusing
-costs no more than accepting. Items keep the bytes in which their fields were posted, and the format. Large bodies are read on a thread:
-field by field, so that the event loop waits for one field at most.
+A body is bounded by what it would build as well as by its bytes. Only a field that fails is read again, so that refusing
+costs no more than accepting. Items keep the format and the bytes in which their fields were posted. Large bodies are read
+on a thread, field by field, so that the event loop waits for one field at most.
 """
 
 import math
@@ -30,7 +30,9 @@ from atroposlib.api.decoding import (
 )
 from atroposlib.api.wire import PostedData, ScoredData
 
-MAX_NODES = 2**21  # arrays of numbers, and values of any kind in free-form fields, of one body: about 80 bytes of memory each
+MAX_NODES = (
+    2**21
+)  # arrays of numbers, and values of any kind in free-form fields, of one body: about 80 bytes of memory each
 MAX_LISTED = 2**18  # groups of a MessagePack list
 _LOOKED_AT = 1024  # numbers
 SMALL_BYTES = 65_536  # of a field that is cheap to look through
@@ -65,18 +67,25 @@ def _loosely(kind: Any) -> Any:
 
 def _fields_type(packed: bool) -> type[msgspec.Struct]:
     """Every field of a posted group as its bytes; absent ones are the null of the format."""
-    return msgspec.defstruct("Fields", [(name, Raw) if name in _REQUIRED else (name, Raw, _NULL[packed]) for name in _TYPES])
+    return msgspec.defstruct(
+        "Fields", [(name, Raw) if name in _REQUIRED else (name, Raw, _NULL[packed]) for name in _TYPES]
+    )
 
 
 _FIELDS = {packed: _fields_type(packed) for packed in (False, True)}
 _split_one = {packed: _CODEC[packed].Decoder(_FIELDS[packed]).decode for packed in (False, True)}
 _split_list = {
-    packed: _CODEC[packed].Decoder(Annotated[list[_FIELDS[packed]], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[misc,valid-type]
+    packed: _CODEC[packed].Decoder(Annotated[list[fields], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[valid-type]
+    for packed, fields in _FIELDS.items()
+}
+_strict = {
+    packed: {name: _CODEC[packed].Decoder(kind).decode for name, kind in _TYPES.items()} for packed in (False, True)
+}
+_lax = {name: msgspec.json.Decoder(kind, strict=False).decode for name, kind in _TYPES.items()}
+_scalars = {
+    packed: {name: _CODEC[packed].Decoder(_loosely(_TYPES[name])).decode for name in _NUMBERS}
     for packed in (False, True)
 }
-_strict = {packed: {name: _CODEC[packed].Decoder(kind).decode for name, kind in _TYPES.items()} for packed in (False, True)}
-_lax = {name: msgspec.json.Decoder(kind, strict=False).decode for name, kind in _TYPES.items()}
-_scalars = {packed: {name: _CODEC[packed].Decoder(_loosely(_TYPES[name])).decode for name in _NUMBERS} for packed in (False, True)}
 _rows_of = _CODEC[True].Decoder(list[Raw]).decode
 
 
@@ -112,14 +121,16 @@ def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
 def as_json(item: bytes) -> bytes:
     """A MessagePack item as JSON, field by field."""
     fields = msgspec.msgpack.decode(item, type=dict[str, Raw])
-    return msgspec.json.encode({name: Raw(msgspec.json.encode(msgspec.msgpack.decode(raw))) for name, raw in fields.items()})
+    return msgspec.json.encode(
+        {name: Raw(msgspec.json.encode(msgspec.msgpack.decode(raw))) for name, raw in fields.items()}
+    )
 
 
-# --- fields ---------------------------------------------------------------------------------------------------------------
+# --- fields ---------------------------------------------------------------------------------------------
 
 
 def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
-    """The fields, and what stood in place of the mark if JSON was broken by NaN or Infinity only. Raises RefusedBody (422)."""
+    """The fields, and what stood in place of the mark where NaN or Infinity broke the JSON. Raises RefusedBody (422)."""
     mark = None
     try:
         try:
@@ -140,7 +151,7 @@ def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
 
 
 def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
-    """The body with the mark in place of the NaN or Infinity at which JSON ends, and 0 for the later ones. Raises RefusedBody (422)."""
+    """The body with the mark for the NaN or Infinity that broke it, and 0 for later ones. Raises RefusedBody (422)."""
     place = _BYTE.search(str(error))
     start = int(place[1]) if place else len(body)
     start -= body[start - 1 : start] == b"-"
@@ -187,7 +198,9 @@ class _Reader:
             self._count(name, bytes(raw))
         values = {}
         for name, raw in present.items():
-            values[name], present[name] = self._numbers(name, raw) if name in _NUMBERS else (self._free_form(name, raw), raw)
+            values[name], present[name] = (
+                self._numbers(name, raw) if name in _NUMBERS else (self._free_form(name, raw), raw)
+            )
         data = PostedData(**values)
         if data.policy_versions is None:
             data.policy_versions = UNSET
@@ -255,12 +268,14 @@ class _Reader:
         else:
             self._nodes += _packed_values(raw, left) if self._packed else _json_values(raw, left)
         if self._nodes > MAX_NODES:
-            message = f"the body has more than {MAX_NODES} arrays and free-form values; post its groups in several requests"
+            message = (
+                f"the body has more than {MAX_NODES} arrays and free-form values; post its groups in several requests"
+            )
             raise RefusedBody(413, message, location=(name,), kind="too_large")
 
 
 def _refuse_non_finite(location: Location, values: list[Any]) -> None:
-    """Raises RefusedBody (422) for the first number that is not finite. A sum may overflow: only a suspicious part is looked at."""
+    """Raises RefusedBody (422) for the first number that is not finite. Sums tell where to look; they may overflow."""
     if values and isinstance(values[0], list):
         for index, inner in enumerate(values):
             _refuse_non_finite((*location, index), inner)
@@ -273,11 +288,11 @@ def _refuse_non_finite(location: Location, values: list[Any]) -> None:
                         raise not_finite(str(number), (*location, index))
 
 
-# --- how much a field would build --------------------------------------------------------------------------------------------
+# --- how much a field would build -----------------------------------------------------------------------
 
 
 def _json_values(raw: bytes, limit: int) -> int:
-    """At least as many as the values in it; exact enough to be above `limit` only where they are."""
+    """At least as many as the values in it, and above `limit` at most twice as many."""
     marks = _marks(raw)
     if marks > limit:  # those inside of strings are none
         strings = (raw.count(b'"') - raw.count(b'\\"')) // 2  # or more
@@ -304,12 +319,28 @@ def _packed_values(raw: bytes, limit: int) -> int:
 
 
 def _tokens() -> Iterator[tuple[int, int]]:
-    """For every first byte of a MessagePack value: bytes up to its content (of what has a fixed size, its end), bytes of its length."""
+    """For each first byte of a MessagePack value: its size without counted content, and the bytes of that count."""
     fixed = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
     fixed |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
-    counted = {0xC4: (2, 1), 0xC5: (3, 2), 0xC6: (5, 4), 0xC7: (3, 1), 0xC8: (4, 2), 0xC9: (6, 4), 0xD9: (2, 1), 0xDA: (3, 2), 0xDB: (5, 4)}
+    counted = {
+        0xC4: (2, 1),
+        0xC5: (3, 2),
+        0xC6: (5, 4),
+        0xC7: (3, 1),
+        0xC8: (4, 2),
+        0xC9: (6, 4),
+        0xD9: (2, 1),
+        0xDA: (3, 2),
+        0xDB: (5, 4),
+    }
     for first in range(256):
-        yield counted[first] if first in counted else (1 + first - 0xA0, 0) if 0xA0 <= first < 0xC0 else (fixed.get(first, 1), 0)
+        yield (
+            counted[first]
+            if first in counted
+            else (1 + first - 0xA0, 0)
+            if 0xA0 <= first < 0xC0
+            else (fixed.get(first, 1), 0)
+        )
 
 
 _TOKENS = list(_tokens())

@@ -49,10 +49,16 @@ async def register(request: Request) -> Response:
     registration = _registration.decode(await read_body(request))
     service = service_of(request)
     trainer, forgotten = await service.register(registration)
-    log.info("Trainer registered: batch_size=%d sequences, starting_step=%d", registration.batch_size, registration.starting_step)
+    log.info(
+        "Trainer registered: batch_size=%d sequences, starting_step=%d",
+        registration.batch_size,
+        registration.starting_step,
+    )
     if forgotten:
         log.warning("Forgot %d groups of the run before, which this trainer does not go on with", forgotten)
-    too_big = {size: count for size, count in service.state.queue.queued_sizes().items() if size > registration.batch_size}
+    too_big = {
+        size: count for size, count in service.state.queue.queued_sizes().items() if size > registration.batch_size
+    }
     if too_big:
         log.warning(
             "Waiting groups do not fit into batch_size=%d (size: groups %s); they stay until a larger batch is registered or /reset_data",
@@ -161,10 +167,12 @@ async def _batch_reply(request: Request, contents: Sequence[Content], extra: dic
     packed = accepts_packed(request) and all(is_packed for _, is_packed, _ in contents)
     work = functools.partial(_batch, contents, extra, packed)
     as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
-    return await large_reply(request, work() if as_stored else await beside(request, work), MSGPACK if packed else "application/json")
+    return await large_reply(
+        request, work() if as_stored else await beside(request, work), MSGPACK if packed else "application/json"
+    )
 
 
-def _batch(contents: Sequence[Content], extra: dict[str, int], packed: bool) -> bytes:
+def _batch(contents: Sequence[Content], extra: dict[str, Any], packed: bool) -> bytes:
     items = []
     for data, is_packed, weight in contents:
         item = data if weight == 1 else with_weight(data, is_packed, weight)
