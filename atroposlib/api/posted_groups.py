@@ -3,9 +3,9 @@
     body ── split into fields ──▶ nodes counted ──▶ each field decoded to its type ──▶ PostedData
                                                  └── bytes of the fields, nulls for the absent ──▶ item
 
-A body is bounded by what it would build as well as by its bytes. Only a field that fails is read again, so that refusing
-costs no more than accepting. Items keep the format and the bytes in which their fields were posted. Large bodies are read
-on a thread, field by field, so that the event loop waits for one field at most.
+A body is bounded by what it would build as well as by its bytes. Only a field that fails is read again, so that
+refusing costs no more than accepting. Items keep the format and the bytes in which their fields were posted. Large
+bodies are read on a thread, field by field, so that the event loop waits for one field at most.
 """
 
 import math
@@ -75,8 +75,8 @@ def _fields_type(packed: bool) -> type[msgspec.Struct]:
 _FIELDS = {packed: _fields_type(packed) for packed in (False, True)}
 _split_one = {packed: _CODEC[packed].Decoder(_FIELDS[packed]).decode for packed in (False, True)}
 _split_list = {
-    packed: _CODEC[packed].Decoder(Annotated[list[fields], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[valid-type]
-    for packed, fields in _FIELDS.items()
+    packed: _CODEC[packed].Decoder(Annotated[list[kind], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[valid-type]
+    for packed, kind in _FIELDS.items()
 }
 _strict = {
     packed: {name: _CODEC[packed].Decoder(kind).decode for name, kind in _TYPES.items()} for packed in (False, True)
@@ -130,7 +130,7 @@ def as_json(item: bytes) -> bytes:
 
 
 def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
-    """The fields, and what stood in place of the mark where NaN or Infinity broke the JSON. Raises RefusedBody (422)."""
+    """The fields, and what stood in place of the mark if NaN or Infinity broke the JSON. Raises RefusedBody (422)."""
     mark = None
     try:
         try:
@@ -183,7 +183,7 @@ def _not_json(error: Exception) -> RefusedBody:
 
 
 class _Reader:
-    """Reads the groups of one body, which share `MAX_NODES`. `mark`: what stood where `_MARK` stands now, if it does."""
+    """Reads the groups of one body, which share `MAX_NODES`. `mark`: what stood where `_MARK` stands now."""
 
     def __init__(self, packed: bool, mark: str | None) -> None:
         self._packed = packed
