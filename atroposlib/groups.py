@@ -56,13 +56,15 @@ class Untrainable(ValueError):
 
     def __init__(self, message: str, *where: str | int) -> None:
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
-        super().__init__(f"{place}: {message}")
+        super().__init__(f"{place}: {message}" if place else message)
         self.message = message
         self.where: Location = where
 
 
 def check(group: Mapping[str, Any], needs: Needs) -> None:
     """Raise Untrainable if the trainer cannot use this group."""
+    if not isinstance(group, Mapping):
+        raise Untrainable(f"{_shown(group)} is not an object")
     if needs.trainable_only:
         _check_trainable(group, needs.vocab_size)
     elif needs.vocab_size is not None:
@@ -191,7 +193,10 @@ def _check_ids(tokens: _Rows, vocab_size: int | None) -> None:
 
 def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
     good = (rows.values >= MIN_LOGPROB) & (rows.values <= MAX_LOGPROB)
-    rows.expect(~sampled | good, f"on a sampled token is no log-probability, which is from {MIN_LOGPROB:g} to 0")
+    rule = f"is no log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0"
+    rows.expect(~sampled | good, rule)
+    rule = "is no log-probability, nor the 1.0 of a token that was not sampled"
+    rows.expect(np.abs(rows.values) <= -MIN_LOGPROB, rule)
 
 
 def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:

@@ -9,7 +9,7 @@ archived ancestor's) gives batches for good.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ import orjson
 import requests
 
 from atroposlib.logs import get_logger, waiting
+from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
 from example_trainer.heartbeat import Heartbeat
 
@@ -24,6 +25,7 @@ HTTP_TIMEOUT_S = 10.0
 POLL_FIRST_S = 0.05
 POLL_LAST_S = 1.0
 REMINDER_S = 60.0
+MAX_REASON = 1000  # characters
 MSGPACK = "application/msgpack"
 
 log = get_logger(__name__)
@@ -42,7 +44,11 @@ class _NotFound(ApiError):
 
 
 class ApiClient:
-    """One trainer's session with the batching API. `registration` is the body of /register without `starting_step`."""
+    """One trainer's session with the batching API. `registration` is the body of /register without `starting_step`.
+
+    `on_rejected` is told of the groups that the API set aside because this trainer cannot use them; it may raise to end
+    the run.
+    """
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class ApiClient:
         patience_s: float,
         token: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        on_rejected: Callable[[list[Rejection]], None] = lambda rejections: None,
     ) -> None:
         self.url = url.rstrip("/")
         self._registration = dict(registration)
@@ -63,6 +70,9 @@ class ApiClient:
         self._trainer = 0  # what /register answered
         self._leases = True  # whether the API has them, as far as is known
         self._holding: list[int] = []  # leases of batches that are not acknowledged
+        self._ids: list[int] = []  # the API's names of the items of the batch fetched last; empty without a lease
+        self._env_ids: list[Any] = []  # and whose they are
+        self._on_rejected = on_rejected
         self._heartbeat = Heartbeat(self._beat)
 
     def wait_until_up(self) -> None:
@@ -93,6 +103,8 @@ class ApiClient:
                     self._register_again()
                 elif reply.get("batch"):
                     batch: list[dict[str, Any]] = reply["batch"]
+                    self._ids = reply.get("ids", [])
+                    self._env_ids = [item.get("env_id") if isinstance(item, dict) else None for item in batch]
                     return batch
                 now = time.monotonic()
                 if now - start >= timeout_s:
@@ -105,6 +117,20 @@ class ApiClient:
                     reminder += REMINDER_S
                 self._sleep(pause)
                 pause = min(pause * 1.5, POLL_LAST_S)
+
+    def reject(self, reasons: Mapping[int, str]) -> list[Rejection]:
+        """Set aside items of the batch fetched last, by their places in it; the API never delivers them again.
+
+        An API without leases has given them for good. The result names the environments where the API does.
+        """
+        named = {self._ids[at]: why[:MAX_REASON] for at, why in reasons.items() if self._ids}
+        answer: dict[str, Any] = {}
+        if named:
+            groups = [{"id": name, "reason": why} for name, why in named.items()]
+            body = {"trainer": self._trainer, "lease": self._holding[-1], "groups": groups}
+            answer = self._patiently("POST", "/batch/reject", body, what="the rejection of groups")
+        of = {self._ids.index(each["id"]): each["environment"] for each in answer.get("rejected", ())}
+        return [Rejection(_environment(of.get(at), self._env_ids[at]), why) for at, why in reasons.items()]
 
     def unacknowledged(self) -> list[int]:
         """Leases of the batches fetched so far that the API still keeps; a checkpoint holds them, and its resumer registers them."""
@@ -153,13 +179,16 @@ class ApiClient:
         """The reply to a request for a lease, or, from an API that has none, to GET /batch."""
         if self._leases:
             try:
-                reply = self._patiently("POST", "/batch/lease", {"trainer": self._trainer, "holding": self._holding}, what="a batch")
+                body = {"trainer": self._trainer, "holding": self._holding, "ids": True}
+                reply = self._patiently("POST", "/batch/lease", body, what="a batch")
             except _NotFound:
                 reply = {}
             if "batch" in reply:
                 if reply.get("lease") is not None:
                     self._holding.append(reply["lease"])
                     self._heartbeat.start()
+                if set_aside := reply.get("rejected"):
+                    self._on_rejected([_rejection(each) for each in set_aside])
                 return reply
             log.info("The batching API at %s has no leases: its batches are taken for good", self.url)
             self._leases = False
@@ -232,14 +261,23 @@ class ApiClient:
             raise ApiError(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}: {reply.text[:300]}")
         try:
             packed = reply.headers.get("Content-Type", "").startswith(MSGPACK)
-            content = msgspec.msgpack.decode(reply.content) if packed else orjson.loads(reply.content)
-        except (orjson.JSONDecodeError, msgspec.DecodeError) as error:
+            # the API's own reader: what it accepted can be read here, such as integers of any length
+            content = msgspec.msgpack.decode(reply.content) if packed else msgspec.json.decode(reply.content)
+        except msgspec.DecodeError as error:
             raise ApiError(f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})") from error
         if not isinstance(content, dict):
             raise ApiError(
                 f"{method} {self.url}{path} answered {type(content).__name__} instead of an object; is --atropos-url the batching API?"
             )
         return content
+
+
+def _rejection(told: Mapping[str, Any]) -> Rejection:
+    return Rejection(_environment(told["environment"], told["env_id"]), told["reason"])
+
+
+def _environment(name: str | None, env_id: Any) -> str:
+    return f"an environment without a name (env_id {env_id})" if name in (None, "unknown") else f"environment {name}"
 
 
 def _reason(error: Exception) -> str:

@@ -4,25 +4,22 @@ An item is one group: parallel lists `tokens`, `masks` (-100 where a token was n
 `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be null.
 Rules: a group without a signal (equal scores, or given advantages that are all zero) is counted and left out of the loss, its
 denominator and its metrics; a sequence above `seq_len` keeps its first `seq_len` tokens and is counted; a first token cannot
-be trained, since nothing predicts it. A group that breaks the contract raises BatchError, naming item, sequence and lengths.
+be trained, since nothing predicts it. A group that fails the check of `atroposlib/groups.py` is left out as if it had
+not come, and named with the reason; what passes it can be converted.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from atroposlib.groups import NOT_TRAINED, Needs, Untrainable, check
 from example_trainer.advantages import group_advantages, has_signal
-from example_trainer.errors import TrainerError
 
-NOT_TRAINED = -100
 Item = Mapping[str, Any]
-
-
-class BatchError(TrainerError):
-    """A batch item that cannot be trained on."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Batch:
-    """What one optimizer step trains on, and figures of everything that was sampled for it."""
+    """What one optimizer step trains on, and figures of everything that was sampled for it.
+
+    `rejected` holds the places of the items that cannot be trained on, with the reasons; nothing else counts them.
+    """
 
     rollouts: list[Rollout]
     groups: int
@@ -57,6 +57,7 @@ class Batch:
     reward_mean: float
     reward_std: float
     staleness_mean: float | None
+    rejected: dict[int, str] = field(default_factory=dict)
 
     @property
     def trained_tokens(self) -> int:
@@ -64,15 +65,19 @@ class Batch:
         return sum(rollout.trained_tokens for rollout in self.rollouts)
 
 
-def make_batch(items: Sequence[Item], *, seq_len: int, divide_by_std: bool, policy_version: int) -> Batch:
+def make_batch(
+    items: Sequence[Item], *, seq_len: int, divide_by_std: bool, policy_version: int, vocab_size: int | None = None
+) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts."""
+    rejected = _flaws(items, Needs(vocab_size, trainable_only=True))
+    trainable = [item for place, item in enumerate(items) if place not in rejected]
     rollouts: list[Rollout] = []
     completions: list[int] = []
     scores: list[float] = []
     staleness: list[int] = []
     zero_variance = truncated = 0
-    for index, item in enumerate(items):
-        group = _group(item, f"batch item {index} (env_id {item.get('env_id')})", divide_by_std)
+    for item in trainable:
+        group = _group(item, divide_by_std)
         scores += [float(score) for score in item["scores"]]
         completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in item["masks"]]
         staleness += [policy_version - int(first) for first, _last in item.get("policy_versions") or []]
@@ -83,42 +88,40 @@ def make_batch(items: Sequence[Item], *, seq_len: int, divide_by_std: bool, poli
         rollouts += [_truncate(rollout, seq_len) for rollout in group]
     return Batch(
         rollouts=[rollout for rollout in rollouts if rollout.trained_tokens],
-        groups=len(items),
+        groups=len(trainable),
         zero_variance_groups=zero_variance,
         sequences=len(scores),
         truncated_sequences=truncated,
         completion_tokens=sum(completions),
-        reward_mean=float(np.mean(scores)),
-        reward_std=float(np.std(scores)),
+        reward_mean=float(np.mean(scores)) if scores else math.nan,
+        reward_std=float(np.std(scores)) if scores else math.nan,
         staleness_mean=float(np.mean(staleness)) if staleness else None,
+        rejected=rejected,
     )
 
 
-def _group(item: Item, where: str, divide_by_std: bool) -> list[Rollout] | None:
+def _flaws(items: Sequence[Item], needs: Needs) -> dict[int, str]:
+    """Place of each item that cannot be trained on -> the reason."""
+    flaws = {}
+    for place, item in enumerate(items):
+        try:
+            check(item, needs)
+        except Untrainable as error:
+            flaws[place] = str(error)
+    return flaws
+
+
+def _group(item: Item, divide_by_std: bool) -> list[Rollout] | None:
     """The rollouts of one item, or None for a group without a signal."""
-    sequences = len(item["tokens"])
-    for key in ("masks", "scores"):
-        _expect_length(item[key], sequences, f"{where}: {key}", "sequences")
-    if item.get("inference_logprobs") is None:
-        raise BatchError(
-            f"{where} has no inference_logprobs: the loss needs the sampler's log-probability of every sampled token; "
-            "have the environment send them (ManagedServer collects them from vLLM's /generate)"
-        )
-    _expect_length(item["inference_logprobs"], sequences, f"{where}: inference_logprobs", "sequences")
-    scores = np.asarray(item["scores"], dtype=np.float64)
-    if sequences == 0 or not np.isfinite(scores).all():
-        raise BatchError(f"{where}: scores must be at least one and finite, got {item['scores']}")
-    advantages = _advantages(item, scores, where, divide_by_std)
+    advantages = _advantages(item, np.asarray(item["scores"], dtype=np.float64), divide_by_std)
     if advantages is None:
         return None
-    return [_rollout(item, index, advantages[index], f"{where}, sequence {index}") for index in range(sequences)]
+    return [_rollout(item, index, each) for index, each in enumerate(advantages)]
 
 
-def _advantages(item: Item, scores: NDArray[np.float64], where: str, divide_by_std: bool) -> list[NDArray[np.float32]] | None:
+def _advantages(item: Item, scores: NDArray[np.float64], divide_by_std: bool) -> list[NDArray[np.float32]] | None:
     """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a signal."""
-    given = item.get("advantages")
-    if given is not None:
-        _expect_length(given, len(scores), f"{where}: advantages", "sequences")
+    if given := item.get("advantages"):  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):
         rows = [np.asarray([value], dtype=np.float32) for value in group_advantages(scores, divide_by_std=divide_by_std)]
@@ -133,38 +136,21 @@ def _advantages(item: Item, scores: NDArray[np.float64], where: str, divide_by_s
     return rows if any(row.any() for row in rows) else None
 
 
-def _rollout(item: Item, index: int, advantages: NDArray[np.float32], where: str) -> Rollout:
+def _rollout(item: Item, index: int, advantages: NDArray[np.float32]) -> Rollout:
     tokens = np.asarray(item["tokens"][index], dtype=np.int64)
-    mask = np.asarray(item["masks"][index], dtype=np.int64)
-    logprobs = np.asarray(item["inference_logprobs"][index], dtype=np.float32)
-    _expect_length(mask, len(tokens), f"{where}: masks", "tokens")
-    _expect_length(logprobs, len(tokens), f"{where}: inference_logprobs", "tokens")
-    if len(advantages) == 1:
-        advantages = np.repeat(advantages, len(tokens))
-    _expect_length(advantages, len(tokens), f"{where}: advantages", "tokens")
-    trained = mask != NOT_TRAINED
+    trained = np.asarray(item["masks"][index], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
-    _expect_equal_ids(tokens, mask, trained, where)
-    _expect_logprobs(logprobs[trained], f"{where}: inference_logprobs")
+    reference = item.get("ref_logprobs")
     return Rollout(
         tokens=tokens,
         trained=trained,
-        sampler_logprobs=logprobs,
-        advantages=advantages,
-        reference_logprobs=_reference_logprobs(item, index, trained, where),
+        sampler_logprobs=np.asarray(item["inference_logprobs"][index], dtype=np.float32),
+        advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages,
+        reference_logprobs=np.asarray(reference[index], dtype=np.float32) if reference else None,
         temperature=sampling_temperature(item, index),
         top_p=float(sampling_setting(item, index, "top_p") or 1.0),
         top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
     )
-
-
-def _reference_logprobs(item: Item, index: int, trained: NDArray[np.bool_], where: str) -> NDArray[np.float32] | None:
-    if item.get("ref_logprobs") is None:
-        return None
-    logprobs = np.asarray(item["ref_logprobs"][index], dtype=np.float32)
-    _expect_length(logprobs, len(trained), f"{where}: ref_logprobs", "tokens")
-    _expect_logprobs(logprobs[trained], f"{where}: ref_logprobs")
-    return logprobs
 
 
 def sampling_temperature(item: Item, index: int) -> float:
@@ -194,22 +180,3 @@ def _truncate(rollout: Rollout, seq_len: int) -> Rollout:
         advantages=rollout.advantages[:seq_len],
         reference_logprobs=None if reference is None else reference[:seq_len],
     )
-
-
-def _expect_length(values: Sequence[Any] | NDArray[Any], expected: int, what: str, unit: str) -> None:
-    if len(values) != expected:
-        raise BatchError(f"{what} has length {len(values)} for {expected} {unit}; the environment must send one per {unit[:-1]}")
-
-
-def _expect_equal_ids(tokens: NDArray[np.int64], mask: NDArray[np.int64], trained: NDArray[np.bool_], where: str) -> None:
-    wrong = np.flatnonzero(trained & (mask != tokens))
-    if len(wrong):
-        at = int(wrong[0])
-        raise BatchError(f"{where}: mask {mask[at]} at position {at} is neither {NOT_TRAINED} nor the token {tokens[at]}")
-
-
-def _expect_logprobs(values: NDArray[np.float32], what: str) -> None:
-    """Finite and not positive, but for rounding: 1.0 is the marker of tokens that were not sampled."""
-    wrong = np.flatnonzero(~(np.isfinite(values) & (values <= 1e-3)))
-    if len(wrong):
-        raise BatchError(f"{what} holds {values[wrong[0]]} on a sampled token; log-probabilities are finite and at most 0")

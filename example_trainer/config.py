@@ -66,6 +66,17 @@ class TrainerConfig(Config):
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     advantage_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation + 1e-4")
 
+    # --- bad data ----------------------------------------------------------------------------------------------------
+    max_rejected_groups: int = Field(
+        32, ge=0, le=100, description="groups of the last 100 that may be set aside as untrainable; more end the run"
+    )
+    on_bad_batch: Literal["skip", "stop"] = Field(
+        "skip",
+        description="a batch whose gradient or loss is not finite, or above --mismatch-limit: skip makes no update and "
+        "continues, stop ends the run; the weights stay as they are either way",
+    )
+    max_bad_batches: int = Field(3, ge=0, description="bad batches in a row that are skipped; one more ends the run")
+
     # --- exactness ---------------------------------------------------------------------------------------------------
     batch_invariant: bool = Field(
         False, description="compute what a vLLM server started with --batch-invariant computes, bit for bit, and check it each step"

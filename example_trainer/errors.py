@@ -1,5 +1,9 @@
-"""The one base of errors that end a training run with a line for the person who started it, instead of a traceback."""
+"""Errors that end a training run with a line for the person who started it, instead of a traceback."""
 
 
 class TrainerError(RuntimeError):
     """What failed, with which value, and what to do about it."""
+
+
+class BadBatch(TrainerError):
+    """A batch whose gradient cannot be used; the weights are as before."""

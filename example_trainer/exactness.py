@@ -4,7 +4,8 @@
 
 With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact strict` stops the
 run at the first step where it is not and keeps that step's batch and weights for `python -m example_trainer.replay`.
-Without it the same figures are metrics, and a mean difference above --mismatch-limit stops a run that has gone wrong.
+Without it the same figures are metrics, and a batch with a mean difference above --mismatch-limit is a bad one
+(`bad_data.py`): it makes no update, and several in a row stop a run that has gone wrong.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from atroposlib.logs import get_logger
 from example_trainer.batching import Batch, Rollout
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import TrainerError
+from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exact_model import make_exact
 
 log = get_logger(__name__)
@@ -32,6 +33,10 @@ class NotExact(TrainerError):
     """Trainer and sampler disagree more than the configuration allows."""
 
 
+class Mismatch(NotExact, BadBatch):
+    """A batch whose log-probabilities are plainly another model's."""
+
+
 class Comparison:
     """Sampler's and trainer's log-probabilities of one step's trained tokens. Tensors added are [tokens], float32."""
 
@@ -41,6 +46,11 @@ class Comparison:
     def add(self, tokens: Tensor, sampler: Tensor, ours: Tensor) -> None:
         """One chunk, in the order in which the step computes."""
         self._parts.append((tokens, sampler, ours.detach()))
+
+    @property
+    def tokens(self) -> int:
+        """How many were added."""
+        return sum(len(part[0]) for part in self._parts)
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, sampler's and trainer's values of all chunks."""
@@ -114,6 +124,8 @@ class Exactness:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self.served: Served | None = None
+        self._agreed = False
+        self._mismatch: Mismatch | None = None
 
     def prepare(self, model: PreTrainedModel, served_dtype: str) -> None:
         """With --batch-invariant, make the model compute as its server does. Raises TrainerError if either cannot."""
@@ -138,7 +150,10 @@ class Exactness:
         log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
 
     def judge(self, comparison: Comparison, step: int, batch: Batch, model: PreTrainedModel) -> dict[str, float | int]:
-        """The step's figures; in the exact mode prints summary and table. Raises NotExact where the configuration says to stop."""
+        """The step's figures; in the exact mode prints summary and table.
+
+        Raises NotExact where the configuration says to stop, Mismatch above its limit.
+        """
         if self.served is not None and model.device.type == "cuda":
             _refuse_truncation(batch, step)
         row = comparison.row()
@@ -150,11 +165,18 @@ class Exactness:
                     raise NotExact(_strict_message(step, row, self._keep(step, batch, model), batch.staleness_mean))
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:
-            raise NotExact(
+            self._mismatch = Mismatch(
                 f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average (--mismatch-limit "
                 f"{self._config.mismatch_limit}): vLLM serves other weights, or samples under settings that the batch does not tell"
             )
+            raise self._mismatch
+        self._agreed = self._agreed or comparison.tokens > 0
         return row
+
+    def expect_agreement(self) -> None:
+        """At the end of a run: raise its last Mismatch if no batch agreed with the sampler."""
+        if self._mismatch is not None and not self._agreed:
+            raise self._mismatch
 
     def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
         """Write the step's sequences, and the weights that scored them, to LOG_DIR/bit_exact_step_N; the file to replay."""

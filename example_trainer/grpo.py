@@ -7,13 +7,16 @@
          └────────────── step done, policy version N now serves ◀─────────────┘
 
 Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it starts from.
-A batch in which no group has a signal makes no optimizer update (moments and schedule stay), but the version rises and is synced all
-the same: steps, policy versions and the environments' evaluation schedule never drift apart.
+A batch in which no group has a signal, or whose gradient is not finite, makes no optimizer update (moments and schedule
+stay), but the version rises and is synced all the same: steps, policy versions and the environments' evaluation
+schedule never drift apart. Groups that cannot be trained on are rejected to the API and left out; a batch of nothing
+else is no step.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import contextlib
+import math
 import signal
 import sys
 import time
@@ -31,11 +34,12 @@ from atroposlib.config import load_config
 from atroposlib.logs import configure_logging, get_logger
 from example_trainer.adapters import ADAPTER
 from example_trainer.api_client import ApiClient
+from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
 from example_trainer.checkpoint import WHOLE_MODEL, Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import TrainerError
+from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
 from example_trainer.losses import LossSettings
 from example_trainer.metrics import Row, open_metrics
@@ -59,8 +63,11 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
     source = str(checkpoint) if checkpoint else config.model_name
     settings = loss_settings(config)
 
+    rejections = RejectionBudget(config.max_rejected_groups)
+    bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
+
     with contextlib.ExitStack() as resources:
-        api = resources.enter_context(contextlib.closing(connect_api(config, bridge)))
+        api = resources.enter_context(contextlib.closing(connect_api(config, bridge, rejections)))
         api.wait_until_up()
         log.info("Loading %s in float32 on %s", source, device)
         resources.enter_context(contextlib.closing(bridge))
@@ -81,24 +88,33 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)
         vocab_size = model.config.get_text_config().vocab_size
-        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, vocab_size=vocab_size)
+        needs = dict(vocab_size=vocab_size, trainable_only=True)
+        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, **needs)
         api.report_step(progress.step, progress.policy_version)
 
         proven = False
         for step in range(progress.step + 1, config.training_steps + 1):
-            start = time.monotonic()
-            items = api.fetch_batch(config.fetch_timeout)
+            start, rejected_before = time.monotonic(), rejections.total
+            batch = trainable_batch(api, config, progress.policy_version, vocab_size, rejections)
             fetched = time.monotonic()
             if step == 1:
                 log_starting_accuracy(api)
 
-            batch = make_batch(items, seq_len=config.seq_len, divide_by_std=config.advantage_std, policy_version=progress.policy_version)
             comparison = Comparison()
             figures = gradients_of(batch, model, reference, settings, config, comparison)
-            exactness_row = exactness.judge(comparison, step, batch, model)
-            optimizer_row = (
-                {} if figures is None else {"grad_norm": clip_gradients(optimizer, config.max_grad_norm), "lr": scheduler.get_last_lr()[0]}
-            )
+            exactness_row: Row = {}
+            optimizer_row: Row = {}
+            try:
+                exactness_row = exactness.judge(comparison, step, batch, model)
+                if figures is not None:
+                    grad_norm = clip_gradients(optimizer, config.max_grad_norm)
+                    expect_finite(figures.loss)
+                    optimizer_row = {"grad_norm": grad_norm, "lr": float(scheduler.get_last_lr()[0])}
+                    bad_batches.note_update()
+            except BadBatch as error:
+                bad_batches.note(error, step)
+                optimizer.zero_grad(set_to_none=True)
+                figures = None
             differentiated = time.monotonic()
 
             updates = progress.updates + (figures is not None)
@@ -122,6 +138,8 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 **exactness_row,
                 **optimizer_row,
                 "updates": progress.updates,
+                "rejected_groups": rejections.total - rejected_before,
+                "bad_batches": bad_batches.total,
                 **sync_row(sync),
                 "generate_s": fetched - start,
                 "train_s": differentiated - fetched + sync.update_s,
@@ -136,16 +154,57 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
                 api.acknowledge()
             elif config.ack_after == "step" or not config.checkpoint_interval:
                 api.acknowledge()
+        exactness.expect_agreement()
         log.info("Writing the trained model to %s", config.save_path)
         print(f"Trained model: {save_final_model(config.save_path, model, tokenizer, form)}", flush=True)
         api.acknowledge()
 
 
-def connect_api(config: TrainerConfig, bridge: WeightBridge) -> ApiClient:
-    """A client of the batching API that stops waiting for batches when vLLM is gone."""
+def connect_api(config: TrainerConfig, bridge: WeightBridge, rejections: RejectionBudget) -> ApiClient:
+    """A client of the batching API that stops waiting when vLLM is gone, or when too many groups are set aside."""
     token = None if config.atropos_token is None else config.atropos_token.get_secret_value()
     sleep = partial(sleep_beside, bridge)
-    return ApiClient(config.atropos_url, registration(config), patience_s=config.api_timeout, token=token, sleep=sleep)
+    return ApiClient(
+        config.atropos_url,
+        registration(config),
+        patience_s=config.api_timeout,
+        token=token,
+        sleep=sleep,
+        on_rejected=rejections.note,
+    )
+
+
+def trainable_batch(
+    api: ApiClient, config: TrainerConfig, policy_version: int, vocab_size: int, rejections: RejectionBudget
+) -> Batch:
+    """The next batch with a group that can be trained on; the others are rejected to the API.
+
+    A batch without any is passed over, so that a run that resumes, which is given the others alone, makes the same
+    steps.
+    """
+    while True:
+        batch = make_batch(
+            api.fetch_batch(config.fetch_timeout),
+            seq_len=config.seq_len,
+            divide_by_std=config.advantage_std,
+            policy_version=policy_version,
+            vocab_size=vocab_size,
+        )
+        rejections.note_trainable(batch.groups)
+        if batch.rejected:
+            rejections.note(api.reject(batch.rejected))
+        if batch.groups:
+            return batch
+        log.warning("No group of this batch can be trained on: fetching another")
+
+
+def expect_finite(loss: float) -> None:
+    """Raise BadBatch unless it is."""
+    if not math.isfinite(loss):
+        raise BadBatch(
+            f"the loss is {loss}; the weights were left as they are. "
+            "Check the sampler's log-probabilities and the advantages of the environments"
+        )
 
 
 def keep_weights() -> None:

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import TrainerError
+from example_trainer.errors import BadBatch, TrainerError
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) -> Optimizer:
@@ -60,11 +60,11 @@ def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: in
 
 
 def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
-    """Scale the accumulated gradients to at most `max_grad_norm`; their L2 norm before. Raises TrainerError if it is not finite."""
+    """Scale the gradients to at most `max_grad_norm`; their L2 norm before. Raises BadBatch if it is not finite."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):
-        raise TrainerError(
+        raise BadBatch(
             f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
             "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
         )

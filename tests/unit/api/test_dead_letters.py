@@ -77,7 +77,7 @@ def test_a_group_that_the_registered_trainer_cannot_use_is_refused_and_another_t
     refused = answer(trainable(**HOPELESS))
     assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["body", "inference_logprobs", 0, 1]
     assert refused.json()["detail"][0]["msg"].startswith(
-        "inference_logprobs[0][1]: 0.5 on a sampled token is no log-probability"
+        "inference_logprobs[0][1]: 0.5 is no log-probability of a sampled token"
     )
     assert answer(trainable()).status_code == 200
 
@@ -94,7 +94,7 @@ def test_groups_from_before_the_trainer_are_checked_when_they_are_to_be_delivere
     assert marks(got) == [1, 4] and [each["environment"] for each in got["rejected"]] == ["maths_0", "unknown"]
     assert (
         "group 2 of environment maths_0" in caplog.text
-        and "inference_logprobs[0][1]: 0.5 on a sampled token" in caplog.text
+        and "inference_logprobs[0][1]: 0.5 is no log-probability" in caplog.text
     )
 
 

@@ -1,5 +1,6 @@
 """From API items to rollouts: advantages, skipped groups, temperatures, and errors that name the item."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from example_trainer.advantages import group_advantages, has_signal
-from example_trainer.batching import Batch, BatchError, make_batch, sampling_temperature
+from example_trainer.batching import Batch, make_batch, sampling_temperature
 from tests.unit.trainer.fakes import item
 
 
@@ -119,18 +120,22 @@ def broken(change: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("no logprobs", r"batch item 1 \(env_id 7\) has no inference_logprobs"),
-        ("short logprobs", r"batch item 1 \(env_id 7\), sequence 1: inference_logprobs has length \d+ for \d+ tokens"),
-        ("missing list", r"inference_logprobs has length 1 for 2 sequences"),
-        ("short mask", r"sequence 1: masks has length \d+ for \d+ tokens"),
-        ("mask of ones", r"sequence 1: mask 0 at position 4 is neither -100 nor the token"),
-        ("filler logprob", r"sequence 1: inference_logprobs holds 1.0 on a sampled token"),
-        ("nan logprob", r"sequence 1: inference_logprobs holds nan"),
-        ("nan score", r"scores must be at least one and finite"),
-        ("scores", r"scores has length 1 for 2 sequences"),
-        ("advantages", r"sequence 0: advantages has length 2 for \d+ tokens"),
+        ("no logprobs", "inference_logprobs: missing: the loss needs"),
+        ("short logprobs", r"inference_logprobs\[1\]: \d+ entries for the \d+ tokens"),
+        ("missing list", "inference_logprobs: 1 entries for 2 sequences"),
+        ("short mask", r"masks\[1\]: \d+ entries for the \d+ tokens"),
+        ("mask of ones", r"masks\[1\]\[4\]: 0 is neither -100 nor the token"),
+        ("filler logprob", r"inference_logprobs\[1\]\[\d+\]: 1.0 is no log-probability of a sampled token"),
+        ("nan logprob", r"inference_logprobs\[1\]\[\d+\]: nan is no log-probability"),
+        ("nan score", r"scores\[1\]: nan is not a number from"),
+        ("scores", "scores: 1 entries for 2 sequences"),
+        ("advantages", r"advantages\[0\]: 2 entries for the \d+ tokens"),
     ],
 )
-def test_a_bad_group_is_refused_by_name(change: str, says: str) -> None:
-    with pytest.raises(BatchError, match=says):
-        batch_of(item([1.0, 0.0]), broken(change))
+def test_a_bad_group_is_left_out_with_the_reason_and_counts_nowhere(change: str, says: str) -> None:
+    good = item([1.0, 0.0])
+    batch, alone = batch_of(good, broken(change)), batch_of(good)
+    assert list(batch.rejected) == [1] and re.match(says, batch.rejected[1])
+    figures = ("groups", "sequences", "completion_tokens", "reward_mean", "reward_std", "trained_tokens")
+    assert [getattr(batch, name) for name in figures] == [getattr(alone, name) for name in figures]
+    assert batch_of(broken(change)).groups == 0
