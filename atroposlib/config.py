@@ -7,13 +7,14 @@ Every process declares a `Config` subclass and calls `load_config` before it tou
 A flag is the field's name with dashes or underscores, nested trees with dots (`--env.group-size 8`); a boolean
 stands alone (`--use-wandb`), takes a value (`--use-wandb false`) or is negated (`--no-use-wandb`). `--dry-run` prints the
 resolved tree as YAML and exits 0. Wrong input is one line on stderr and exit code 2: it names the value, what was
-expected, and the nearest known key. pydantic-settings parses the flags, pydantic checks the values.
+expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is never named, and
+a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
 """
 
 import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import UnionType
 from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
@@ -27,7 +28,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDic
 class Config(BaseModel):
     """Base of every configuration tree: an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True, hide_input_in_errors=True)
 
 
 C = TypeVar("C", bound=BaseModel)
@@ -198,6 +199,8 @@ def _from_environment(config_cls: type[BaseModel], env: Mapping[str, str]) -> di
         variable = extra.get("env") if isinstance(extra, dict) else None
         if isinstance(variable, str) and env.get(variable):
             found[name] = env[variable]
+        elif isinstance(variable, str) and variable in env and _is_secret(field) and field.default is None:
+            raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
         elif subtree is not None and (nested := _from_environment(subtree, env)):
             found[name] = nested
     return found
@@ -211,12 +214,19 @@ def _from_yaml(path: Path | None) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path} is not YAML: {_where(error)}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: expected keys and values at the top, found {type(content).__name__}")
     return content
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """What is wrong and in which line; the line itself may hold a secret."""
+    mark = getattr(error, "problem_mark", None)
+    problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "unreadable")).split())
+    return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any], config_cls: type[BaseModel] | None) -> dict[str, Any]:
@@ -236,7 +246,9 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any], config_cls: type[
 
 
 def _explain(error: ValidationError, config_cls: type[BaseModel]) -> str:
-    known = [key for key, _ in _flag_fields(config_cls)]
+    fields = dict(_flag_fields(config_cls))
+    known = list(fields)
+    secrets = {key for key, field in fields.items() if _is_secret(field)}
     problems = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"]) or "configuration"
@@ -245,9 +257,21 @@ def _explain(error: ValidationError, config_cls: type[BaseModel]) -> str:
         elif problem["type"] == "missing":
             problems.append(f"--{key.replace('_', '-')} is required")
         else:
-            shown = "" if isinstance(problem["input"], (dict, SecretStr)) else f" (got {problem['input']!r})"
+            is_open = not isinstance(problem["input"], (dict, list, SecretStr)) and not _may_hold(problem["loc"], secrets)
+            shown = f" (got {problem['input']!r})" if is_open else ""
             problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}")
     return "; ".join(problems)
+
+
+def _is_secret(field: FieldInfo) -> bool:
+    return field.repr is False or SecretStr in (field.annotation, *get_args(field.annotation))
+
+
+def _may_hold(location: tuple[int | str, ...], secrets: Set[str]) -> bool:
+    """Whether a value at this place is a secret, is inside of one, or is a tree that has one."""
+    names = [str(part) for part in location if not isinstance(part, int)]
+    inner = {".".join(names[: count + 1]) for count in range(len(names))}
+    return bool(inner & secrets) or any(secret.startswith(".".join(names) + ".") for secret in secrets) or not names
 
 
 def _exit(message: str) -> NoReturn:

@@ -1,37 +1,102 @@
-"""Who may use the API: whoever sends its token as `Authorization: Bearer TOKEN`. Without a token configured, everyone who reaches it.
+"""Who may use the API: whoever sends one of its tokens as `Authorization: Bearer TOKEN`; without any, everyone.
+
+    the API's token   may do everything; for trainers and people
+    the post token    may do what an environment does, and nothing else; for environments
 
 Only /health and /ready answer without one. The comparison takes the same time wherever two tokens differ. The check
 stands before all routes, so that none can forget it; whether a web page asks is checked before it, by http_guard.py.
 """
 
 import hmac
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.token_file import TokenFile
+
+Role = Literal["train", "post"]
+ROLE = "atropos.role"  # in a request's scope, once its token is known
+
 OPEN_PATHS = frozenset({"/health", "/ready"})
+POST_PATHS = frozenset(
+    {
+        "/",
+        "/register-env",
+        "/disconnect-env",
+        "/status-env",
+        "/scored_data",
+        "/scored_data_list",
+        "/heartbeat",
+        "/evaluation",
+        "/status",
+        "/info",
+        "/wandb_info",
+    }
+)
+
+
+class Tokens:
+    """The tokens of one API, each given or in a file that is followed. Raises ValueError for an unusable file."""
+
+    def __init__(
+        self,
+        token: str | None = None,
+        token_file: Path | None = None,
+        post_token: str | None = None,
+        post_token_file: Path | None = None,
+    ) -> None:
+        self._of: dict[Role, Callable[[], str]] = {}
+        given: list[tuple[Role, str | None, Path | None, str]] = [
+            ("train", token, token_file, "--api-token-file"),
+            ("post", post_token, post_token_file, "--post-token-file"),
+        ]
+        for role, text, path, flag in given:
+            if path is not None:
+                self._of[role] = TokenFile(path, flag).current
+            elif text is not None:
+                self._of[role] = text.__str__
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def role(self, scope: Scope) -> Role | None:
+        """What the sender of a request may do, by its token."""
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, given = header.strip().partition(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        matches = [role for role, token in self._of.items() if hmac.compare_digest(given.strip(), token().encode())]
+        return matches[0] if matches else None
+
+    def are_borne_by(self, scope: Scope) -> bool:
+        """Whether a request carries one of them."""
+        return self.role(scope) is not None
 
 
 class RequireToken:
-    """ASGI middleware: 401 without the right token."""
+    """ASGI middleware: 401 without a right token, 403 for what the post token does not open."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
         self._app = app
-        self._token = token
+        self._tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not bears_token(scope, self._token):
-            refusal = JSONResponse(
-                {"detail": "this API wants its token: send 'Authorization: Bearer TOKEN' (clients of Atropos read ATROPOS_API_TOKEN)"},
-                status_code=401,
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-            await refusal(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
             return
-        await self._app(scope, receive, send)
-
-
-def bears_token(scope: Scope, token: str | None) -> bool:
-    """Whether the request carries this token; never where there is none."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    return token is not None and hmac.compare_digest(given, f"Bearer {token}".encode())
+        scope[ROLE] = role = self._tokens.role(scope)
+        if role is None:
+            detail = (
+                "this API wants its token: send 'Authorization: Bearer TOKEN' "
+                "(clients of Atropos read ATROPOS_API_TOKEN)"
+            )
+            refusal = JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
+            await refusal(scope, receive, send)
+        elif role == "post" and scope["path"] not in POST_PATHS:
+            detail = "the post token is for environments: this wants the API's token, which trainers have"
+            await JSONResponse({"detail": detail}, 403)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)

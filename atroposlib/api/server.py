@@ -6,14 +6,13 @@ All state is one `RolloutService` that only the event loop's thread touches. The
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 
 import anyio
 from fastapi import FastAPI
 
 from atroposlib.api import environment_routes, general_routes, trainer_routes
-from atroposlib.api.auth import RequireToken, bears_token
+from atroposlib.api.auth import RequireToken, Tokens
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
 from atroposlib.api.metrics import Measured, Metrics
@@ -46,9 +45,10 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
         app.include_router(general_routes.legacy_router)
     for kind, handler in ERROR_REPLIES.items():
         app.add_exception_handler(kind, handler)
-    if settings.token is not None:
-        app.add_middleware(RequireToken, token=settings.token)
-    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=partial(bears_token, token=settings.token))
+    tokens = Tokens(settings.token, settings.token_file, settings.post_token, settings.post_token_file)
+    if tokens:
+        app.add_middleware(RequireToken, tokens=tokens)
+    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=tokens.are_borne_by)
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app

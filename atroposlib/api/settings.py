@@ -1,6 +1,7 @@
 """What an API is told at its start: limits, patience, who may use it. `run-api` fills it from flags; `create_app` takes it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from atroposlib.http_guard import OwnHosts
@@ -11,6 +12,9 @@ class ApiSettings:
     """Bytes, groups and seconds; None is no limit."""
 
     token: str | None = None  # bearer token of every request but /health and /ready
+    token_file: Path | None = None  # holds the token in place of `token`, and is followed
+    post_token: str | None = None  # opens what an environment asks for, and nothing else
+    post_token_file: Path | None = None
     hosts: OwnHosts = OwnHosts()  # the Host names that it answers to
     legacy_gets: bool | None = None  # GET /batch and GET /reset_data, which change state; None is the former only
     max_body_bytes: int = 512 * 2**20  # of one request, as sent and decompressed

@@ -20,6 +20,7 @@ from uvicorn.supervisors import ChangeReload
 from atroposlib.api.journal import JournalError
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
 from atroposlib.config import Config, load_config
 from atroposlib.http_guard import OwnHosts, is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger
@@ -47,9 +48,15 @@ class RunApiConfig(Config):
 
     # --- who may use it ------------------------------------------------------------------------------------------------
     api_token: SecretStr | None = Field(
-        None, min_length=8, description="Token that every request must carry.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+        None, description="Token that every request must carry.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
     api_token_file: Path | None = Field(None, description="File whose first line is the token; a flag shows in the process list.")
+    post_token: SecretStr | None = Field(
+        None,
+        description="Second token, for environments: it opens what they ask for, and nothing else.",
+        json_schema_extra={"env": "ATROPOS_POST_TOKEN"},
+    )
+    post_token_file: Path | None = Field(None, description="File that holds it.")
     allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
     allowed_host: list[str] = Field([], description="A further name that clients may call this server by; repeatable.")
     legacy_gets: bool | None = Field(
@@ -75,10 +82,19 @@ class RunApiConfig(Config):
     def _names(cls, names: list[str]) -> list[str]:
         return [plain_name(name) for name in names]
 
+    @field_validator("api_token", "post_token")
+    @classmethod
+    def _usable(cls, token: SecretStr | None) -> SecretStr | None:
+        if token is not None and not is_usable(token.get_secret_value()):
+            raise ValueError(f"a token has {MIN_CHARACTERS} or more printable ASCII characters and no space")
+        return token
+
     @model_validator(mode="after")
     def _flags_agree(self) -> "RunApiConfig":
         if self.in_memory and self.journal is not None:
             raise ValueError(f"--in-memory and --journal {self.journal} exclude each other; pick one")
+        if self.posters_token is not None and self.token in (None, self.posters_token):
+            raise ValueError("--post-token is a second token beside --api-token, and another one: give both")
         if self.reload and (self.journal, self.token, self.allowed_host, self.legacy_gets) != (None, None, [], None):
             raise ValueError(
                 "--reload serves in memory and without a token; leave --journal, --api-token, --allowed-host "
@@ -93,16 +109,13 @@ class RunApiConfig(Config):
 
     @property
     def token(self) -> str | None:
-        """The token, wherever it was given. Raises ValueError for a file that has none."""
-        if self.api_token_file is None:
-            return None if self.api_token is None else self.api_token.get_secret_value()
-        try:
-            token = self.api_token_file.read_text().strip()
-        except OSError as error:
-            raise ValueError(f"--api-token-file {self.api_token_file}: {error.strerror}") from None
-        if len(token) < 8 or not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError(f"--api-token-file {self.api_token_file} must hold one token of 8 or more printable characters")
-        return token
+        """The API's token, wherever it was given. Raises ValueError for a file that has none."""
+        return _given(self.api_token, self.api_token_file, "--api-token-file")
+
+    @property
+    def posters_token(self) -> str | None:
+        """The post token, wherever it was given. Raises ValueError for a file that has none."""
+        return _given(self.post_token, self.post_token_file, "--post-token-file")
 
     def journal_at(self, port: int) -> Path | None:
         """The journal's file for an API that listens on `port`; None is in memory. Nobody finds a random port's journal again."""
@@ -114,6 +127,9 @@ class RunApiConfig(Config):
         """What the app is told."""
         return ApiSettings(
             token=self.token,
+            token_file=self.api_token_file,
+            post_token=self.posters_token,
+            post_token_file=self.post_token_file,
             hosts=OwnHosts.of(self.host, self.allowed_host),
             legacy_gets=self.legacy_gets,
             max_body_bytes=self.max_body_mb * 2**20,
@@ -126,6 +142,12 @@ class RunApiConfig(Config):
             max_staleness=self.max_staleness,
             stale_groups=self.stale_groups,
         )
+
+
+def _given(token: SecretStr | None, file: Path | None, flag: str) -> str | None:
+    if file is not None:
+        return read_token(file, flag)
+    return None if token is None else token.get_secret_value()
 
 
 class AddressError(Exception):

@@ -232,7 +232,7 @@ class ForeignKeys(BaseModel):
 
 def _strict(model: type[M]) -> type[M]:
     """`model`, but an unknown key is an error, or foreign."""
-    body = {"model_config": ConfigDict(extra="forbid"), "__module__": model.__module__, "__doc__": model.__doc__}
+    body = {"model_config": ConfigDict(extra="forbid", hide_input_in_errors=True), "__module__": model.__module__, "__doc__": model.__doc__}
     strict: type[M] = type(model.__name__, (ForeignKeys, model), body)
     return strict
 

@@ -18,7 +18,7 @@ class EvalHandlingEnum(Enum):
 class BaseEnvConfig(BaseModel):
     """Unknown keys given to the constructor are ignored; on the command line and in YAML they are errors (`cli.py`)."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     group_size: int = Field(default=4, ge=1, description="Samples of one item that are scored together.")
     max_num_workers: int = Field(default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the servers.")

@@ -23,7 +23,7 @@ ServerType = Literal["openai", "trl", "sglang", "vllm"]
 class ServerBaseline(Config):
     """Limits that hold for every server, without an address."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     timeout: int = Field(
         default=1200, gt=0, description="Seconds one request may take, and that a call waits for a dead server to answer again."
@@ -84,7 +84,7 @@ class ServerManagerConfig(Config):
 class ServerEnvironment(BaseSettings):
     """The environment variables that the inference clients honour; read when a ServerManager is built."""
 
-    model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore")
+    model_config = SettingsConfigDict(env_ignore_empty=True, extra="ignore", hide_input_in_errors=True)
 
     slurm_job_nodelist: str | None = Field(default=None, validation_alias="SLURM_JOB_NODELIST")
     num_training_nodes: int = Field(default=0, ge=0, validation_alias="NUM_TRAINING_NODES")

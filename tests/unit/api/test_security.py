@@ -27,7 +27,7 @@ def api(**settings: Any) -> TestClient:
 # --- token ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"bearer {TOKEN}", TOKEN, "Bearer ü"])
+@pytest.mark.parametrize("header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer ü"])
 def test_nothing_but_health_and_readiness_answers_without_the_token(header: str | None) -> None:
     client = api(token=TOKEN)
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
@@ -38,9 +38,11 @@ def test_nothing_but_health_and_readiness_answers_without_the_token(header: str 
             assert client.request(method, path, headers=headers).status_code == expected, path  # type: ignore[arg-type]
 
 
-def test_the_right_token_opens_everything() -> None:
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
+def test_the_right_token_opens_everything(scheme: str) -> None:
     client = api(token=TOKEN)
-    assert client.get("/status", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+    for path in ("/status", "/metrics", "/latest_example"):
+        assert client.get(path, headers={"Authorization": f"{scheme} {TOKEN}"}).status_code == 200
 
 
 def config(*flags: str, **env: str) -> RunApiConfig:

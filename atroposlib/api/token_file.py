@@ -1,0 +1,93 @@
+"""A token in a file: who may have written it, and that it is read again when it changes.
+
+`run-api` reads it before it listens, and refuses what it cannot trust. While it serves, `TokenFile.current` looks at
+the file at most once a second, so that a token can be changed without a restart. A file that has become unusable
+leaves the token as it was, with one line in the log. No message repeats what is in the file.
+"""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from atroposlib.logs import get_logger
+
+LOOK_EVERY_S = 1.0
+MIN_CHARACTERS = 8
+MAX_BYTES = 4096
+
+log = get_logger(__name__)
+
+
+def is_usable(token: str) -> bool:
+    """Whether it can stand in a header, and is not guessed at once."""
+    return len(token) >= MIN_CHARACTERS and token.isascii() and token.isprintable() and " " not in token
+
+
+def read_token(path: Path, flag: str) -> str:
+    """The token in a file that only its owner can write. Raises ValueError, which names the flag and what to do."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not keep us waiting
+        with open(descriptor, "rb") as file:
+            _expect_trusted(path, os.fstat(descriptor), f"{flag} {path}")
+            for folder in {path.absolute().parent, path.resolve().parent}:
+                _expect_trusted(folder, folder.stat(), f"{flag} {path}")
+            content = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    token = content.decode("ascii", "replace").strip()
+    if len(content) > MAX_BYTES or not is_usable(token):
+        raise ValueError(f"{flag} {path} must hold one token of {MIN_CHARACTERS} or more printable characters")
+    return token
+
+
+def _expect_trusted(path: Path, found: os.stat_result, what: str) -> None:
+    is_folder = stat.S_ISDIR(found.st_mode)
+    if not is_folder and not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{what}: {path} is not a regular file; put the token into one")
+    if found.st_uid not in (0, os.geteuid()):
+        raise ValueError(f"{what}: {path} belongs to another user, who could change the token: `chown {os.geteuid()} {path}`")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_folder and found.st_mode & stat.S_ISVTX):
+        raise ValueError(f"{what}: others can write {path} and so change the token: `chmod go-w {path}`")
+
+
+class TokenFile:
+    """A token file that is followed. Raises ValueError if it is unusable to begin with."""
+
+    def __init__(self, path: Path, flag: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._flag = flag
+        self._clock = clock
+        self._seen = self._signature()
+        self._token = read_token(path, flag)
+        self._looked_at = clock()
+
+    def current(self) -> str:
+        """The token as the file last held it."""
+        if self._clock() - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = self._clock()
+            self._look()
+        return self._token
+
+    def _look(self) -> None:
+        signature = self._signature()
+        if signature == self._seen:
+            return
+        self._seen = signature
+        try:
+            token = read_token(self._path, self._flag)
+        except ValueError as error:
+            log.error("The token stays as it was: %s", error)
+            return
+        if token != self._token:
+            self._token = token
+            log.info("%s has another token: the one before is not taken any more", self._path)
+
+    def _signature(self) -> tuple[int, ...] | None:
+        """What differs after every change of the file."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
