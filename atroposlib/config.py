@@ -7,8 +7,8 @@ Every process declares a `Config` subclass and calls `load_config` before it tou
 A flag is the field's name with dashes or underscores, nested trees with dots (`--env.group-size 8`); a boolean
 stands alone (`--use-wandb`), takes a value (`--use-wandb false`) or is negated (`--no-use-wandb`). `--dry-run` prints the
 resolved tree as YAML and exits 0. Wrong input is one line on stderr and exit code 2: it names the value, what was
-expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is never named, and
-a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
+expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is never named,
+and a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
 """
 
 import difflib
@@ -257,8 +257,8 @@ def _explain(error: ValidationError, config_cls: type[BaseModel]) -> str:
         elif problem["type"] == "missing":
             problems.append(f"--{key.replace('_', '-')} is required")
         else:
-            is_open = not isinstance(problem["input"], (dict, list, SecretStr)) and not _may_hold(problem["loc"], secrets)
-            shown = f" (got {problem['input']!r})" if is_open else ""
+            is_closed = isinstance(problem["input"], (dict, list, SecretStr)) or _may_hold(problem["loc"], secrets)
+            shown = "" if is_closed else f" (got {problem['input']!r})"
             problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}")
     return "; ".join(problems)
 

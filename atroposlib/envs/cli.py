@@ -232,7 +232,8 @@ class ForeignKeys(BaseModel):
 
 def _strict(model: type[M]) -> type[M]:
     """`model`, but an unknown key is an error, or foreign."""
-    body = {"model_config": ConfigDict(extra="forbid", hide_input_in_errors=True), "__module__": model.__module__, "__doc__": model.__doc__}
+    strict = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    body = {"model_config": strict, "__module__": model.__module__, "__doc__": model.__doc__}
     strict: type[M] = type(model.__name__, (ForeignKeys, model), body)
     return strict
 

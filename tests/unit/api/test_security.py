@@ -27,7 +27,9 @@ def api(**settings: Any) -> TestClient:
 # --- token ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer ü"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer ü"]
+)
 def test_nothing_but_health_and_readiness_answers_without_the_token(header: str | None) -> None:
     client = api(token=TOKEN)
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
