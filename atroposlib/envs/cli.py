@@ -232,8 +232,8 @@ class ForeignKeys(BaseModel):
 
 def _strict(model: type[M]) -> type[M]:
     """`model`, but an unknown key is an error, or foreign."""
-    strict = ConfigDict(extra="forbid", hide_input_in_errors=True)
-    body = {"model_config": strict, "__module__": model.__module__, "__doc__": model.__doc__}
+    rules = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    body = {"model_config": rules, "__module__": model.__module__, "__doc__": model.__doc__}
     strict: type[M] = type(model.__name__, (ForeignKeys, model), body)
     return strict
 
