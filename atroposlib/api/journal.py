@@ -46,7 +46,7 @@ class Journal:
         self._forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: JournalError | None = None
-        self._head = _own(path)
+        self._head = own(path)
         self._found = AsFound(path)
         self._db: sqlite3.Connection | None = None
         self._reader: JournalReader | None = None
@@ -238,7 +238,8 @@ class Journal:
         return None
 
 
-def _own(path: Path) -> Head:
+def own(path: Path) -> Head:
+    """The head of a journal, with its lock. Raises JournalError."""
     journal_file.expect_regular_files(path)
     try:
         return Head(path, journal_file.LOCK_TIMEOUT_S)

@@ -248,7 +248,8 @@ class JournalReader:
         for row in self._rows(f"SELECT {columns} FROM (SELECT {columns} FROM dead_letters{limit}) ORDER BY id"):
             identity, at, env_id, environment, reason, packed, crc, content = row
             body = Body(identity, self._checked(content, crc, f"dead letter {identity}"), bool(packed))
-            if not (isinstance(at, float) and isinstance(environment, bytes) and isinstance(reason, bytes)):
+            fields = ((at, float), (env_id, int | None), (environment, bytes), (reason, bytes))
+            if not all(isinstance(value, kind) for value, kind in fields):
                 raise self.damaged(f"dead letter {identity} has other bytes than were written")
             yield DeadLetter(at, env_id, environment.decode(errors="replace"), reason.decode(errors="replace"), body)
 
@@ -312,8 +313,8 @@ class AsFound:
 
     def restore(self) -> None:
         """Put it back; another reader keeps what it has mapped."""
-        if not self._had_wal:
-            self._wal.unlink(missing_ok=True)
+        if not self._had_wal and self._wal.exists() and not self._wal.stat().st_size:
+            self._wal.unlink()
         if self._index is None:
             self._shm.unlink(missing_ok=True)
         elif self._shm.read_bytes() != self._index:

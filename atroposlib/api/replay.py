@@ -25,7 +25,6 @@ class Replayed:
     """`number` is the newest change's (0 for an empty journal), `changes` how many there are."""
 
     state: RolloutState
-    bodies: list[Body]
     number: int
     changes: int
 
@@ -42,8 +41,15 @@ def replay(journal: Source) -> Replayed:
             raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
         state.take_gone()
         newest, count = number, count + 1
+    return Replayed(state, newest, count)
+
+
+def bodies_of(journal: Source, state: RolloutState) -> Iterator[Body]:
+    """The bytes of every group in the state. Raises JournalError, in the end if some have none."""
     needed = {rollout.id for rollout in state.rollouts()}
-    bodies = [body for body in journal.bodies() if body.id in needed]
-    if missing := len(needed) - len(bodies):
-        raise journal.damaged(f"{missing} groups have no body")
-    return Replayed(state, bodies, newest, count)
+    for body in journal.bodies():
+        if body.id in needed:
+            needed.remove(body.id)
+            yield body
+    if needed:
+        raise journal.damaged(f"{len(needed)} groups have no body")

@@ -11,21 +11,30 @@ from pathlib import Path
 import anyio
 from fastapi import FastAPI
 
-from atroposlib.api import environment_routes, general_routes, trainer_routes
+from atroposlib.api import environment_routes, general_routes, journal_rescue, trainer_routes
 from atroposlib.api.auth import RequireToken, Tokens
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
+from atroposlib.api.journal_file import JournalDamaged
 from atroposlib.api.metrics import Measured, Metrics
 from atroposlib.api.openapi import with_components
 from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import ApiSettings
 from atroposlib.http_guard import HostGuard
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
 
 
-def create_app(settings: ApiSettings | None = None, *, journal: Path | None = None) -> FastAPI:
-    """An API with the state of its journal, or in memory and empty. Raises JournalError."""
+def create_app(
+    settings: ApiSettings | None = None, *, journal: Path | None = None, accept_loss: bool = False
+) -> FastAPI:
+    """An API with the state of its journal, or in memory and empty. Raises JournalError.
+
+    A damaged journal is refused, or (`accept_loss`) brought to a state that is whole.
+    """
     settings = settings or ApiSettings()
-    service = RolloutService(settings, None if journal is None else Journal(journal))
+    service = _service(settings, journal, accept_loss)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +61,17 @@ def create_app(settings: ApiSettings | None = None, *, journal: Path | None = No
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app
+
+
+def _service(settings: ApiSettings, journal: Path | None, accept_loss: bool) -> RolloutService:
+    try:
+        return RolloutService(settings, None if journal is None else Journal(journal))
+    except JournalDamaged as damage:
+        if journal is None or not accept_loss:
+            raise
+        log.warning("%s", damage)
+        log.warning("%s", journal_rescue.accept_loss(journal))
+        return RolloutService(settings, Journal(journal))
 
 
 app = create_app()

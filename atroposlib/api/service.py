@@ -24,7 +24,7 @@ from atroposlib.api.journal_file import Body, DeadLetter, JournalError
 from atroposlib.api.leases import Lease
 from atroposlib.api.liveness import Liveness
 from atroposlib.api.queue import Environment, NotRegistered
-from atroposlib.api.replay import replay
+from atroposlib.api.replay import bodies_of, replay
 from atroposlib.api.selection import Group
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
@@ -464,14 +464,14 @@ class RolloutService:
         start = time.monotonic()
         try:
             replayed = replay(journal)
+            self._keep(list(bodies_of(journal, replayed.state)))
+            self.dead_letters.add(journal.dead_letters())
         except JournalError:
             journal.close()
             raise
         self.state = replayed.state
         self._number = self._applied = replayed.number
         self._since_snapshot = replayed.changes
-        self._keep(replayed.bodies)
-        self.dead_letters.add(journal.dead_letters())
         journal.keep_only(set(self._bodies))
         if not self._number:
             self._number = self._applied = 1

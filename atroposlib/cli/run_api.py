@@ -1,5 +1,7 @@
 """`run-api`: serve the batching API. Environments and the trainer find it at http://HOST:PORT.
 
+`run-api journal` looks after the journal (`journal.py`).
+
 The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process only: it owns the
 queue, and the journal that brings the queue back after a restart.
 """
@@ -21,6 +23,7 @@ from atroposlib.api.journal import JournalError
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
+from atroposlib.cli import journal as journal_commands
 from atroposlib.config import Config, load_config
 from atroposlib.http_guard import OwnHosts, is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger
@@ -43,6 +46,9 @@ class RunApiConfig(Config):
     # --- what outlives a restart ---------------------------------------------------------------------------------------
     journal: Path | None = Field(
         None, description="File of accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
+    )
+    journal_accept_loss: bool = Field(
+        False, description="Start from a damaged journal with what is whole in it; the log tells how much was lost."
     )
     in_memory: bool = Field(False, description="Keep no journal: a restart loses the queue.")
 
@@ -207,7 +213,11 @@ def serve(config: RunApiConfig) -> None:
     sockets = listen(config.host, config.port)
     port = sockets[0].getsockname()[1]
     journal = None if config.reload else config.journal_at(port)
-    app = None if config.reload else create_app(config.settings(), journal=journal)
+    app = (
+        None
+        if config.reload
+        else create_app(config.settings(), journal=journal, accept_loss=config.journal_accept_loss)
+    )
     log.info("Batching API listens on http://%s:%d", config.host, port)
     log.info("Groups are kept in %s", "memory only" if journal is None else journal.absolute())
     if not is_loopback(config.host) and config.token is None:
@@ -230,6 +240,10 @@ def serve(config: RunApiConfig) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `run-api` and `python -m atroposlib.cli.run_api`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["journal"]:
+        journal_commands.main(argv[1:])
+        return
     config = load_config(RunApiConfig, argv, prog="run-api")
     configure_logging("api", config.json_logs)
     for ending in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,174 @@
+"""`run-api journal`: look after a journal, also while an API writes it.
+
+    run-api journal verify FILE                     read everything, and compare it with the head
+    run-api journal backup FILE DESTINATION         a copy that is a journal by itself
+    run-api journal export FILE [--output LINES]    the groups in it, one JSON object per line
+    run-api journal dead-letters FILE [--export LINES]    the groups that could not be trained on
+
+Each command first reads and checks the whole journal, as it is at one moment. A journal that is damaged is one line and exit code 1.
+Nothing is written to it.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+import msgspec
+
+from atroposlib.api.changes import Rollout
+from atroposlib.api.journal_file import (
+    AsFound,
+    Body,
+    JournalError,
+    JournalReader,
+    expect_regular_files,
+    shm_path,
+    wal_path,
+)
+from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
+from atroposlib.api.replay import Replayed, bodies_of, replay
+from atroposlib.api.selection import Group
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Entry point. Exits 1 with one line for a journal that is damaged or cannot be read."""
+    parser = _Parser(prog="run-api journal", description="Look after a journal, also while an API writes it.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, run, description in (
+        ("verify", _verify, "read everything, and compare it with the journal's head"),
+        ("backup", _backup, "write a copy that is a journal by itself"),
+        ("export", _export, "write the groups in it, one JSON object per line"),
+        ("dead-letters", _dead_letters, "list the groups that could not be trained on"),
+    ):
+        command = commands.add_parser(name, help=description, description=description)
+        command.add_argument("journal", type=Path, metavar="FILE")
+        command.set_defaults(run=run)
+        if name == "backup":
+            command.add_argument("destination", type=Path)
+        elif name != "verify":
+            flag = "--output" if name == "export" else "--export"
+            command.add_argument(flag, dest="output", type=Path, help="file of JSON lines, which must not exist")
+    arguments = parser.parse_args(argv)
+    try:
+        with _opened(arguments.journal) as (reader, replayed):
+            arguments.run(reader, replayed, arguments)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
+    except (JournalError, OSError) as error:
+        print(f"run-api journal: error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
+    """A journal that was read and checked."""
+    expect_regular_files(path)
+    found = AsFound(path)
+    try:
+        head = read_head(path)  # before the file: an API only adds to it
+    except FileNotFoundError:
+        head = None
+    try:
+        with contextlib.closing(JournalReader(path)) as reader:
+            reader.expect(head)
+            yield reader, replay(reader)
+    finally:
+        with contextlib.suppress(HeadInUse, OSError):  # a running API owns what is beside the file
+            with contextlib.closing(Head(path, patience_s=0)):
+                found.restore()
+
+
+# --- commands -------------------------------------------------------------------------------------------------------------
+
+
+def _verify(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
+    sizes = [len(body.data) for body in bodies_of(reader, replayed.state)]
+    letters = sum(1 for _ in reader.dead_letters())
+    print(
+        f"{reader.path} is whole; changes: {replayed.changes}, newest: {replayed.number}; "
+        f"groups: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB; dead letters: {letters}"
+    )
+
+
+def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
+    copy, unfinished = arguments.destination, Path(f"{arguments.destination}.new")
+    expect_regular_files(copy)
+    for file in (copy, wal_path(copy), shm_path(copy), head_path(copy), unfinished):
+        if file.exists():
+            raise JournalError(f"{file} exists; name another destination, or remove it")
+    groups = sum(1 for _ in bodies_of(reader, replayed.state))
+    try:
+        reader.copy_to(unfinished)
+        if reader.id is not None:
+            with contextlib.closing(Head(copy, patience_s=0)) as head:
+                head.reset(HeadRecord(reader.id, reader.newest))
+        unfinished.rename(copy)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    sync_folder(copy)
+    print(f"{copy} is written; changes: {replayed.changes}, newest: {replayed.number}; groups: {groups}")
+
+
+def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
+    known = {group.record.id: (status, group) for status, group in _groups(replayed)}
+    names = {environment.env_id: environment.name for environment in replayed.state.queue.environments}
+    with _lines(arguments.output) as lines:
+        for body in bodies_of(reader, replayed.state):
+            status, group = known[body.id]
+            fields: dict[str, Any] = {"id": body.id, "status": status, "env_id": group.env_id}
+            fields |= {"environment": None if group.env_id is None else names.get(group.env_id)}
+            fields |= {"sequences": group.sequences, "policy_version": group.record.version, "group": _content(body)}
+            _write(lines, fields)
+
+
+def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
+    letters = list(reader.dead_letters())
+    for letter in letters:
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(letter.at))
+        print(f"{letter.body.id}\t{at}\t{letter.environment}\t{letter.reason}")
+    if arguments.output is not None:
+        with _lines(arguments.output) as lines:
+            for letter in letters:
+                fields: dict[str, Any] = {"id": letter.body.id, "at": letter.at, "env_id": letter.env_id}
+                fields |= {"environment": letter.environment, "reason": letter.reason, "group": _content(letter.body)}
+                _write(lines, fields)
+
+
+def _groups(replayed: Replayed) -> Iterator[tuple[str, Group[Rollout]]]:
+    dump = replayed.state.queue.dump()
+    yield from (("waiting", group) for group in dump.waiting)
+    yield from (("buffered", group) for group in dump.buffered)
+    for lease in replayed.state.leases:
+        yield from (("returned" if lease.returned else "leased", group) for group in lease.groups)
+
+
+# --- output ---------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _lines(path: Path | None) -> Iterator[TextIO]:
+    if path is None:
+        yield sys.stdout
+        return
+    with path.open("x") as file:
+        yield file
+
+
+def _write(lines: TextIO, fields: dict[str, Any]) -> None:
+    lines.write(msgspec.json.encode(fields).decode() + "\n")
+
+
+def _content(body: Body) -> Any:
+    """The group as JSON, on one line."""
+    return msgspec.msgpack.decode(body.data) if body.packed else msgspec.Raw(msgspec.json.format(body.data, indent=-1))
