@@ -2,19 +2,30 @@
 
     copies of all files (NAME.damaged-TIME...) ──▶ the file with its log, else alone, else nothing ──▶ a head that fits
 
-What is kept is the state after one of the journal's changes, with all its groups: never a mixture of two moments.
+What is kept is the state after one of the journal's changes, without the groups whose bytes are damaged: never a mixture of
+two moments.
 """
 
 import contextlib
 import shutil
+import sqlite3
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from atroposlib.api.changes import GroupsRejected, encode_change
 from atroposlib.api.journal import own
-from atroposlib.api.journal_file import JournalDamaged, JournalReader, no_use, wal_path
-from atroposlib.api.journal_head import HeadRecord, head_path
-from atroposlib.api.replay import bodies_of, replay
+from atroposlib.api.journal_file import (
+    INSERT_CHANGE,
+    JournalDamaged,
+    JournalReader,
+    change_row,
+    no_use,
+    reading,
+    wal_path,
+)
+from atroposlib.api.journal_head import HeadRecord, chained, head_path
+from atroposlib.api.replay import groups_of, replay
 
 
 def accept_loss(path: Path) -> str:
@@ -37,10 +48,10 @@ def accept_loss(path: Path) -> str:
 
 
 def _set_aside(path: Path) -> Path:
-    """Copy every file of the journal beside it, so that the copies are a journal of that name."""
+    """Copy every file of the journal that has content beside it, so that the copies are a journal of that name."""
     copy = Path(f"{path}.damaged-{datetime.now():%Y%m%d-%H%M%S.%f}")
     for file, target in ((path, copy), (wal_path(path), wal_path(copy)), (head_path(path), head_path(copy))):
-        if file.exists():
+        if file.exists() and file.stat().st_size:
             shutil.copy2(file, target)
     return copy
 
@@ -52,26 +63,60 @@ class _Kept:
     head: HeadRecord | None
     newest: int
     groups: int
+    damaged_groups: int = 0
+    letters_lost: bool = False
 
 
 def _keep_what_is_whole(path: Path) -> _Kept | None:
     """Remove what stands in the way of reading the rest."""
     while path.exists():
         try:
-            with contextlib.closing(JournalReader(path)) as reader:
-                replayed = replay(reader)
-                groups = sum(1 for _ in bodies_of(reader, replayed.state))
-            return _Kept(None if reader.id is None else HeadRecord(reader.id, reader.newest), replayed.number, groups)
+            return _without_damaged_bodies(path)
         except JournalDamaged:
             (wal_path(path) if wal_path(path).exists() else path).unlink()
     wal_path(path).unlink(missing_ok=True)
     return None
 
 
+def _without_damaged_bodies(path: Path) -> _Kept:
+    """Every change is whole, or JournalDamaged is raised; groups whose bytes are not are taken out by one more change."""
+    with contextlib.closing(JournalReader(path)) as reader:
+        replayed = replay(reader)
+        whole = {body.id for body in reader.bodies(skip_damaged=True)}
+        letters_lost = not _are_whole(reader)
+    groups = [group for _, group in groups_of(replayed.state)]
+    orders = [group.order for group in groups if group.record.id not in whole]
+    if reader.id is None:
+        if orders:
+            raise reader.damaged(f"{len(orders)} groups have no body")
+        return _Kept(None, replayed.number, len(groups))
+    newest = reader.newest
+    with reading(path), contextlib.closing(sqlite3.connect(path)) as db, db:
+        others = [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in whole]
+        db.executemany("DELETE FROM bodies WHERE id = ?", others)
+        if letters_lost:
+            db.execute("DELETE FROM dead_letters")
+        if orders:
+            change = encode_change(GroupsRejected(orders))
+            newest = chained(newest, newest.number + 1, change, b"")
+            db.execute(INSERT_CHANGE, change_row(newest, False, b"", change))
+    return _Kept(HeadRecord(reader.id, newest), replayed.number, len(groups) - len(orders), len(orders), letters_lost)
+
+
+def _are_whole(reader: JournalReader) -> bool:
+    try:
+        return all(True for _ in reader.dead_letters())
+    except JournalDamaged:
+        return False
+
+
 def _loss(found: HeadRecord | None, kept: _Kept | None) -> str:
     """`found` is the head as it was."""
-    newest = 0 if kept is None else kept.newest
-    left = "nothing is left" if kept is None else f"{kept.groups} groups are left"
+    newest, left = 0, "nothing is left"
+    if kept is not None:
+        newest, left = kept.newest, f"{kept.groups} groups are left"
+        left += f", {kept.damaged_groups} more had damaged bytes" if kept.damaged_groups else ""
+        left += ", its dead letters are lost" if kept.letters_lost else ""
     if found is None or (kept is not None and kept.head is not None and kept.head.journal_id != found.journal_id):
         return f"how many changes are lost cannot be told without its head; it ends with change {newest}, {left}"
     acknowledged = found.newest.number

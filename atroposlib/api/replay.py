@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from atroposlib.api.changes import decode_change
+from atroposlib.api.changes import Rollout, decode_change
 from atroposlib.api.journal_file import Body, JournalError
+from atroposlib.api.selection import Group
 from atroposlib.api.state import REFUSALS, RolloutState
 
 
@@ -42,6 +43,15 @@ def replay(journal: Source) -> Replayed:
         state.take_gone()
         newest, count = number, count + 1
     return Replayed(state, newest, count)
+
+
+def groups_of(state: RolloutState) -> Iterator[tuple[str, Group[Rollout]]]:
+    """Every group in the state, with where it is: `waiting`, `buffered`, `leased` or `returned`."""
+    dump = state.queue.dump()
+    yield from (("waiting", group) for group in dump.waiting)
+    yield from (("buffered", group) for group in dump.buffered)
+    for lease in state.leases:
+        yield from (("returned" if lease.returned else "leased", group) for group in lease.groups)
 
 
 def bodies_of(journal: Source, state: RolloutState) -> Iterator[Body]:

@@ -466,13 +466,13 @@ class RolloutService:
             replayed = replay(journal)
             self._keep(list(bodies_of(journal, replayed.state)))
             self.dead_letters.add(journal.dead_letters())
+            journal.keep_only(set(self._bodies))
         except JournalError:
             journal.close()
             raise
         self.state = replayed.state
         self._number = self._applied = replayed.number
         self._since_snapshot = replayed.changes
-        journal.keep_only(set(self._bodies))
         if not self._number:
             self._number = self._applied = 1
             founded = changes.Founded(_instance())

@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TextIO
 
 import msgspec
 
-from atroposlib.api.changes import Rollout
 from atroposlib.api.journal_file import (
     AsFound,
     Body,
@@ -31,8 +30,7 @@ from atroposlib.api.journal_file import (
     wal_path,
 )
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
-from atroposlib.api.replay import Replayed, bodies_of, replay
-from atroposlib.api.selection import Group
+from atroposlib.api.replay import Replayed, bodies_of, groups_of, replay
 
 
 class _Parser(argparse.ArgumentParser):
@@ -121,7 +119,7 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
 
 
 def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
-    known = {group.record.id: (status, group) for status, group in _groups(replayed)}
+    known = {group.record.id: (status, group) for status, group in groups_of(replayed.state)}
     names = {environment.env_id: environment.name for environment in replayed.state.queue.environments}
     with _lines(arguments.output) as lines:
         for body in bodies_of(reader, replayed.state):
@@ -143,14 +141,6 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
                 fields: dict[str, Any] = {"id": letter.body.id, "at": letter.at, "env_id": letter.env_id}
                 fields |= {"environment": letter.environment, "reason": letter.reason, "group": _content(letter.body)}
                 _write(lines, fields)
-
-
-def _groups(replayed: Replayed) -> Iterator[tuple[str, Group[Rollout]]]:
-    dump = replayed.state.queue.dump()
-    yield from (("waiting", group) for group in dump.waiting)
-    yield from (("buffered", group) for group in dump.buffered)
-    for lease in replayed.state.leases:
-        yield from (("returned" if lease.returned else "leased", group) for group in lease.groups)
 
 
 # --- output ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,192 @@
+"""`run-api journal`: the commands beside a running API, and on the files of one that has ended."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from fastapi.testclient import TestClient
+
+from atroposlib.api.server import create_app
+from atroposlib.cli.run_api import main
+from tests.unit.api.support import DEADLINE_S, command, group, marks, register, register_env, registration
+from tests.unit.api.test_journal_damage import digests
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "live").mkdir()
+    return tmp_path / "live" / "groups.db"
+
+
+@pytest.fixture
+def client(path: Path) -> Iterator[TestClient]:
+    """A running API with a batch on a lease, a group that waits, one in MessagePack, one that is buffered and a dead letter."""
+    with TestClient(create_app(journal=path)) as client:
+        register(client, batch_size=4)
+        env_id = register_env(client, group_size=4)
+        trainer = client.post("/register", json=registration(4)).json()["uuid"]
+        for mark in (1, 2):
+            client.post("/scored_data", content=json.dumps(group(4, mark, env_id=env_id), indent=2))
+        lease = client.post("/batch/lease", json={"trainer": trainer, "holding": []}).json()["lease"]
+        rejection = {"trainer": trainer, "lease": lease, "groups": [{"id": 1, "reason": "its scores are odd"}]}
+        assert client.post("/batch/reject", json=rejection).json()["rejected"]
+        client.post("/batch/lease", json={"trainer": trainer, "holding": []})
+        packed = msgspec.msgpack.encode(group(4, 3))
+        client.post("/scored_data", content=packed, headers={"Content-Type": "application/msgpack"})
+        client.post("/scored_data", json=group(3, 4, env_id=env_id))
+        yield client
+
+
+def run(*arguments: object) -> None:
+    main(["journal", *map(str, arguments)])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
+    with pytest.raises(SystemExit) as ended:
+        run(*arguments)
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    (line,) = said.err.splitlines()
+    return line
+
+
+def test_verify_reads_a_running_apis_journal(client: TestClient, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("verify", path)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "is whole" in line and "groups: 3" in line and "dead letters: 1" in line
+    client.post("/scored_data", json=group(4, 5))
+    run("verify", path)
+    assert "groups: 4" in capsys.readouterr().out
+
+
+def test_the_commands_leave_no_trace_on_files_that_nobody_has_open(client: TestClient, path: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed"
+    killed.mkdir()
+    for name in ("", "-wal", ".head"):
+        (killed / f"groups.db{name}").write_bytes(Path(f"{path}{name}").read_bytes())
+    before = digests(killed)
+    run("verify", killed / "groups.db")
+    run("export", killed / "groups.db")
+    run("dead-letters", killed / "groups.db")
+    run("backup", killed / "groups.db", tmp_path / "copy.db")
+    assert digests(killed) == before
+
+
+@pytest.mark.parametrize("damage", ["-wal", ".head", ""])
+def test_every_command_refuses_a_damaged_journal_in_one_line(
+    client: TestClient, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    damaged = tmp_path / "groups.db"
+    for name in {"", "-wal", ".head"} - {damage}:
+        Path(f"{damaged}{name}").write_bytes(Path(f"{path}{name}").read_bytes())
+    if not damage:
+        damaged.touch()
+    before = digests_of_files(tmp_path)
+    for arguments in (["verify"], ["export"], ["dead-letters"], ["backup"]):
+        more = [tmp_path / "copy.db"] if arguments == ["backup"] else []
+        assert "is damaged" in refusal(capsys, *arguments, damaged, *more)
+    assert digests_of_files(tmp_path) == before
+
+
+def digests_of_files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+def test_a_backup_of_a_running_apis_journal_is_a_journal_by_itself(
+    client: TestClient, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.db"
+    run("backup", path, copy)
+    client.post("/scored_data", json=group(4, 9))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["copy.db", "copy.db.head", "live"]
+    assert "exists; name another destination" in refusal(capsys, "backup", path, copy)
+    with TestClient(create_app(journal=copy)) as restored:
+        uuid = restored.post("/register", json=registration(4)).json()["uuid"]
+        found = []
+        while (reply := restored.post("/batch/lease", json={"trainer": uuid, "holding": found}).json())["batch"] is not None:
+            found.append(reply["lease"])
+        assert len(found) == 2
+    run("verify", copy)
+
+
+def test_backups_taken_while_groups_come_in_are_whole(path: Path, tmp_path: Path) -> None:
+    posting = threading.Event()
+    posting.set()
+    with TestClient(create_app(journal=path)) as client:
+        register(client, batch_size=4)
+
+        def post() -> None:
+            mark = 0
+            while posting.is_set():
+                client.post("/scored_data", json=group(4, mark, messages=[[{"role": "user", "content": "x" * 9000}]] * 4))
+                mark += 1
+
+        poster = threading.Thread(target=post)
+        poster.start()
+        for number in range(5):
+            run("backup", path, tmp_path / f"{number}.db")
+        posting.clear()
+        poster.join()
+    for number in range(5):
+        with TestClient(create_app(journal=tmp_path / f"{number}.db")) as restored:
+            waiting = restored.get("/status").json()["queue_size"]
+            assert [marks(restored) for _ in range(waiting)] == [[mark] for mark in range(waiting)]
+
+
+def test_export_writes_each_group_with_where_it_is(client: TestClient, path: Path, tmp_path: Path) -> None:
+    run("export", path, "--output", tmp_path / "groups.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    found = [(line["status"], line["environment"], line["sequences"], line["group"]["tokens"][0][0]) for line in lines]
+    assert found == [("leased", "math_0", 4, 2), ("waiting", None, 4, 3), ("buffered", "math_0", 3, 4)]
+    assert {**lines[1]["group"], **group(4, 3)} == lines[1]["group"] and lines[0]["id"] == 2
+
+
+def test_a_file_that_exists_is_not_written_over(
+    client: TestClient, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    for arguments in (["export", path, "--output"], ["dead-letters", path, "--export"], ["backup", path]):
+        assert "exists" in refusal(capsys, *arguments, tmp_path / "mine")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_dead_letters_are_listed_and_exported(
+    client: TestClient, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("dead-letters", path, "--export", tmp_path / "letters.jsonl")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split("\t")[2:] == ["math_0", "its scores are odd"] and line.split("\t")[1].endswith("Z")
+    (letter,) = map(json.loads, (tmp_path / "letters.jsonl").read_text().splitlines())
+    assert letter["reason"] == "its scores are odd" and letter["group"]["tokens"][0][0] == 1
+
+
+def test_a_damaged_dead_letter_is_noticed(path: Path, client: TestClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("backup", path, tmp_path / "copy.db")
+    with closing(sqlite3.connect(tmp_path / "copy.db")) as database, database:
+        database.execute("UPDATE dead_letters SET body = x'00'")
+    capsys.readouterr()
+    assert "dead letter 1 has other bytes" in refusal(capsys, "verify", tmp_path / "copy.db")
+
+
+def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments in ([], ["frobnicate", "x"], ["verify"], ["verify", "x", "--output", "y"]):
+        assert "run-api journal" in refusal(capsys, *arguments, code=2)
+    assert "nowhere.db" in refusal(capsys, "verify", tmp_path / "nowhere.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_that_closes_early_is_no_failure(path: Path, client: TestClient) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    exported = subprocess.run(
+        [*command(), "journal", "export", str(path)], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+    )
+    os.close(writer)
+    assert (exported.returncode, exported.stderr) == (0, "")
