@@ -4,6 +4,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -57,7 +58,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
     return line
 
 
-def test_verify_reads_a_running_apis_journal(client: TestClient, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_a_running_apis_journal(
+    client: TestClient, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("verify", path)
     (line,) = capsys.readouterr().out.splitlines()
     assert "is whole" in line and "groups: 3" in line and "dead letters: 1" in line
@@ -66,7 +69,9 @@ def test_verify_reads_a_running_apis_journal(client: TestClient, path: Path, cap
     assert "groups: 4" in capsys.readouterr().out
 
 
-def test_the_commands_leave_no_trace_on_files_that_nobody_has_open(client: TestClient, path: Path, tmp_path: Path) -> None:
+def test_the_commands_leave_no_trace_on_files_that_nobody_has_open(
+    client: TestClient, path: Path, tmp_path: Path
+) -> None:
     killed = tmp_path / "killed"
     killed.mkdir()
     for name in ("", "-wal", ".head"):
@@ -110,7 +115,9 @@ def test_a_backup_of_a_running_apis_journal_is_a_journal_by_itself(
     with TestClient(create_app(journal=copy)) as restored:
         uuid = restored.post("/register", json=registration(4)).json()["uuid"]
         found = []
-        while (reply := restored.post("/batch/lease", json={"trainer": uuid, "holding": found}).json())["batch"] is not None:
+        while (reply := restored.post("/batch/lease", json={"trainer": uuid, "holding": found}).json())[
+            "batch"
+        ] is not None:
             found.append(reply["lease"])
         assert len(found) == 2
     run("verify", copy)
@@ -125,7 +132,9 @@ def test_backups_taken_while_groups_come_in_are_whole(path: Path, tmp_path: Path
         def post() -> None:
             mark = 0
             while posting.is_set():
-                client.post("/scored_data", json=group(4, mark, messages=[[{"role": "user", "content": "x" * 9000}]] * 4))
+                client.post(
+                    "/scored_data", json=group(4, mark, messages=[[{"role": "user", "content": "x" * 9000}]] * 4)
+                )
                 mark += 1
 
         poster = threading.Thread(target=post)
@@ -167,7 +176,9 @@ def test_dead_letters_are_listed_and_exported(
     assert letter["reason"] == "its scores are odd" and letter["group"]["tokens"][0][0] == 1
 
 
-def test_a_damaged_dead_letter_is_noticed(path: Path, client: TestClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_dead_letter_is_noticed(
+    path: Path, client: TestClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("backup", path, tmp_path / "copy.db")
     with closing(sqlite3.connect(tmp_path / "copy.db")) as database, database:
         database.execute("UPDATE dead_letters SET body = x'00'")
@@ -182,11 +193,26 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_commands_of_the_documentation_work_beside_a_running_api(path: Path, client: TestClient) -> None:
+    root = Path(__file__).parents[3]
+    (block,) = [part.split("```")[0] for part in (root / "docs" / "api.md").read_text().split("```sh\n")[1:]]
+    found = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    commands = block.replace("atropos-api-8000.db", path.name)
+    ended = subprocess.run(["sh", "-ec", commands], cwd=path.parent, env=found, timeout=4 * DEADLINE_S)
+    assert ended.returncode == 0
+    written = {"groups.jsonl", "letters.jsonl", "monday.db", "monday.db.head"}
+    assert written <= {file.name for file in path.parent.iterdir()}
+
+
 def test_a_pipe_that_closes_early_is_no_failure(path: Path, client: TestClient) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     exported = subprocess.run(
-        [*command(), "journal", "export", str(path)], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+        [*command(), "journal", "export", str(path)],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
     )
     os.close(writer)
     assert (exported.returncode, exported.stderr) == (0, "")
