@@ -17,12 +17,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import AliasChoices, BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+
+from atroposlib.files import expect_regular, open_regular
+
+
+def _regular_text(path: str) -> str:
+    expect_regular(Path(path))
+    return path
+
+
+# fields that name a file to write: a device or a link is refused before anything starts
+OutputFile = Annotated[Path, AfterValidator(expect_regular)]
+OutputFileText = Annotated[str, AfterValidator(_regular_text)]
 
 
 class Config(BaseModel):
@@ -89,7 +101,8 @@ def config_yaml(config: BaseModel) -> str:
 def write_config(config: BaseModel, path: Path) -> None:
     """Keep the resolved configuration of a run beside its logs."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(config_yaml(config))
+    with open_regular(path, "w") as file:
+        file.write(config_yaml(config))
 
 
 def known_keys(config_cls: type[BaseModel]) -> list[str]:

@@ -15,8 +15,8 @@ Whatever fails before leaves the previous checkpoint and `latest` as they were. 
 """
 
 import hashlib
-import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Callable
@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from atroposlib.files import sync, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
@@ -70,6 +72,13 @@ class Form:
     nbytes: Callable[[PreTrainedModel], int]
 
 
+class FileRecord(msgspec.Struct):
+    """What the manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
 class Checkpoints:
     """The step folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
 
@@ -103,13 +112,20 @@ class Checkpoints:
         moments = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
         target = self._save_path / f"{self._form.step_prefix}{progress.step}"
         write_folder(target, write, self._form.nbytes(model) + sum(moment.nbytes for moment in moments))
-        _replace_text(self._save_path / LATEST, target.name)
+        self._point_at(target)
         self._written.append(target)
         if self._keep:
             for old in self._written[: -self._keep]:
                 shutil.rmtree(old)
             self._written = self._written[-self._keep :]
         return target
+
+    def _point_at(self, target: Path) -> None:
+        pointer = self._save_path / LATEST
+        try:
+            write_whole(pointer, f"{target.name}\n".encode())
+        except OSError as error:
+            raise CheckpointError(f"{target} is written, but {pointer} is not: {error}; free space, then use --resume {target}") from error
 
 
 def save_served_model(
@@ -137,19 +153,40 @@ def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
     """The folder `--resume` means, verified against its manifest; None for a fresh start. Raises CheckpointError."""
     if resume is None:
         return None
-    pointer = save_path / LATEST
-    if resume in ("latest", "auto"):
-        if not pointer.is_file():
-            if resume == "auto":
-                return None
-            raise CheckpointError(
-                f"--resume latest: {pointer} does not exist; --resume auto starts afresh then, or name a checkpoint folder"
-            )
-        folder = save_path / pointer.read_text().strip()
-    else:
-        folder = Path(resume)
-    verify(folder)
+    folder = _latest(resume, save_path) if resume in ("latest", "auto") else Path(resume)
+    if folder is not None:
+        verify(folder)
     return folder
+
+
+def _latest(resume: str, save_path: Path) -> Path | None:
+    """The directory that `latest` names; None where there is neither it nor a checkpoint, and `resume` is auto. Raises CheckpointError."""
+    pointer = save_path / LATEST
+    steps = sorted(path.parent for path in save_path.glob(f"*step_[0-9]*/{MANIFEST}"))
+    remedy = f"name one to resume from, such as --resume {max(steps, key=_step_of)}" if steps else "choose another --save-path"
+    try:
+        name = pointer.read_bytes().decode().strip()
+    except FileNotFoundError:
+        if steps:
+            raise CheckpointError(
+                f"--resume {resume}: {save_path} holds {len(steps)} checkpoints but no {LATEST}; {remedy}, "
+                "or start afresh with another --save-path"
+            ) from None
+        if resume == "auto":
+            return None
+        raise CheckpointError(
+            f"--resume latest: {pointer} does not exist; --resume auto starts afresh then, or name a checkpoint folder"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{pointer} cannot be read ({error}); {remedy}") from None
+    if not re.fullmatch(r"\w{1,100}", name, re.ASCII):
+        raise CheckpointError(f"{pointer} is damaged: {ascii(name[:80])} is not the name of a checkpoint; {remedy}")
+    return save_path / name
+
+
+def _step_of(folder: Path) -> int:
+    digits = folder.name.rpartition("_")[2]
+    return int(digits) if digits.isascii() and digits.isdecimal() else -1
 
 
 def verify(folder: Path) -> None:
@@ -157,14 +194,17 @@ def verify(folder: Path) -> None:
     manifest_path = folder / MANIFEST
     if not manifest_path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume")
-    manifest: dict[str, dict[str, Any]] = json.loads(manifest_path.read_text())
+    try:
+        manifest = msgspec.json.decode(manifest_path.read_bytes(), type=dict[str, FileRecord])
+    except (OSError, UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
+        raise CheckpointError(f"{manifest_path} is damaged ({error}); resume from another step_N folder") from None
     for name, expected in manifest.items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
-        if size != expected["bytes"]:
+        if size != expected.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected['bytes']}; resume from another step_N folder")
-        if _digest(path) != expected["sha256"]:
+            raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected.bytes}; resume from another step_N folder")
+        if _digest(path) != expected.sha256:
             raise CheckpointError(
                 f"{path} has its size but other contents than were written (SHA-256 differs); resume from another step_N folder"
             )
@@ -248,8 +288,8 @@ def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: in
 
 def _write_manifest(folder: Path) -> None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in files}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, _digest(path)) for path in files}
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
@@ -258,17 +298,9 @@ def _replace_folder(partial: Path, target: Path) -> None:
     if target.exists():
         target.rename(aside)
     partial.rename(target)
-    _sync(target.parent)
+    sync(target.parent)
     if aside.exists():
         shutil.rmtree(aside)
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    partial.write_text(text + "\n")
-    _sync(partial)
-    partial.replace(path)
-    _sync(path.parent)
 
 
 def _digest(path: Path) -> str:
@@ -278,16 +310,8 @@ def _digest(path: Path) -> str:
 
 def _sync_folder(folder: Path) -> None:
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from atroposlib.envs.errors import RecordError
-from atroposlib.envs.records import append_line, write_whole
+from atroposlib.envs.records import append_line
+from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
@@ -66,14 +67,14 @@ class JsonlSink:
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and first_step == 1:
+        if expect_regular(path).exists() and first_step == 1:
             earlier = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(path.stat().st_mtime))}{path.suffix}")
             path.rename(earlier)
             log.info("Moved the metrics of an earlier run to %s", earlier)
         elif path.exists():
             kept = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] < first_step]
             write_whole(path, "".join(line + "\n" for line in kept).encode())
-        self._file = path.open("ab", buffering=0)
+        self._file = open_regular(path, "ab", buffering=0)
 
     def write(self, row: Row) -> None:
         """One line, whole or not at all. Raises TrainerError when the disk takes no more."""

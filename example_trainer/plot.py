@@ -16,6 +16,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
 
+from atroposlib.files import expect_regular  # noqa: E402
+
 
 def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], out: Path, title: str = "") -> None:
     """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy` (null is left out)."""
@@ -46,7 +48,7 @@ def _save(figure: Any, axes: Any, out: Path, title: str) -> None:
     axes.set_title(title)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    figure.savefig(expect_regular(out))
     plt.close(figure)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
 
@@ -42,7 +43,7 @@ class ServerProcess:
     def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self.log_path = log_path
-        with log_path.open("ab") as output:
+        with open_regular(log_path, "ab") as output:
             self._log_start = output.tell()
             self._popen = subprocess.Popen(
                 [sys.executable, __file__, str(os.getpid()), *command],

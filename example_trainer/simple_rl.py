@@ -27,6 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.problems import Problem, arithmetic_problems
+from atroposlib.files import open_regular
 from atroposlib.grading import last_number
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
@@ -222,7 +223,7 @@ def train(config: SimpleConfig) -> Path:
 
     config.out.mkdir(parents=True, exist_ok=True)
     board = SummaryWriter(str(config.out))
-    with (config.out / "metrics.jsonl").open("w") as metrics:
+    with open_regular(config.out / "metrics.jsonl", "w") as metrics:
         for step in range(1, config.steps + 1):
             chosen = [problems[index] for index in torch.randperm(len(problems), generator=order)[: config.prompts].tolist()]
             groups = rollouts_of(engine, tokenizer, chosen, step, config)

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from atroposlib.files import expect_regular
 from atroposlib.http_guard import plain_name
 from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
 
@@ -229,6 +230,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
 def _check_writable(path: Path) -> None:
     """Refuse before minutes of loading what could not be written after."""
     try:
+        expect_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
     except OSError as error:

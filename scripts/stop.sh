@@ -2,7 +2,7 @@
 # Usage: scripts/stop.sh [RUN_DIR | --all]
 #
 # Ends what a launcher started, and nothing else on the machine: first the launcher, then the process groups that it recorded in
-# RUN_DIR/pids, each checked by its start time. TERM, six seconds of grace, KILL. Without an argument it ends the one run of runs/ that
+# RUN_DIR/pids, each checked by its start time. TERM, five seconds of grace, KILL. Without an argument it ends the one run of runs/ that
 # has records, and lists them where there are several.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -17,7 +17,7 @@ stop_run() {
   if [[ -f $run_dir/pids/launcher ]]; then
     read_record launcher
     if is_alive launcher; then
-      say "Ending the launcher of $run_dir (pid ${service_pid[launcher]}), which ends its services (at most 10 s)"
+      say "Ending the launcher of $(printable "$run_dir") (pid ${service_pid[launcher]}), which ends its services (at most 10 s)"
       kill -TERM "${service_pid[launcher]}"
       for ((tenths = 0; tenths < 100; tenths++)); do
         is_alive launcher || break
@@ -27,7 +27,7 @@ stop_run() {
     fi
   fi
   stop_services
-  say "Nothing of $run_dir runs any more"
+  say "Nothing of $(printable "$run_dir") runs any more"
 }
 
 main() {

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear
 
+from atroposlib.files import write_whole
 from vllm_patching import compat, cuda_ipc, mapping, packed
 from vllm_patching.arena import Arena
 from vllm_patching.processes import this_process
@@ -185,10 +186,4 @@ def _write_bridge_config(path: Path, arena: Arena, tp_rank: int, handles: dict[s
         "num_params": len(shards),
         "single_copy_enabled": bool(handles),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("w") as file:
-        json.dump(config, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    write_whole(path, json.dumps(config, indent=1).encode())

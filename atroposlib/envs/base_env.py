@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import orjson
-
+from atroposlib.envs import checkpoints
 from atroposlib.envs.api_client import ApiRefused, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import MalformedGroup, shown
@@ -32,7 +31,7 @@ from atroposlib.envs.payloads import (
     rejection,
     wire_form,
 )
-from atroposlib.envs.records import JsonlWriter, checkpoint_file, markdown_table, newest_checkpoint, write_eval_results, write_whole
+from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -374,16 +373,16 @@ class BaseEnv(ABC):
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Called at the trainer's checkpoint steps. An override passes `data`: attributes that a resumed run sets again."""
         if data is not None:
-            content = orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-            write_whole(checkpoint_file(self.checkpoint_dir, self.registered_name, step), content)
+            checkpoints.save(self.checkpoint_dir, self.registered_name, step, data)
 
     def load_checkpoint(self) -> None:
-        """Set the attributes that the last checkpoint at or before `self.curr_step` holds, if there is one."""
-        path = newest_checkpoint(self.checkpoint_dir, self.registered_name, self.display_name, self.curr_step)
-        if path is None:
+        """Set the attributes that the last whole checkpoint at or before `self.curr_step` holds, if there is one."""
+        found = checkpoints.load(self.checkpoint_dir, self.registered_name, self.display_name, self.curr_step)
+        if found is None:
             log.info("No checkpoint of %s up to step %d in %r: starting afresh", self.display_name, self.curr_step, self.checkpoint_dir)
             return
-        for name, value in orjson.loads(path.read_bytes()).items():
+        path, attributes = found
+        for name, value in attributes.items():
             setattr(self, name, value)
         log.info("Loaded %s", path)
 

@@ -26,10 +26,10 @@ from atroposlib.config import Config, config_yaml, known_keys, load_config, near
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
-from atroposlib.envs.records import write_whole
 from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv, with_teacher
+from atroposlib.files import write_whole
 from atroposlib.logs import configure_logging, get_logger
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from atroposlib.config import OutputFileText
 from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
 
 
@@ -46,10 +47,14 @@ class BaseEnvConfig(BaseModel):
     num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")
     num_rollouts_per_group_for_logging: int = Field(default=1, description="Samples of each kept group in the table; -1 means all.")
     ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")
-    data_path_to_save_groups: str | None = Field(default=None, description="JSONL file for every group; an existing one is kept.")
+    data_path_to_save_groups: OutputFileText | None = Field(
+        default=None, description="JSONL file for every group; an existing one is kept."
+    )
     data_dir_to_save_evals: str | None = Field(default=None, description="Folder for the results of evaluations.")
-    evaluations_path: str | None = Field(default=None, description="JSONL file, one line an evaluation; the folder's own if unset.")
-    metrics_path: str | None = Field(default=None, description="JSONL file, one line of figures a step.")
+    evaluations_path: OutputFileText | None = Field(
+        default=None, description="JSONL file, one line per evaluation; by default in the directory for evaluations."
+    )
+    metrics_path: OutputFileText | None = Field(default=None, description="JSONL file, one line of metrics per step.")
     min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before figures are logged.")
     include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
     min_batch_allocation: float | None = Field(default=None, ge=0, le=1, description="Share of every batch that is this environment's.")

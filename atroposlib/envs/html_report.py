@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from atroposlib.files import open_regular
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
 details { border: 1px solid #ccc; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem; }
@@ -22,7 +24,7 @@ IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": 
 
 def write_html(jsonl: Path, page: Path) -> None:
     """Render the groups of `jsonl`, one at a time, to `page`."""
-    with page.open("w", encoding="utf-8") as out:
+    with open_regular(page, "w", encoding="utf-8") as out:
         out.write(f"<!doctype html><meta charset=utf-8><title>{html.escape(jsonl.name)}</title><style>{STYLE}</style>")
         out.write(f"<h1>{html.escape(jsonl.stem)}</h1>")
         with jsonl.open(encoding="utf-8") as lines:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atroposlib.envs.records import append_line
+from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -36,7 +37,7 @@ class JsonlSink:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        self._file = open_regular(path, "ab", buffering=0)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}

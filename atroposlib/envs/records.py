@@ -1,15 +1,15 @@
-"""Files that an environment writes: groups as JSONL, evaluations, its own checkpoint. Whole lines, whole files."""
+"""Files that an environment writes: groups as JSONL, and evaluations. Whole lines, whole files."""
 
 import errno
 import os
 from collections.abc import Mapping, Sequence
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 
 from atroposlib.envs.errors import RecordError
+from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -21,7 +21,7 @@ class JsonlWriter:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = unused_path(path)
-        self._file = self.path.open("xb", buffering=0)
+        self._file = open_regular(self.path, "xb", buffering=0)
         log.info("Writing groups to %s", self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -34,8 +34,8 @@ class JsonlWriter:
 
 
 def unused_path(path: Path) -> Path:
-    """`path`, or with the first number that makes it the name of no file."""
-    number, candidate = 0, path
+    """`path`, or with the first number that makes it the name of no file. Raises NotRegularFile for a device or a link."""
+    number, candidate = 0, expect_regular(path)
     while candidate.exists():
         number += 1
         candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
@@ -45,11 +45,11 @@ def unused_path(path: Path) -> Path:
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line to `path`, which is made if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab", buffering=0) as file:
+    with open_regular(path, "ab", buffering=0) as file:
         append_line(file, record)
 
 
-def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
+def append_line(file: IO[bytes], record: Mapping[str, Any]) -> None:
     """Append `record` to an unbuffered `file`, whole or not at all. Raises RecordError."""
     line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
     end = file.seek(0, os.SEEK_END)
@@ -60,31 +60,6 @@ def append_line(file: FileIO, record: Mapping[str, Any]) -> None:
     except OSError as error:
         file.truncate(end)
         raise RecordError(f"cannot write {len(line)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` so that it is either the old file or the new one, whatever happens meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
-
-
-def checkpoint_file(checkpoint_dir: str, wandb_name: str, step: int) -> Path:
-    """Where the environment keeps what it wants to know again at `step`."""
-    return Path(checkpoint_dir) / "env_checkpoints" / wandb_name / f"step-{step}.json"
-
-
-def newest_checkpoint(checkpoint_dir: str, wandb_name: str, display_name: str, step: int) -> Path | None:
-    """The last checkpoint at or before `step`: of `wandb_name`, else of the name with another number, which a restart gets."""
-    root = Path(checkpoint_dir) / "env_checkpoints"
-    numbered = [folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()]
-    for folder in [root / wandb_name, *numbered]:
-        steps = [int(path.stem.removeprefix("step-")) for path in folder.glob("step-*.json")]
-        known = [each for each in steps if each <= step]
-        if known:
-            return checkpoint_file(checkpoint_dir, folder.name, max(known))
-    return None
 
 
 def crossed(old: int, new: int, interval: int) -> int | None:

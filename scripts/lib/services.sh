@@ -9,7 +9,8 @@
 #   stop_services                    ends exactly the recorded process groups: TERM, 5 s of grace, KILL
 #
 # A record is `key=value` lines: name, pid (= process group = session), start (clock ticks after boot), boot, log, url, command. A process
-# is only ever signalled when boot id and start time are those recorded: a pid that was given to another process since is left alone.
+# is only ever signalled when boot id and start time are those recorded: a pid that was given to another process since is left alone. A
+# run directory may come from somebody else: what no launcher writes is refused (check_records), and nothing of it reaches the terminal raw.
 # A launcher that dies takes its services along: the kernel sends them TERM (setpriv --pdeathsig).
 
 grace_s=5          # from TERM to KILL
@@ -20,11 +21,39 @@ launched_here=()   # those that are children of this shell
 follow_labels=()   # what monitor shows: label and pattern of each log, its descriptor, and a line still being written
 follow_patterns=() follow_fds=() follow_partial=()
 
+# printable TEXT...: without what a terminal obeys: control characters (C0, DEL, C1) and bytes that are no UTF-8.
+printable() {
+  printf '%s' "$*" | LC_ALL=C tr -d '\000-\037\177' | iconv -c -f UTF-8 -t UTF-8 | LC_ALL=C sed 's/\xc2[\x80-\x9f]//g'
+}
+
+# check_records: ends with an error where DIR/pids holds what no launcher writes: links, which would lead elsewhere, or odd names and values.
+check_records() {
+  local entry name key value
+  if [[ -L $run_dir/pids ]]; then die "$(printable "$run_dir")/pids is a link; no launcher made it, so remove it by hand"; fi
+  for entry in "$run_dir"/pids/* "$run_dir"/pids/.[!.]*; do
+    [[ -e $entry || -L $entry ]] || continue
+    name=${entry##*/}
+    if [[ -L $entry || ! -f $entry || ! $name =~ ^\.?[A-Za-z0-9_.-]{1,64}$ ]]; then
+      die "$(printable "$entry") was not written by a launcher; remove it by hand"
+    fi
+    [[ $name != shared.memory* && $name != .* ]] || continue
+    while IFS='=' read -r key value; do
+      case $key in
+        pid) [[ $value =~ ^[1-9][0-9]{0,9}$ ]] && ((value > 1)) ;;
+        start) [[ $value =~ ^([0-9]{1,20}|none)$ ]] ;;
+        url) [[ $value =~ ^(http://[A-Za-z0-9.:_-]+(/[A-Za-z0-9._/-]*)?)?$ ]] ;;
+        *) true ;;
+      esac || die "$(printable "$entry: $key=$value") was not written by a launcher; remove it by hand"
+    done <"$entry"
+  done
+}
+
 # use_run DIR: makes the folder of records and reads those that are there; one from before a reboot is nobody's.
 use_run() {
   run_dir=$1
   service_names=()
   mkdir -p "$run_dir/pids"
+  check_records
   local record name
   for record in "$run_dir"/pids/*; do
     name=${record##*/}
@@ -252,23 +281,29 @@ monitor() {
   done
 }
 
-# note_shared_memory: keeps the names of the shared-memory files that the services have open, for the case that one is killed.
+# note_shared_memory: keeps boot, inode and name of the shared-memory files that the services have open, for the case that one is killed.
 note_shared_memory() {
-  local name member
+  local name member boot
+  read -r boot </proc/sys/kernel/random/boot_id
   for name in "${service_names[@]}"; do
     for member in $(members "$name"); do
-      { grep -oE '/dev/shm/[^ ]+$' "/proc/$member/maps" || true; } 2>/dev/null
+      { awk -v boot="$boot" 'NF == 6 && $6 ~ "^/dev/shm/[^/]+$" { print boot, $5, $6 }' "/proc/$member/maps" || true; } 2>/dev/null
     done
   done | cat - "$run_dir/pids/shared.memory" 2>/dev/null | sort -u >"$run_dir/pids/shared.memory.new" || true
   mv "$run_dir/pids/shared.memory.new" "$run_dir/pids/shared.memory"
 }
 
-# remove_shared_memory: unlinks what killed services left in /dev/shm, unless another process has it open.
+# remove_shared_memory: unlinks what killed services left in /dev/shm, unless another process has it open. A name alone proves nothing: the
+# file must be the one that a service had open since this boot.
 remove_shared_memory() {
-  local path
+  local path inode noted boot
   [[ -f $run_dir/pids/shared.memory ]] || return 0
-  while IFS= read -r path; do
-    if [[ -O $path ]] && ! grep -qsF "$path" /proc/[0-9]*/maps; then rm -f "$path"; fi
+  read -r boot </proc/sys/kernel/random/boot_id
+  while IFS=' ' read -r noted inode path; do
+    if [[ $noted == "$boot" && $path =~ ^/dev/shm/[^/]+$ && -f $path && ! -L $path && -O $path && $(stat -c %i "$path") == "$inode" ]] &&
+      ! grep -qsF "$path" /proc/[0-9]*/maps; then
+      rm -f "$path"
+    fi
   done <"$run_dir/pids/shared.memory"
   rm -f "$run_dir/pids/shared.memory"
 }

@@ -234,6 +234,80 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
     assert not Path(f"/dev/shm/{name}").exists()
 
 
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def stop(run: Path) -> subprocess.CompletedProcess[str]:
+    """scripts/stop.sh of a run directory, in a session of its own so that a signal to its group reaches nothing else."""
+    return subprocess.run(
+        [ROOT / "scripts/stop.sh", run], capture_output=True, text=True, timeout=30, check=False, start_new_session=True
+    )
+
+
+@pytest.mark.parametrize("forged", ["name alone", "another boot", "another inode", "outside of /dev/shm", "a way out of it", "a link"])
+def test_a_file_that_no_service_had_open_is_not_removed(tmp_path: Path, forged: str) -> None:
+    mine = tmp_path / "thesis.txt" if "out" in forged else Path(f"/dev/shm/atropos-test-{os.getpid()}-forged")
+    if forged == "a link":
+        mine.symlink_to(tmp_path / "thesis.txt")
+    else:
+        mine.write_text("mine")
+    named = f"/dev/shm/../..{mine}" if forged == "a way out of it" else str(mine)
+    boot, inode = boot_id(), mine.lstat().st_ino
+    lines = {"name alone": named, "another boot": f"{'0' * 36} {inode} {named}", "another inode": f"{boot} {inode + 1} {named}"}
+    (tmp_path / "run/pids").mkdir(parents=True)
+    (tmp_path / "run/pids/shared.memory").write_text(lines.get(forged, f"{boot} {inode} {named}") + "\n")
+    try:
+        done = stop(tmp_path / "run")
+        assert done.returncode == 0, done.stderr
+        assert mine.is_symlink() or mine.read_text() == "mine"
+    finally:
+        mine.unlink()
+
+
+@pytest.mark.parametrize("pid", ["0", "1", "-1", "00", "1 2", "$(touch /tmp/x)", "0x10", "", "99999999999999"])
+def test_a_record_without_a_process_s_number_signals_nobody(tmp_path: Path, pid: str) -> None:
+    (tmp_path / "pids").mkdir()
+    (tmp_path / "pids/odd").write_text(f"name=odd\npid={pid}\nstart=0\nboot={boot_id()}\nlog=o.log\nurl=\ncommand=x\n")
+    done = stop(tmp_path)
+    assert done.returncode == 1
+    assert f"pids/odd: pid={pid} was not written by a launcher; remove it by hand" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["shared.memory.new", "shared.memory", "api", ".api.new"])
+def test_a_link_among_the_records_is_not_followed(tmp_path: Path, name: str) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "run/pids").mkdir(parents=True)
+    (tmp_path / "run/pids" / name).symlink_to(tmp_path / "precious")
+    done = stop(tmp_path / "run")
+    assert done.returncode == 1 and "was not written by a launcher" in done.stderr
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_a_link_in_place_of_the_records_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/thesis.txt").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/pids").symlink_to(tmp_path / "elsewhere")
+    assert stop(tmp_path / "run").returncode == 1
+    assert (tmp_path / "elsewhere/thesis.txt").read_text() == "mine"
+
+
+def test_what_a_received_run_holds_does_not_reach_the_terminal_raw(tmp_path: Path) -> None:
+    run = tmp_path / "run\x1b[2J"
+    (run / "pids").mkdir(parents=True)
+    log = run / "api.log"
+    log.write_bytes(b"Groups: \xe2\x9c\x93 \x1b]0;owned\x07\x9b31m\xc2\x9b31m end\n")
+    (run / "pids/api").write_text(f"name=api\npid=99999\nstart=1\nboot=x\nlog={log}\nurl=\ncommand=x\n")
+    shown = subprocess.run([ROOT / "scripts/status.sh", run], capture_output=True, timeout=30, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert "Groups: \u2713 ]0;owned31m31m end" in shown.stdout.decode()
+    (run / "pids/e\x1b[31mvil").write_text("pid=7\n")
+    refused = stop(run)
+    assert refused.returncode == 1
+    assert "\x1b" not in shown.stdout.decode() + refused.stdout + refused.stderr
+
+
 def test_a_taken_port_is_refused_with_its_holder_and_passed_over_otherwise() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -1,0 +1,56 @@
+"""An environment's own checkpoints: `CHECKPOINT_DIR/env_checkpoints/NAME/step-N.json`, each an object of attributes to set again.
+
+Each is written whole. One that was damaged since is passed over for the one before it, with a log line.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from atroposlib.files import write_whole
+from atroposlib.logs import get_logger
+
+KEPT = 16  # newest ones of a name; a trainer keeps 2 of its own by default
+
+log = get_logger(__name__)
+
+
+def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) -> None:
+    """Write the checkpoint of `step`, and remove those older than the newest KEPT. Raises OSError, TypeError."""
+    folder = _root(checkpoint_dir) / name
+    content = orjson.dumps(attributes, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    write_whole(folder / f"step-{step}.json", content)
+    for _, path in _newest_first(folder)[KEPT:]:
+        path.unlink(missing_ok=True)
+
+
+def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[Path, dict[str, Any]] | None:
+    """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a restart gets."""
+    for path in _candidates(checkpoint_dir, name, display_name, step):
+        try:
+            attributes = orjson.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            log.warning("Passing over the checkpoint %s, which is damaged (%s)", path, error)
+            continue
+        if isinstance(attributes, dict):
+            return path, attributes
+        log.warning("Passing over the checkpoint %s, which is damaged (it holds no JSON object)", path)
+    return None
+
+
+def _candidates(checkpoint_dir: str, name: str, display_name: str, step: int) -> Iterator[Path]:
+    root = _root(checkpoint_dir)
+    numbered = [folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()]
+    for folder in dict.fromkeys([root / name, *numbered]):
+        yield from (path for saved, path in _newest_first(folder) if saved <= step)
+
+
+def _newest_first(folder: Path) -> list[tuple[int, Path]]:
+    steps = ((path.stem.removeprefix("step-"), path) for path in folder.glob("step-*.json"))
+    return sorted(((int(step), path) for step, path in steps if step.isascii() and step.isdecimal()), reverse=True)
+
+
+def _root(checkpoint_dir: str) -> Path:
+    return Path(checkpoint_dir) / "env_checkpoints"

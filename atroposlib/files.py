@@ -1,0 +1,71 @@
+"""Files that a flag names: written and replaced only where there is a regular file, or nothing.
+
+Whoever runs as root, in a container say, would otherwise rename /dev/null for `--metrics-path /dev/null`, and a link in a directory that
+others write to would choose the file. Directories on the way may be links.
+"""
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any
+
+_KINDS = {
+    stat.S_IFLNK: "link",
+    stat.S_IFDIR: "directory",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+}
+
+
+class NotRegularFile(OSError, ValueError):
+    """There is something else than a regular file at a path that is to be written."""
+
+    def __init__(self, path: str | Path, kind: str) -> None:
+        super().__init__(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
+
+    def __str__(self) -> str:
+        return f"{self.filename} cannot be written: {self.strerror}; name another file"
+
+
+def expect_regular(path: Path) -> Path:
+    """`path`, if a regular file is there or nothing. Raises NotRegularFile."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    if not stat.S_ISREG(mode):
+        raise NotRegularFile(path, _KINDS.get(stat.S_IFMT(mode), "special file"))
+    return path
+
+
+def open_regular(path: Path, mode: str, **options: Any) -> IO[Any]:
+    """`open` for writing, which follows no link. Raises NotRegularFile."""
+    return open(expect_regular(path), mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write `path` so that it is either the old file or the new one, on the disk, whatever happens meanwhile. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = expect_regular(path).with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        with open_regular(unfinished, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

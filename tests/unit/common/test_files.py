@@ -1,0 +1,113 @@
+"""Files that a flag names are written only where there is a regular file, or nothing."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atroposlib.config import write_config
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.html_report import write_html
+from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
+from atroposlib.envs.records import JsonlWriter, append_jsonl
+from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
+from example_trainer.metrics import JsonlSink
+from example_trainer.plot import plot_comparison
+from example_trainer.server_process import ServerProcess
+from tests.unit.trainer.test_trainer_run import BROADCAST
+
+
+def a_link(path: Path) -> None:
+    path.with_name("target").write_text("mine\n")
+    path.symlink_to("target")
+
+
+def a_dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def a_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def a_device(path: Path) -> None:
+    """What /dev/null is; its own number needs the right to make devices, so that a container without it links to /dev/null's."""
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        path.symlink_to("/dev/null")
+
+
+OBSTACLES: list[Callable[[Path], None]] = [a_link, a_dangling_link, a_socket, a_device, os.mkfifo, Path.mkdir]
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "trainer metrics": lambda path: JsonlSink(path, first_step=1),
+    "resumed trainer metrics": lambda path: JsonlSink(path, first_step=2),
+    "environment metrics": EnvironmentSink,
+    "groups": JsonlWriter,
+    "evaluations": lambda path: append_jsonl(path, {}),
+    "page": lambda path: write_html(Path(os.devnull), path),
+    "plot": lambda path: plot_comparison({}, path, ""),
+    "kept configuration": lambda path: write_config(BaseEnvConfig(), path),
+    "log of a server": lambda path: ServerProcess(["true"], path, {}),
+    "whole file": lambda path: write_whole(path, b""),
+    "any file": lambda path: open_regular(path, "ab"),
+}
+
+
+def state_of(folder: Path) -> list[tuple[str, int, int, bytes]]:
+    found = []
+    for path in sorted(folder.iterdir()):
+        status = path.lstat()
+        content = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+        found.append((path.name, status.st_ino, status.st_mode, content))
+    return found
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("writer", WRITERS)
+def test_nothing_but_a_regular_file_is_written_renamed_or_replaced(tmp_path: Path, writer: str, obstacle: Callable[[Path], None]) -> None:
+    path = tmp_path / "output.jsonl"
+    obstacle(path)
+    before = state_of(tmp_path)
+    with pytest.raises(NotRegularFile, match=r"output.jsonl cannot be written: it is a \w+, not a regular file; name another file"):
+        WRITERS[writer](path)
+    assert state_of(tmp_path) == before
+
+
+def test_regular_and_absent_files_are_taken_below_a_linked_directory(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write_whole(tmp_path / "link/one", b"1")
+    write_whole(tmp_path / "link/one", b"2")
+    assert expect_regular(tmp_path / "link/one").read_bytes() == b"2"
+    assert os.listdir(tmp_path / "real") == ["one"]
+
+
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:
+    write_whole(tmp_path / "one", b"old")
+    with pytest.raises(TypeError):
+        write_whole(tmp_path / "one", "text")  # type: ignore[arg-type]
+    (tmp_path / f".one.partial-{os.getpid()}").unlink()
+    (tmp_path / f".one.partial-{os.getpid()}").symlink_to("one")
+    with pytest.raises(NotRegularFile):
+        write_whole(tmp_path / "one", b"new")
+    assert (tmp_path / "one").read_bytes() == b"old"
+
+
+def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    from example_trainer import grpo
+
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--model", "m", *BROADCAST, "--metrics-path", "/dev/null"])
+    assert ended.value.code == 2
+    assert "/dev/null cannot be written: it is a device, not a regular file; name another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["data_path_to_save_groups", "evaluations_path", "metrics_path"])
+def test_an_environment_refuses_a_device_when_it_is_configured(name: str) -> None:
+    with pytest.raises(ValueError, match="/dev/null cannot be written: it is a device"):
+        BaseEnvConfig(**{name: "/dev/null"})  # type: ignore[arg-type]

@@ -1,0 +1,70 @@
+"""What --resume makes of a damaged `latest` or manifest.json: one line with the remedy, and never a fresh start beside old steps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from example_trainer.checkpoint import STATE, CheckpointError, find_checkpoint, write_folder
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A directory with two whole checkpoints, of which `latest` names the second."""
+    for step in (2, 10):
+        write_folder(tmp_path / f"step_{step}", lambda folder: (folder / STATE).write_bytes(b"moments"), 100)
+    (tmp_path / "latest").write_text("step_10\n")
+    return tmp_path
+
+
+POINTERS = [b"", b"\xff\xfe", b"../../etc", b"/etc", b"..", b"step_10\nstep_2", b"step 10", b"\x1b[2J", b"s" * 300]
+
+
+@pytest.mark.parametrize("content", POINTERS)
+def test_a_damaged_pointer_is_one_line_that_names_a_checkpoint(saved: Path, content: bytes) -> None:
+    (saved / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError) as refused:
+        find_checkpoint("auto", saved)
+    line = str(refused.value)
+    assert line.isprintable() and (f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line), line
+
+
+MANIFESTS = {
+    "empty": b"",
+    "garbage": b"\x00\xff",
+    "cut": b'{"trainer_state.pt": {"by',
+    "list": b"[]",
+    "number": b"7",
+    "deep": b"[" * 200_000,
+    "entry without a size": b'{"trainer_state.pt": {"sha256": ""}}',
+    "entry of another kind": b'{"trainer_state.pt": 7}',
+    "size as text": b'{"trainer_state.pt": {"bytes": "7", "sha256": ""}}',
+}
+
+
+@pytest.mark.parametrize("damage", MANIFESTS)
+def test_a_damaged_manifest_is_one_line(saved: Path, damage: str) -> None:
+    (saved / "step_10/manifest.json").write_bytes(MANIFESTS[damage])
+    with pytest.raises(CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N folder") as refused:
+        find_checkpoint("latest", saved)
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("resume", ["auto", "latest"])
+def test_steps_without_a_pointer_are_no_fresh_start(saved: Path, resume: str) -> None:
+    (saved / "latest").unlink()
+    remedy = f"holds 2 checkpoints but no latest; name one to resume from, such as --resume {saved}/step_10"
+    with pytest.raises(CheckpointError, match=remedy):
+        find_checkpoint(resume, saved)
+    assert find_checkpoint(f"{saved}/step_10", saved) == saved / "step_10"
+
+
+def test_adapters_without_a_pointer_are_no_fresh_start_either(tmp_path: Path) -> None:
+    write_folder(tmp_path / "adapter_step_3", lambda folder: (folder / STATE).write_bytes(b"moments"), 100)
+    with pytest.raises(CheckpointError, match="adapter_step_3"):
+        find_checkpoint("auto", tmp_path)
+
+
+def test_whole_checkpoints_are_found_as_before(saved: Path) -> None:
+    assert find_checkpoint("auto", saved) == find_checkpoint("latest", saved) == saved / "step_10"
+    assert json.loads((saved / "step_10/manifest.json").read_bytes())[STATE]["bytes"] == len(b"moments")
