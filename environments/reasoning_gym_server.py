@@ -7,6 +7,9 @@
 `task_options` (in a --config file) are passed to a task's own configuration, e.g. {chain_sum: {min_terms: 2, max_terms: 3}}.
 Tasks are made and scored by reasoning-gym itself in child processes that are killed when they are late; a group with an answer
 that could not be scored is dropped. The answer is read from the last <answer> tags.
+
+Nine tasks evaluate the answer (`evaluated_answers.py`): code in it scores 0 and is counted in `answers_rejected`. Where
+the machine has no sandbox for the child processes, these tasks are left out, or refused if they are named in `tasks`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +18,8 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from atroposlib.child_processes.pool import ChildFailed, ChildPool
+from atroposlib.child_processes.evaluated_answers import EVALUATED
+from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxReport
 from atroposlib.config import nearest
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
@@ -27,6 +31,10 @@ log = get_logger(__name__)
 CHILD = "atroposlib.child_processes.reasoning_gym_child"
 START_LIMIT_S = 120.0
 INSTALL = "install it with `pip install 'atropos[environments]'`"
+SANDBOX_REMEDY = (
+    "install libseccomp and bubblewrap (or use a kernel with Landlock, 5.13 or newer), or pass "
+    "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your rights"
+)
 SYSTEM_PROMPT = (
     "Think step by step about the problem you are given, then write your answer inside <answer> </answer> tags: the answer alone, "
     "exactly in the form that the problem asks for."
@@ -49,6 +57,9 @@ class ReasoningGymConfig(QuestionEnvConfig):
     task_options: dict[str, dict[str, Any]] = Field(default={}, description="Settings of single tasks, by name (--config file).")
     scorer_processes: int = Field(default=1, ge=1, le=64, description="Processes that make and score tasks.")
     scorer_timeout: float = Field(default=10.0, gt=0, description="Seconds to make or score one entry.")
+    allow_unsandboxed_scorers: bool = Field(
+        default=False, description="Ask tasks whose scorer evaluates answers even where the machine has no sandbox."
+    )
 
     @field_validator("tasks")
     @classmethod
@@ -65,23 +76,38 @@ class ReasoningGymEnv(QuestionEnv):
 
     def __init__(self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         super().__init__(config, server_configs, slurm, testing)
-        limits = {"time_limit_s": config.scorer_timeout, "start_limit_s": START_LIMIT_S}
-        self.pool = ChildPool(CHILD, count=config.scorer_processes, **limits)
+        count = config.scorer_processes
+        self.pool = ChildPool(CHILD, count=count, time_limit_s=config.scorer_timeout, start_limit_s=START_LIMIT_S)
         self.weights: dict[str, float] = {}
+        self.counts["answers_rejected"] = 0
 
     async def setup(self) -> None:
         """Learn the names of the tasks, check those that are configured, and hold entries out."""
         config: ReasoningGymConfig = self.config
         try:
             known = (await self.pool.ask({"tasks": True}))["tasks"]
+            sandbox = await self.pool.sandbox_report()
         except ChildFailed as error:
             raise DataError(f"reasoning-gym does not start ({error}); {INSTALL}") from error
         self.weights = weights_by_name(config.tasks) or dict.fromkeys(known, 1.0)
         for name in [*self.weights, *config.task_options]:
             if name not in known:
                 raise DataError(f"reasoning-gym has no task '{name}'{nearest(name, known)}")
+        if not sandbox.holds and not config.allow_unsandboxed_scorers:
+            self._leave_out_evaluated_tasks(sandbox)
         self.held_out = [await self._task(f"held out {number}", number) for number in range(config.heldout_size)]
         log.info("Tasks: %d, %d entries held out", len(self.weights), len(self.held_out))
+
+    def _leave_out_evaluated_tasks(self, sandbox: SandboxReport) -> None:
+        """Keep the tasks whose scorer runs no code. Raises DataError if others were asked for by name."""
+        evaluated = sorted(self.weights.keys() & EVALUATED.keys())
+        lack = f"scorers that evaluate answers need a sandbox, which this machine does not give ({sandbox})"
+        problem = f"{lack}: {', '.join(evaluated)}"
+        if evaluated and self.config.tasks != "all":
+            raise DataError(f"{problem}; leave these tasks out, {SANDBOX_REMEDY}")
+        log.warning("Left out %d tasks: %s. To ask them, %s", len(evaluated), problem, SANDBOX_REMEDY)
+        for name in evaluated:
+            del self.weights[name]
 
     async def training_item(self, number: int) -> Task:
         """Entry `number`; its index is not among those held out."""
@@ -111,6 +137,9 @@ class ReasoningGymEnv(QuestionEnv):
         if "error" in reply:
             log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, reply["error"])
             return None
+        if reply["rejected"]:
+            self.counts["answers_rejected"] += 1
+            log.info("Rejected %r for entry %d of '%s': %s", given[:200], item.index, item.name, reply["rejected"])
         score: float = reply["score"]
         return score
 

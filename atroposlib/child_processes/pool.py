@@ -1,119 +1,204 @@
-"""Child processes that answer questions one at a time, and are killed when they are late.
+"""Child processes that answer questions one at a time, without rights, and are killed when they are late.
 
     asyncio task ──▶ ChildPool.ask(request) ──JSON line──▶ child's stdin ··· its stdout ──JSON line──▶ reply
                                      └─ no reply in time: kill, restart on the next call ──▶ ChildFailed
 
-Grading code can run for hours or take all memory on a short answer such as 9^{9^{9^9}}, and no thread can be stopped; a process can.
-What runs in the child is `loop.py` with a function of the module's own.
+Grading code can run for hours or take all memory on a short answer such as 9^{9^{9^9}}, and no thread can be stopped;
+a process can. It might also be made to run what the model wrote, so each child lives in a sandbox (`sandbox.py`). What
+runs in it is `loop.py` with a function of the module's own. A reply counts only if it repeats the request's random id,
+so that code in one answer cannot leave a reply for the next.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
+import logging
 import os
-import sys
-from collections.abc import Mapping
+import secrets
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-LIBRARY_ROOT = str(Path(__file__).parents[2])
+from atroposlib.child_processes.sandbox import Sandbox
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
 REPLY_LIMIT_BYTES = 2**24
+LAST_WORDS_CHARS = 300
+LAST_WORDS_S = 1.0
 
 
 class ChildFailed(Exception):
     """A child died, kept silent or garbled its reply; it has been killed, and the next request starts another."""
 
 
-class ChildPool:
-    """`count` processes of `python -m module`, each started when first needed; for any number of tasks of one event loop.
+@dataclass(frozen=True, slots=True)
+class SandboxReport:
+    """The kernel's means that confine a child, and what it could do all the same when it tried to break out."""
 
-    Their hash seed is fixed, so that what is made from sets of strings is the same in each.
+    means: tuple[str, ...]
+    escapes: tuple[str, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every attempt to break out failed."""
+        return not self.escapes
+
+    def __str__(self) -> str:
+        means = ", ".join(self.means) or "none"
+        return f"sandbox: {means}; " + (
+            f"the child can still {', '.join(self.escapes)}" if self.escapes else "no way out found"
+        )
+
+
+class ChildPool:
+    """`count` sandboxed processes of `python -m module`, started when first needed; for all tasks of one event loop.
+
+    `module` calls `answer_requests` (`loop.py`) when it is run. It may read the interpreter, the installed packages,
+    its own top-level package, and what is beneath `readable`.
     """
 
-    def __init__(self, module: str, *, count: int, time_limit_s: float, start_limit_s: float) -> None:
-        self._children = [_Child(module, time_limit_s, start_limit_s) for _ in range(count)]
+    def __init__(
+        self, module: str, *, count: int, time_limit_s: float, start_limit_s: float, readable: Sequence[str | Path] = ()
+    ) -> None:
+        self._children = [_Child(module, time_limit_s, start_limit_s, readable, self._note) for _ in range(count)]
         self._idle: asyncio.Queue[_Child] = asyncio.Queue()
         for child in self._children:
             self._idle.put_nowait(child)
+        self._module = module
+        self._report: SandboxReport | None = None
+
+    async def sandbox_report(self) -> SandboxReport:
+        """What confines the children, as the first one found out. Raises ChildFailed if it cannot start."""
+        if self._report is None:
+            async with self._next_child() as child:
+                await child.started()
+        assert self._report is not None
+        return self._report
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply of the next free child. Raises ChildFailed."""
-        child = await self._idle.get()
-        try:
+        async with self._next_child() as child:
             return await child.ask(request)
-        finally:
-            self._idle.put_nowait(child)
 
     async def close(self) -> None:
         """End the child processes."""
         for child in self._children:
             await child.kill()
 
+    @contextlib.asynccontextmanager
+    async def _next_child(self) -> AsyncIterator["_Child"]:
+        child = await self._idle.get()
+        try:
+            yield child
+        finally:
+            self._idle.put_nowait(child)
+
+    def _note(self, report: SandboxReport) -> None:
+        """Log the first child's report; a later child may not have more rights. Raises ChildFailed."""
+        if self._report is None:
+            self._report = report
+            level = logging.INFO if report.holds else logging.WARNING
+            log.log(level, "Child processes of %s run in a %s", self._module, report)
+        elif gained := set(report.escapes) - set(self._report.escapes):
+            raise ChildFailed(f"its sandbox is weaker than that of the first child: it can {', '.join(sorted(gained))}")
+
 
 class _Child:
-    def __init__(self, module: str, time_limit_s: float, start_limit_s: float) -> None:
+    def __init__(
+        self,
+        module: str,
+        time_limit_s: float,
+        start_limit_s: float,
+        readable: Sequence[str | Path],
+        note: Callable[[SandboxReport], None],
+    ) -> None:
         self._module = module
         self._time_limit_s = time_limit_s
         self._start_limit_s = start_limit_s
+        self._readable = readable
+        self._note = note
         self._process: asyncio.subprocess.Process | None = None
-        self._ids = itertools.count()
+        self._sandbox: Sandbox | None = None
+        # The child's stderr, bounded by its limit of file size.
+        self._errors: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)
 
     async def ask(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        request = {"id": next(self._ids), "time_limit_s": self._time_limit_s, **content}
-        try:
-            process = await self._running()
-            async with asyncio.timeout(self._time_limit_s + 1.0):  # the child's own alarm comes first
-                reply = await _exchange(process, request)
-        except (TimeoutError, OSError, EOFError, json.JSONDecodeError) as error:
-            await self.kill()
-            raise ChildFailed(str(error) or f"no verdict within {self._time_limit_s:g} s") from error
-        except asyncio.CancelledError:
-            await self.kill()  # its late reply must not be taken for the next request's
-            raise
-        if reply.get("id") != request["id"]:
-            await self.kill()
-            raise ChildFailed(f"replied to another request: {reply}")
+        request = {"id": secrets.token_hex(8), "time_limit_s": self._time_limit_s, **content}
+        process = await self.started()
+        late_s = self._time_limit_s + 1.0  # the child's own alarm comes first
+        async with self._killed_when_it_fails(), asyncio.timeout(late_s):
+            self._errors.truncate(0)
+            reply = await _exchange(process, request)
+            if reply.get("id") != request["id"]:
+                raise ValueError("it replied to another request")
         return reply
 
-    async def kill(self) -> None:
-        """End the process, if it runs; the next request starts another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-    async def _running(self) -> asyncio.subprocess.Process:
-        """The live process, started if there is none. Raises TimeoutError or EOFError when it cannot start."""
+    async def started(self) -> asyncio.subprocess.Process:
+        """The live process, started if there is none. Raises ChildFailed when it cannot start."""
         if self._process is not None and self._process.returncode is None:
             return self._process
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *("-m", self._module),
-            stdin=pipe,
-            stdout=pipe,
+        await self.kill()
+        async with self._killed_when_it_fails(), asyncio.timeout(self._start_limit_s):
+            return await self._start()
+
+    async def kill(self) -> None:
+        """End the process, if it runs, and remove its folder; the next request starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # bubblewrap and what it started
+            await process.wait()
+        if self._sandbox is not None:
+            self._sandbox.close()
+            self._sandbox = None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        self._sandbox = sandbox = Sandbox(self._module, self._readable)
+        self._process = process = await asyncio.create_subprocess_exec(
+            *sandbox.command(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self._errors,
+            cwd=sandbox.folder,
             start_new_session=True,
-            env=_child_environment(),
+            env=sandbox.environment(),
             limit=REPLY_LIMIT_BYTES,
         )
+        found = await _exchange(process, sandbox.orders())
+        namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
+        self._note(SandboxReport(tuple(namespaces + found["means"]), tuple(found["escapes"])))
+        await _read(process)
+        return process
+
+    @contextlib.asynccontextmanager
+    async def _killed_when_it_fails(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._start_limit_s):
-                await _read(self._process)
-        except TimeoutError:
-            raise TimeoutError(f"{self._module} was not ready within {self._start_limit_s:g} s") from None
-        return self._process
+            yield
+        except (TimeoutError, OSError, EOFError, ValueError, RecursionError) as error:
+            if isinstance(error, EOFError) and self._process is not None:
+                with contextlib.suppress(TimeoutError):  # it is ending, and may still write why
+                    await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+            await self.kill()
+            raise ChildFailed(f"{error or 'no reply in time'}{self._last_words()}") from error
+        except (asyncio.CancelledError, ChildFailed):
+            await self.kill()  # its late reply must not be taken for the next request's
+            raise
+
+    def _last_words(self) -> str:
+        """The last line of the child's stderr, shortened and in ASCII: the model may have chosen it."""
+        end = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, end - 4 * LAST_WORDS_CHARS))
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return f"; its last words: {lines[-1][-LAST_WORDS_CHARS:]!a}" if lines else ""
 
 
-def _child_environment() -> dict[str, str]:
-    """This process's own, with this library importable whatever the folder."""
-    paths = [LIBRARY_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-async def _exchange(process: asyncio.subprocess.Process, request: dict[str, Any]) -> dict[str, Any]:
+async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> dict[str, Any]:
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
     await process.stdin.drain()
@@ -124,6 +209,8 @@ async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
-        raise EOFError("the process ended, by its time or memory limit or because a package that it needs is missing")
-    reply: dict[str, Any] = json.loads(line)
+        raise EOFError("the process ended, by a limit of time or memory or because a package that it needs is missing")
+    reply = json.loads(line)
+    if not isinstance(reply, dict):
+        raise ValueError("its reply is no JSON object")
     return reply

@@ -2,10 +2,11 @@
 
     {"tasks": true}                                                  ──▶  {"tasks": ["ab", "acre", ...]}
     {"task": "ab", "options": {}, "seed": 0, "index": 7}             ──▶  {"question": "..."}
-    {"task": "ab", "options": {}, "seed": 0, "index": 7, "answer": "A# B"}  ──▶  {"score": 0.01}
+    {"task": "ab", "options": {}, "seed": 0, "index": 7, "answer": "A# B"}  ──▶  {"score": 0.01, "rejected": null}
 
 An entry is made anew for every request from task, options, seed and index, so that any process can score what another one asked.
-Some scorers evaluate the answer by sympy, which is why this is a process that can be killed.
+Some scorers evaluate the answer, which is why this process can be killed and has no rights. `evaluated_answers.py`
+limits them to the task's mathematics; "rejected" names what else an answer holds.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from atroposlib.child_processes.evaluated_answers import EVALUATED, Guard
 from atroposlib.child_processes.loop import answer_requests
 
 # Some tasks make all their entries at once, so each source holds few; the next source has the next entries.
@@ -22,6 +24,9 @@ CHUNK = 100
 SEEDS_APART = 10_000_000
 # Put together from other tasks, which is what the environment does itself.
 NOT_TASKS = {"composite"}
+
+guard = Guard()
+guard.install(DATASETS[task][0].__module__ for task in EVALUATED)
 
 
 @functools.lru_cache(maxsize=512)
@@ -41,7 +46,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         entry = entries[place]
         if "answer" not in request:
             return {"question": entry["question"]}
-        return {"score": float(entries.score_answer(answer=request["answer"], entry=entry))}
+        given = request["answer"].strip()
+        with guard.scoring(request["task"], given, entry["answer"]):
+            score = float(entries.score_answer(answer=given, entry=entry))
+        return {"score": 0.0 if guard.rejected else score, "rejected": guard.rejected}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 

@@ -1,11 +1,18 @@
+import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.envs.errors import DataError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.reasoning_gym_server import ReasoningGymEnv, weights_by_name
+from environments.reasoning_gym_server import ReasoningGymEnv, Task, weights_by_name
+from tests.unit.common.refusals import without
 from tests.unit.environments.support import running_env
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,3 +54,102 @@ async def test_every_task_can_be_asked_by_name(tmp_path: Path) -> None:
         assert len(env.weights) > 100
         for name in env.weights:
             assert (await env.pool.ask(env._entry(name, 3)))["question"]
+
+
+# --- answers that are code ----------------------------------------------------------------------------------------
+
+CODE = [
+    "__import__('os').system('env | grep ATROPOS > {file}')",
+    "[c for c in object.__subclasses__() if 'wrap' in str(c)][0].__init__.__globals__['system']('id > {file}')",
+    "().__class__.__base__.__subclasses__()",
+    "open('{file}', 'w').write('x')",
+    "(lambda: open('{file}', 'w'))()",
+    "ｅｖａｌ(\"open('{file}', 'w')\")",
+    "diff(\"open('{file}', 'w')\", x)",
+    "sqrt(\"open('{file}', 'w')\")",
+    "(x := open('{file}', 'w'))",
+    "f\"{{open('{file}', 'w')}}\"",
+    "entry['answer'].split()",
+]
+# Code to some scorers, and no expression or a list of variables to the others.
+HALF_CODE = ["5! + open('{file}', 'w').write('x')", "[oracle_answer, 1]"]
+
+
+def printed_by(script: str, *arguments: str, stdin: str = "") -> Any:
+    """The last line that `script`, which uses reasoning-gym as it is, prints."""
+    command = [sys.executable, Path(__file__).with_name(script), *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run(command, input=stdin, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-500:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("sandboxed", [True, False], ids=["sandbox", "no sandbox"])
+def test_code_in_an_answer_does_not_run_and_scores_0_and_is_counted(
+    sandboxed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATROPOS_API_TOKEN", "a-token-of-the-user")
+    answers = [f"<answer>{code.format(file=tmp_path / 'ran')}</answer>" for code in CODE + HALF_CODE]
+
+    async def attack() -> dict[tuple[str, str], float | None]:
+        fields = {"tasks": "all", "scorer_timeout": 60, "allow_unsandboxed_scorers": not sandboxed, "heldout_size": 1}
+        async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+            pairs = [(task, answer) for task in EVALUATED for answer in answers]
+            scores = {(task, answer): await env.score(Task(task, 3, ""), answer) for task, answer in pairs}
+            assert len(EVALUATED) * len(CODE) < env.counts["answers_rejected"] <= len(scores)
+            before = env.counts["answers_rejected"]
+            assert await env.score(Task("chain_sum", 3, ""), answers[0]) == 0.0  # its scorer compares text
+            assert env.counts["answers_rejected"] == before
+        return scores
+
+    scores = without(() if sandboxed else ("landlock", "namespaces", "seccomp"), attack)
+    assert len(scores) == 9 * len(answers) and set(scores.values()) == {0.0}
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_path: Path) -> None:
+    words = ["the answer is 5", "unsolvable", "I think import os is evil", "red or blue", "(one of", "eval", "3, 4"]
+    unguarded = printed_by("unguarded_scores.py", *EVALUATED, stdin=json.dumps(words))
+    fields = {"heldout_size": 1, "scorer_timeout": 60}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        for task, alone in unguarded.items():
+            for index, known in enumerate(alone["known"]):
+                assert await env.score(Task(task, index, ""), f"<answer>{known}</answer>") == 1.0, (task, index)
+            for text in words:
+                score = await env.score(Task(task, 0, ""), f"<answer>{text}</answer>")
+                assert score == alone["scores"][text], (task, text)
+        for task, form in [("polynomial_multiplication", "1*({})"), ("simple_integration", "sqrt(4) + log(2) + {}")]:
+            answer = form.format(unguarded[task]["known"][0])
+            assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0
+        assert env.counts["answers_rejected"] == 0
+
+
+async def test_an_answer_that_takes_too_long_to_evaluate_is_unscored_and_the_next_is_scored(tmp_path: Path) -> None:
+    fields = {"tasks": "countdown", "scorer_timeout": 2, "heldout_size": 1}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        assert await env.score(Task("countdown", 0, ""), "<answer>9**9**9**9</answer>") is None
+        assert await env.score(Task("countdown", 0, ""), "<answer>1 + 1</answer>") == 0.05
+
+
+def test_tasks_that_evaluate_answers_need_a_sandbox_or_the_users_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def weights(**fields: Any) -> dict[str, float]:
+        fields["heldout_size"] = 1
+        async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+            return env.weights
+
+    missing = ("landlock", "namespaces")
+    left = without(missing, weights)
+    assert len(left) > 90 and not left.keys() & EVALUATED.keys()
+    line = next(record.message for record in caplog.records if record.message.startswith("Left out 9 tasks"))
+    assert all(word in line for word in [*EVALUATED, "--env.allow_unsandboxed_scorers", "read a file outside"])
+    with pytest.raises(DataError, match=r"need a sandbox.*: countdown, n_queens; .*--env.allow_unsandboxed_scorers"):
+        without(missing, lambda: weights(tasks="n_queens,countdown,chain_sum"))
+    assert without(missing, lambda: weights(tasks="chain_sum")) == {"chain_sum": 1.0}
+    assert without(missing, lambda: weights(tasks="n_queens", allow_unsandboxed_scorers=True)) == {"n_queens": 1.0}
+    assert without(("landlock",), lambda: weights(tasks="n_queens")) == {"n_queens": 1.0}
+
+
+def test_the_tasks_that_evaluate_answers_are_all_known() -> None:
+    assert printed_by("evaluating_tasks.py") == sorted(EVALUATED)

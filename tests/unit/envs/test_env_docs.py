@@ -40,9 +40,8 @@ def commands(page: str) -> list[str]:
 
 
 def code(page: str) -> str:
-    """The page's program."""
-    (block,) = [block for kind, block in BLOCK.findall(page) if kind == "python"]
-    return block
+    """The page's program, its first one."""
+    return next(block for kind, block in BLOCK.findall(page) if kind == "python")
 
 
 COMMANDS = commands(PAGE) + commands(GUIDE)
