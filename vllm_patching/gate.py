@@ -14,6 +14,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 # POST routes that do not generate; whatever vLLM adds to the others is refused too
 OPEN_PREFIXES = ("/v1/bridge/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/ping")
 RETRY_AFTER_S = 5
+ENGINE_DEADLINE_S = 300.0  # default of --engine-deadline-s; one step of a long prefill on a CPU takes tens of seconds
 TRY_AGAIN_LATER = 1013  # WebSocket close code
 
 
@@ -45,21 +46,24 @@ class GateMiddleware:
 
     async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
         reason = self._gate.reason()
-        if reason is None or not _generates(scope):
+        if reason is None or not generates(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]})
         else:
-            await _unavailable(reason, send)
+            await unavailable(reason, scope, send)
 
 
-def _generates(scope: Message) -> bool:
+def generates(scope: Message) -> bool:
+    """Whether a request, as ASGI describes it, may make the engine generate."""
     if scope["type"] == "websocket":
         return True
     return scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(OPEN_PREFIXES)
 
 
-async def _unavailable(reason: str, send: Callable[[Message], Awaitable[None]]) -> None:
+async def unavailable(reason: str, scope: Message, send: Callable[[Message], Awaitable[None]]) -> None:
+    """Refuse a request with 503, or a WebSocket, for `reason`."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]})
+        return
     body = json.dumps({"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}).encode()
     headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode())]
     await send({"type": "http.response.start", "status": 503, "headers": headers})

@@ -23,16 +23,25 @@ def register() -> None:
         from vllm_patching.batch_invariant import hooks
 
         hooks.install()
-    _end_with_parent()
-
-
-def _end_with_parent() -> None:
-    """Nothing in the API process, which has no vLLM parent."""
     parent = multiprocessing.parent_process()
-    if parent is None or not sys.platform.startswith("linux"):
+    if parent is not None:  # the API process has none
+        _guard_the_engine()
+        _end_with(parent.pid)
+
+
+def _guard_the_engine() -> None:
+    from vllm_patching import compat
+
+    compat.end_engine_with_its_threads()
+    if compat.on_cpu():
+        compat.zero_new_kv_blocks()
+
+
+def _end_with(parent: int | None) -> None:
+    if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent.pid:  # it died before we asked
+    if os.getppid() != parent:  # it died before we asked
         os.kill(os.getpid(), signal.SIGTERM)

@@ -139,7 +139,9 @@ class FakeInferenceServer:
             self.in_flight -= 1
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response(status=200 if self.healthy else 503)
+        if self.healthy:
+            return web.Response()
+        return web.json_response({"error": {"message": "the fake server was told to be ill", "code": 503}}, status=503)
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self.healthy:

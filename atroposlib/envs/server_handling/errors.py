@@ -1,5 +1,6 @@
 """What can go wrong between an environment and an inference server, sorted by what the caller can do about it."""
 
+import json
 from collections.abc import Mapping
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
@@ -33,6 +34,16 @@ class NoLiveServerError(ServerError):
 def describe(error: BaseException) -> str:
     """What happened, also for the errors that come without words."""
     return str(error) or type(error).__name__
+
+
+def reason_of(body: bytes) -> str:
+    """The sentence in an error's body, in OpenAI's form or another."""
+    text = body.decode(errors="replace")
+    try:
+        text = str(json.loads(text)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass  # some other form: the body itself is the best there is
+    return " ".join(text.split())[:500] or "no reason given"
 
 
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:

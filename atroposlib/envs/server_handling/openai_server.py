@@ -16,6 +16,7 @@ from atroposlib.envs.server_handling.errors import (
     ServerError,
     ServerUnreachableError,
     describe,
+    reason_of,
     status_error,
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
@@ -27,6 +28,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 PROBE_TIMEOUT_S = 5.0
+REASON_BYTES = 4096
 CONNECT_TIMEOUT_S = 10.0
 # Below the 5 s after which uvicorn closes an idle connection, so that no request meets a closing one.
 KEEPALIVE_S = 4.0
@@ -90,7 +92,9 @@ class OpenAIServer(APIServer):
         """Any reply that is not a server error counts as life: some hosts guard or lack the address that is asked."""
         try:
             async with self.http.get(self.health_url, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)) as reply:
-                return None if reply.status < 500 else f"{self.health_url} replied {reply.status}"
+                if reply.status < 500:
+                    return None
+                return f"{self.health_url} replied {reply.status}: {reason_of(await reply.content.read(REASON_BYTES))}"
         except TimeoutError:
             return f"{self.health_url} gave no reply within {PROBE_TIMEOUT_S:.0f} s"
         except aiohttp.ClientError as error:

@@ -2,8 +2,9 @@
 
 import pytest
 
-from example_trainer.vllm_api_server import DEFAULT_ENGINE_DEADLINE_S, own_flags
+from example_trainer.vllm_api_server import own_flags
 from vllm_patching import compat
+from vllm_patching.gate import ENGINE_DEADLINE_S
 
 
 def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:
@@ -11,7 +12,7 @@ def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:
     args = compat.parse_serve_arguments(flags, own_flags())
     assert (args.engine_deadline_s, args.batch_invariant, args.max_num_seqs, args.model) == (2.5, True, 3, "m")
     default = compat.parse_serve_arguments(["--model", "m"], own_flags())
-    assert (default.engine_deadline_s, default.batch_invariant) == (DEFAULT_ENGINE_DEADLINE_S, False)
+    assert (default.engine_deadline_s, default.batch_invariant) == (ENGINE_DEADLINE_S, False)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
-from atroposlib.envs.server_handling.errors import NoLiveServerError, PermanentServerError, RetryableServerError
+from atroposlib.envs.server_handling.errors import NoLiveServerError, PermanentServerError, RetryableServerError, reason_of
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
@@ -239,6 +239,32 @@ async def test_calls_made_before_the_server_starts_are_served_once_it_does(
     fakes[0].healthy = True
     assert text_of(await asyncio.wait_for(call, 5)) == "hello"
     assert "Got a live inference server after" in caplog.text
+
+
+async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+    manager = manager_of(config_of(fakes[0]))
+    await manager.sample_tokens(input_ids=[5])
+    fakes[0].healthy = False
+    assert (await manager.servers[0].probe() or "").endswith("/health replied 503: the fake server was told to be ill")
+    await manager.close()
+    manager = manager_of(config_of(fakes[0], timeout=1))
+    with pytest.raises(NoLiveServerError, match="/health replied 503: the fake server was told to be ill"):
+        await manager.sample_tokens(input_ids=[5])
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"error": {"message": "the engine\\nis deaf"}}', "the engine is deaf"),
+        (b"<h1>Bad\n gateway</h1>", "<h1>Bad gateway</h1>"),
+        (b"", "no reason given"),
+        (b"\xff" * 9999, "\ufffd" * 500),
+        (b"[" * 4096, "[" * 500),
+        (b'{"error": "full"}', '{"error": "full"}'),
+    ],
+)
+def test_the_reason_is_found_in_every_form_of_an_error(body: bytes, reason: str) -> None:
+    assert reason_of(body) == reason
 
 
 async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:

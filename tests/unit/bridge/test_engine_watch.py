@@ -1,0 +1,112 @@
+"""The watch over vLLM's engine process, on an engine that answers, falls silent, comes back and dies as it is told."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from vllm_patching import compat, engine_watch
+from vllm_patching.engine_watch import EngineWatch, EngineWatchMiddleware
+
+ROUTES = ("/generate", "/v1/completions", "/v1/bridge/session/s/heartbeat", "/v1/bridge/commit")
+
+
+class FakeEngine:
+    """vLLM's engine client, as far as the watch asks it."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.answers = asyncio.Event()
+        self.answers.set()
+        self.broken = False
+
+    async def is_paused(self) -> bool:
+        await self.answers.wait()
+        if self.broken:
+            raise RuntimeError("Call to is_scheduler_paused method failed")
+        return False
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The signals that the watch sent to end the server."""
+    signals: list[int] = []
+    monkeypatch.setattr(engine_watch, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(engine_watch, "LAST_WORDS_S", 0.05)
+    monkeypatch.setattr(engine_watch.signal, "raise_signal", signals.append)
+    yield signals
+
+
+def client_of(watch: EngineWatch) -> httpx.AsyncClient:
+    app = FastAPI()
+    app.add_middleware(EngineWatchMiddleware, watch=watch)
+    for path in (*ROUTES, "/tokenize"):
+        app.post(path)(lambda: {"served": True})
+    for path in ("/health", "/metrics"):
+        app.get(path)(lambda: {"served": True})
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(30):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_silent_engine_is_503_with_the_reason_until_it_answers_again() -> None:
+    watch, engine = EngineWatch(), FakeEngine()
+    client = client_of(watch)
+    assert (await client.get("/health")).status_code == 200
+    watch.start(engine, deadline_s=0.1)
+    assert (await client.get("/health")).status_code == 200
+    engine.answers.clear()
+    await until(lambda: watch.reason is not None)
+    health = await client.get("/health")
+    assert health.status_code == 503
+    assert "has not answered for 0.1 s (--engine-deadline-s)" in health.json()["error"]["message"]
+    for path in ROUTES:
+        assert (await client.post(path)).json()["error"]["message"] == health.json()["error"]["message"], path
+    assert (await client.get("/metrics")).status_code == 200 and (await client.post("/tokenize")).status_code == 200
+    engine.answers.set()
+    await until(lambda: watch.reason is None)
+    assert (await client.get("/health")).status_code == 200 and (await client.post("/generate")).status_code == 200
+
+
+async def test_an_answer_within_the_deadline_and_an_error_are_signs_of_life() -> None:
+    watch, engine = EngineWatch(), FakeEngine()
+    engine.broken = True
+    watch.start(engine, deadline_s=5)
+    for _ in range(10):
+        engine.answers.clear()
+        await asyncio.sleep(0.02)
+        engine.answers.set()
+        assert watch.reason is None
+
+
+async def test_a_dead_engine_is_503_at_once_and_the_server_ends_a_while_later(ended: list[int]) -> None:
+    watch, engine = EngineWatch(), FakeEngine()
+    watch.start(engine, deadline_s=300)
+    engine.answers.clear()
+    await asyncio.sleep(0.05)
+    engine.errored = True
+    health = await client_of(watch).get("/health")
+    assert health.status_code == 503 and "engine has died" in health.json()["error"]["message"]
+    await until(lambda: ended == [engine_watch.signal.SIGTERM])
+
+
+@pytest.mark.parametrize("name", ["process_input_sockets", "process_output_sockets"])
+def test_an_engine_ends_with_the_thread_that_reads_or_answers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    from queue import Queue
+    from types import SimpleNamespace
+
+    from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType
+
+    for each in ("process_input_sockets", "process_output_sockets"):  # put back after the test
+        monkeypatch.setattr(EngineCoreProc, each, getattr(EngineCoreProc, each))
+    compat.end_engine_with_its_threads()
+    core = SimpleNamespace(input_queue=Queue())  # without the rest either thread fails in its first lines
+    getattr(EngineCoreProc, name)(core, ["tcp://nowhere"], None, b"")
+    assert core.input_queue.get_nowait()[0] == EngineCoreRequestType.EXECUTOR_FAILED

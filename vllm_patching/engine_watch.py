@@ -1,0 +1,86 @@
+"""Whether vLLM's engine process still answers, asked every other second from the API process.
+
+A process that is stuck and a thread that died look alike from here: a call has no answer. While that is so, /health and
+every route that needs the engine answer 503 with the reason, a trainer's heartbeat among them, instead of waiting for ever.
+Calls wait for the step that is under way, so the deadline is longer than the longest of those.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from vllm_patching import compat
+from vllm_patching.gate import App, Message, generates, unavailable
+
+log = compat.init_logger("vllm.atropos_bridge")
+
+ASK_EVERY_S = 2.0
+# vLLM ends a server without an engine; this long, whoever watches it can still read why
+LAST_WORDS_S = 15.0
+HEALTH = ("/health", "/ping")
+
+
+class EngineWatch:
+    """`reason` is why the engine is of no use now, None while it answers."""
+
+    def __init__(self) -> None:
+        self._engine: Any = None
+        self._silent: str | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, engine: Any, deadline_s: float) -> None:
+        """Begin to ask `engine`, vLLM's client of its engine process; needs a running event loop."""
+        self._engine = engine
+        self._task = asyncio.create_task(self._watch(engine, deadline_s))
+
+    @property
+    def reason(self) -> str | None:
+        if self._engine is not None and self._engine.errored:
+            return "vLLM's engine has died: its process or one of its threads ended, and its log says why; start the server again"
+        return self._silent
+
+    async def _watch(self, engine: Any, deadline_s: float) -> None:
+        while not engine.errored:
+            call, asked = asyncio.create_task(engine.is_paused()), time.monotonic()
+            while not call.done() and not engine.errored:
+                await asyncio.wait({call}, timeout=min(1.0, deadline_s / 4))
+                if not call.done() and time.monotonic() - asked > deadline_s and self._silent is None:
+                    self._silent = (
+                        f"vLLM's engine has not answered for {deadline_s:g} s (--engine-deadline-s): it is stuck or deaf; "
+                        "see its log, and start the server again unless it comes back"
+                    )
+                    log.error(self._silent)
+            call.cancel()  # no effect where it is done, whether by an answer or by an error, which is one too
+            await asyncio.wait({call})
+            if self._silent is not None and not engine.errored:
+                log.info("vLLM's engine answers again after %.0f s", time.monotonic() - asked)
+            self._silent = None
+            await asyncio.sleep(ASK_EVERY_S)
+        log.error("%s. This server ends in %.0f s", self.reason, LAST_WORDS_S)
+        await asyncio.sleep(LAST_WORDS_S)
+        signal.raise_signal(signal.SIGTERM)
+
+
+class EngineWatchMiddleware:
+    """ASGI middleware: 503 with the watch's reason for what needs the engine."""
+
+    def __init__(self, app: App, watch: EngineWatch) -> None:
+        self._app = app
+        self._watch = watch
+
+    async def __call__(
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
+        reason = self._watch.reason
+        if reason is None or not _needs_the_engine(scope):
+            await self._app(scope, receive, send)
+        else:
+            await unavailable(reason, scope, send)
+
+
+def _needs_the_engine(scope: Message) -> bool:
+    if generates(scope):
+        return True
+    return scope["type"] == "http" and (scope["path"] in HEALTH or scope["path"].startswith("/v1/bridge/"))
