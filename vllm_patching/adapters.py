@@ -9,7 +9,6 @@ holds a session by heartbeats; a newcomer is refused while the lease runs, unles
 """
 
 import asyncio
-import json
 import re
 import time
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_patching import compat
+from vllm_patching.adapter_files import Pairs, read_config, read_pairs
 from vllm_patching.processes import is_alive, this_process
 from vllm_patching.protocol import AdapterOffer
 from vllm_patching.replies import Refused
@@ -137,10 +137,10 @@ class Adapters:
             else:
                 self._check_next(self._current(session), policy_version)
             self._check_name(name)
-            self._check_folder(path)
+            pairs = await asyncio.to_thread(self._check_folder, path)
             start = time.perf_counter()
             log.info("Loading policy version %d from %s, at most %.0f s", policy_version, path, LOAD_DEADLINE_S)
-            adapter = await self._load(name, path)
+            adapter = await self._load(name, path, pairs)
             former, self._table.current = self._table.current, adapter
             self._versions[name] = policy_version
             seconds = time.perf_counter() - start
@@ -153,10 +153,10 @@ class Adapters:
             log.info("Serving policy version %d as %s after %.1f ms", policy_version, name, seconds * 1e3)
             return {"policy_version": policy_version, "load_s": seconds, "needed": sorted(needed)}
 
-    async def _load(self, name: str, path: str) -> Any:
+    async def _load(self, name: str, path: str, pairs: Pairs) -> Any:
         """Load an adapter into every worker, and enter it in vLLM's table."""
         lora_id = self._models.lora_id_counter.inc(1)
-        loading = self._engine.collective_rpc("bridge_add_adapter", args=(name, lora_id, path))
+        loading = self._engine.collective_rpc("bridge_add_adapter", args=(name, lora_id, path, pairs))
         try:
             errors = [error for error in await asyncio.wait_for(loading, LOAD_DEADLINE_S) if error is not None]
         except TimeoutError:
@@ -207,22 +207,22 @@ class Adapters:
         if not name or name in self._versions or name in self._table or self._models.is_base_model(name):
             raise Refused(f"the adapter name {name!r} was used before on this server: take a new one for every version", 422)
 
-    def _check_folder(self, path: str) -> None:
-        """Raise Refused unless `path` holds an adapter for this model that fits this server."""
+    def _check_folder(self, path: str) -> Pairs:
+        """What `path` adapts. Raises Refused unless it holds an adapter for this model that fits this server."""
         if not Path(path).is_absolute():
             raise Refused(f"path {path!r} is not absolute: give the folder's whole path", 422)
         try:
-            config = json.loads((Path(path) / "adapter_config.json").read_text())
-            rank, base = int(config["r"]), config.get("base_model_name_or_path")
-        except (OSError, ValueError, KeyError) as error:
+            config = read_config(Path(path))
+            self._check_rank(max(config.ranks))
+            if config.base_model_name_or_path is not None:
+                self._check_base(config.base_model_name_or_path, path)
+            return read_pairs(Path(path), config, compat.served_torch_dtype(self._engine))
+        except (OSError, ValueError) as error:  # ValueError: AdapterFault, and a path with a zero byte
             raise Refused(
-                f"{path} cannot be read as a PEFT adapter folder ({type(error).__name__}: {error}): "
+                f"{printable(path, 300)} cannot be read as a PEFT adapter folder ({printable(str(error), 900)}): "
                 "trainer and vLLM must see it under the same path",
                 422,
             ) from error
-        self._check_rank(rank)
-        if base is not None:
-            self._check_base(base, path)
 
     def _check_rank(self, rank: int) -> None:
         if rank > self._max_rank:

