@@ -71,9 +71,10 @@ def check(group: Mapping[str, Any], needs: Needs) -> None:
         _check_ids(_rows("tokens", _required(group, "tokens"), "q"), needs.vocab_size)
 
 
-def check_logprobs(values: list[float]) -> None:
-    """Raise Untrainable unless these can be the log-probabilities of sampled tokens."""
-    rows = _rows("logprobs", [values], "d")
+def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
+    """Raise Untrainable unless a model can have sampled these tokens with these log-probabilities."""
+    _check_ids(_rows("token_ids", [token_ids], "q"), None)
+    rows = _rows("logprobs", [logprobs], "d")
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
 
 
@@ -86,7 +87,7 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
     _expect_one_per_token(masks, tokens)
     sampled = masks.values != NOT_TRAINED
     sampled[(tokens.lengths.cumsum() - tokens.lengths)[tokens.lengths > 0]] = False  # nothing predicts a first token
-    masks.expect(~sampled | (masks.values == tokens.values), f"is neither {NOT_TRAINED} nor the token")
+    masks.expect((masks.values == tokens.values) | ~sampled, f"is neither {NOT_TRAINED} nor the token")
     scores = _rows("scores", [_required(group, "scores")], "d")
     _expect_count("scores", len(scores.values), tokens)
     scores.expect(
@@ -192,11 +193,14 @@ def _check_ids(tokens: _Rows, vocab_size: int | None) -> None:
 
 
 def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
-    good = (rows.values >= MIN_LOGPROB) & (rows.values <= MAX_LOGPROB)
-    rule = f"is no log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0"
-    rows.expect(~sampled | good, rule)
-    rule = "is no log-probability, nor the 1.0 of a token that was not sampled"
-    rows.expect(np.abs(rows.values) <= -MIN_LOGPROB, rule)
+    values, of_sampled = rows.values, rows.values[sampled]
+    lowest, highest = of_sampled.min(initial=0.0), of_sampled.max(initial=MIN_LOGPROB)
+    if not (MIN_LOGPROB <= lowest and highest <= MAX_LOGPROB):
+        good = (values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)
+        rows.expect(~sampled | good, f"is no log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0")
+    if not -MIN_LOGPROB >= max(values.max(initial=0.0), -values.min(initial=0.0)):
+        rule = "is no log-probability, nor the 1.0 of a token that was not sampled"
+        rows.expect(np.abs(values) <= -MIN_LOGPROB, rule)
 
 
 def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:

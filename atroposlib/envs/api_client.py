@@ -9,13 +9,15 @@ Groups travel as MessagePack to an API that reads it, else as JSON, compressed w
 import gzip
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
 import numpy as np
 import orjson
 from pydantic import BaseModel, Field
+
+from atroposlib.groups import Needs
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
@@ -70,6 +72,14 @@ class EnvStatus(BaseModel):
         return self.current_step if self.policy_version is None else self.policy_version
 
 
+class BatchLimits(NamedTuple):
+    """What a group must be to enter a batch: its sequences, their tokens, and what the trainer needs of them."""
+
+    batch_size: int
+    max_token_len: int
+    needs: Needs
+
+
 class BatchingApiClient:
     """Connections to the API at `url`; close it when done. Every request is bounded by 30 s."""
 
@@ -110,10 +120,11 @@ class BatchingApiClient:
         """Step, queue and this environment's share. Raises ApiRefused when the API does not know `env_id`."""
         return EnvStatus.model_validate(await self._request("GET", f"/status-env?env_id={env_id}"))
 
-    async def batch_limits(self) -> tuple[int, int]:
-        """(batch_size, max_token_len) of the trainer, -1 each before it registered."""
+    async def batch_limits(self) -> BatchLimits:
+        """The trainer's, -1 each before it registered."""
         reply = await self._request("GET", "/info")
-        return reply["batch_size"], reply["max_token_len"]
+        needs = Needs(reply.get("vocab_size"), bool(reply.get("trainable_only", False)))
+        return BatchLimits(reply["batch_size"], reply["max_token_len"], needs)
 
     async def wandb_info(self) -> tuple[str | None, str | None]:
         """(group, project) that the trainer named."""

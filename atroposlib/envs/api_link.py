@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from atroposlib.envs.api_client import ApiRefused, ApiUnreachable, BatchingApiClient, EnvStatus, Registration
+from atroposlib.envs.api_client import (
+    ApiRefused,
+    ApiUnreachable,
+    BatchingApiClient,
+    BatchLimits,
+    EnvStatus,
+    Registration,
+)
 from atroposlib.envs.errors import PeerError
 from atroposlib.envs.waits import NotYet, wait_for_peer
 from atroposlib.logs import get_logger
@@ -80,8 +87,8 @@ class ApiLink:
                 if self._last_evaluation is not None:
                     await self.post_evaluation(**self._last_evaluation)
 
-    async def batch_limits(self) -> tuple[int, int]:
-        """(batch_size, max_token_len) of the trainer."""
+    async def batch_limits(self) -> BatchLimits:
+        """The trainer's."""
         return await self._answered("the batch size", self.client.batch_limits)
 
     async def wandb_info(self) -> tuple[str | None, str | None]:

@@ -29,12 +29,14 @@ from atroposlib.envs.payloads import (
     defect,
     group_items,
     rejection,
+    untrainable,
     wire_form,
 )
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -67,6 +69,7 @@ class BaseEnv(ABC):
         self.policy_version = 0
         self.total_steps = config.total_steps
         self.max_token_len = -1
+        self.needs = Needs()
         self.checkpoint_dir = ""
         self.checkpoint_interval = -1
         self.registered_name = self.display_name
@@ -156,10 +159,11 @@ class BaseEnv(ABC):
     ) -> None:
         """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.
 
-        Raises MalformedGroup, once the others are sent, for groups that no trainer could use or that the API refused.
+        Raises MalformedGroup, once the others are sent, for groups that no trainer could use, that the registered one
+        cannot, or that the API refused.
         """
         groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
-        defects = [defect(group) for group in groups]
+        defects = [defect(group) or untrainable(group, self.needs) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
         accepted = [await self.before_sending(group) for group in whole if self._accept(group, item, abort_on_any_max_length_exceeded)]
         for group in accepted:
@@ -263,9 +267,9 @@ class BaseEnv(ABC):
         await self.link.join()
 
     async def get_server_info(self) -> None:
-        """Read the trainer's batch size and length limit. Raises GroupTooLargeError when a group cannot fit in a batch."""
+        """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
         assert self.link is not None
-        self.config.batch_size, self.max_token_len = await self.link.batch_limits()
+        self.config.batch_size, self.max_token_len, self.needs = await self.link.batch_limits()
         if 0 < self.config.batch_size < self.config.group_size:
             raise GroupTooLargeError(
                 f"group_size {self.config.group_size} is larger than the trainer's batch of {self.config.batch_size} sequences: "

@@ -8,11 +8,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from atroposlib.groups import NOT_TRAINED, Needs, Untrainable, check
 from atroposlib.type_definitions import Item, Message
 
-__all__ = ["Item", "ScoredDataGroup", "ScoredDataItem", "completion_lengths", "defect", "group_items", "rejection", "wire_form"]
+__all__ = [
+    "NOT_TRAINED",
+    "Item",
+    "ScoredDataGroup",
+    "ScoredDataItem",
+    "completion_lengths",
+    "defect",
+    "group_items",
+    "rejection",
+    "untrainable",
+    "wire_form",
+]
 
-NOT_TRAINED = -100
 REQUIRED = ("tokens", "masks", "scores")
 # Lists with one entry a sequence, for which an item has one entry of its own.
 PER_SEQUENCE = (
@@ -107,6 +118,15 @@ def defect(group: Mapping[str, Any]) -> str | None:
                 return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
     if not all(math.isfinite(score) for score in group["scores"]):
         return f"scores {group['scores']} are not all finite"
+    return None
+
+
+def untrainable(group: Mapping[str, Any], needs: Needs) -> str | None:
+    """Why the registered trainer cannot use a whole `group`; None when it can."""
+    try:
+        check(group, needs)
+    except Untrainable as error:
+        return str(error)
     return None
 
 

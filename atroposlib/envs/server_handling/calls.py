@@ -12,7 +12,9 @@ from openai.types.chat import ChatCompletion
 from openai.types.completion_usage import CompletionUsage
 
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sampling import SampledTokens, TokensAndLogprobs, merge_samples
+from atroposlib.groups import Untrainable, check_sampled
 
 if TYPE_CHECKING:
     from atroposlib.envs.server_handling.server_baseline import APIServer
@@ -56,8 +58,7 @@ class InferenceCalls(ABC):
 
     async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
         """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop, ..."""
-        parts = await self._in_parts(arguments, "token sampling", lambda server, part: server.request_tokens(part), split)
-        return merge_samples(parts)
+        return merge_samples(await self._in_parts(arguments, "token sampling", _sampled, split))
 
     async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
         """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
@@ -86,6 +87,17 @@ class InferenceCalls(ABC):
         if len(sizes) == 1:
             return [await one_part(arguments)]
         return await gather_or_cancel([one_part({**arguments, "n": size}) for size in sizes])
+
+
+async def _sampled(server: "APIServer", arguments: dict[str, Any]) -> SampledTokens:
+    """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
+    samples = await server.request_tokens(arguments)
+    for sequence in samples.sequences:
+        try:
+            check_sampled(sequence.token_ids, sequence.logprobs)
+        except Untrainable as error:
+            raise PermanentServerError(f"{server.name} gave what no model samples: {error}") from error
+    return samples
 
 
 def split_count(n: int, limit: int | None) -> list[int]:

@@ -152,3 +152,62 @@ def test_giver_is_the_last_method_that_the_author_wrote() -> None:
             return 1.0
 
     assert giver(Asked).endswith("in score") and giver(FailingEnv).endswith("in collect_trajectory") and giver(QuestionEnv) == ""
+
+
+# --- what the registered trainer cannot use -------------------------------------------------------------------
+
+
+class TrainableOnly(Trainer):
+    """Needs what our trainer needs."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        super().__init__(url, batch_size=4, **fields)
+        self.registration |= {"trainable_only": True, "vocab_size": 1000}
+
+
+class UntrainableEnv(CountingEnv):
+    """Each item gives a group that is whole, and one that no policy gradient can be computed from."""
+
+    async def collect_trajectories(self, item: Any) -> Any:
+        good = ScoredDataGroup(
+            tokens=[[1, 2]] * 4,
+            masks=[[-100, 2]] * 4,
+            scores=[0.0, 1.0, 2.0, 3.0],
+            inference_logprobs=[[1.0, -1.0]] * 4,
+        )
+        return [good, {**good, "advantages": [[1e30]] * 4}], []
+
+
+async def test_group_that_the_trainer_cannot_use_is_dropped_before_it_is_posted(tmp_path: Path) -> None:
+    async with running_api() as api, FakeInferenceServer() as server:
+        fields: dict[str, Any] = {"max_failed_items": 1, "max_num_workers": 1, "max_batches_offpolicy": 4}
+        env = UntrainableEnv(config(tmp_path, api.url, **fields), server_config(server))
+        trainer = TrainableOnly(api.url)
+        await trainer.register()
+        says = r"2 of the last 2 items .*: a group cannot be trained on: advantages\[0\]\[0\]: 1e\+30 is not a number"
+        with pytest.raises(TooManyFailures, match=says):
+            await asyncio.wait_for(env.env_manager(), 60)
+        assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
+    assert env.counts["groups_malformed"] == 2 and env.counts["items_refused_by_api"] == 0
+
+
+@pytest.mark.parametrize("logprob", [-1e39, 0.5])
+async def test_garbage_of_the_inference_server_is_put_down_to_it(
+    tmp_path: Path, logprob: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The author's budget of failed items is 0: the environment continues, and sends groups once the server is well."""
+    monkeypatch.setattr("atroposlib.testing.fake_inference_server.fake_logprob", lambda token, at: logprob)
+    async with running_api() as api, FakeInferenceServer() as server:
+        env = CountingEnv(config(tmp_path, api.url, max_failed_items=0, max_num_workers=1), server_config(server))
+        trainer = TrainableOnly(api.url)
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        while env.counts["items_failed"] < 2:
+            await asyncio.sleep(0.02)
+        assert not serving.done()
+        monkeypatch.undo()
+        (group,) = await asyncio.wait_for(trainer.fetch(), 30)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+    assert all(value <= 0 or value == 1.0 for row in group["inference_logprobs"] for value in row)
+    assert "gave what no model samples: logprobs[0][0]" in caplog.text and env.counts["groups_malformed"] == 0
