@@ -7,31 +7,30 @@
     tool: 391          ─▶ <answer>391</answer>
 
 What the model wrote is trained on, over all turns; the question, the calculator's replies and what the template puts around them
-are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`). With `tool_cost` each call lowers the score.
+are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`), in a child process without rights.
+With `tool_cost` each call lowers the score.
 """
 
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from random import Random
 from typing import Any
 
 from pydantic import Field
 
+from atroposlib.child_processes.calculator_child import tool_result as tool_result  # also imported from here
+from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import ExpressionError, compute
-from atroposlib.utils.tool_call_parser import parse_tool_call
+from atroposlib.logs import get_logger
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Computes an expression of numbers, + - * / and brackets.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
-    },
-}
+log = get_logger(__name__)
+
+CHILD = "atroposlib.child_processes.calculator_child"
+TOOL_LIMIT_S = 5.0
+START_LIMIT_S = 60.0
 SYSTEM_PROMPT = (
     "You may use a calculator. To use it, end your message with\n"
     '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>\n'
@@ -66,6 +65,10 @@ class CalculatorEnv(QuestionEnv):
     name = "calculator_tool"
     env_config_cls = CalculatorConfig
 
+    def __init__(self, config: CalculatorConfig, *others: Any, **named: Any) -> None:
+        super().__init__(config, *others, **named)
+        self.pool = ChildPool(CHILD, count=1, time_limit_s=TOOL_LIMIT_S, start_limit_s=START_LIMIT_S)
+
     async def setup(self) -> None:
         """Hold questions out."""
         self.held_out = [make_question(Random(f"{self.config.seed} held out {n}"), self.config) for n in range(self.config.heldout_size)]
@@ -96,7 +99,7 @@ class CalculatorEnv(QuestionEnv):
                 )
                 text = reply.choices[0].message.content or ""
                 messages = with_reply(messages, text)
-                result = tool_result(text)
+                result = await self._tool_result(text)
                 if result is None or turn + 1 == self.config.max_turns:
                     break
                 messages.append({"role": self.config.tool_role, "content": result})
@@ -105,6 +108,22 @@ class CalculatorEnv(QuestionEnv):
         said = "".join(message["content"] for message in messages if message["role"] == "assistant")
         return Rollout(said, messages, node)
 
+    async def _tool_result(self, text: str) -> str | None:
+        """What the calculator replies to the call in `text`; None when that is no call."""
+        if "<tool_call>" not in text:
+            return None
+        try:
+            result: str | None = (await self.pool.ask({"text": text}))["result"]
+        except ChildFailed as error:
+            log.warning("The calculator failed on %r: %s", text[-200:], error)
+            return "Error: the calculator failed"
+        return result
+
+    async def close(self) -> None:
+        """End the calculator, then everything else."""
+        await self.pool.close()
+        await super().close()
+
     async def score(self, item: Question, answer: str) -> float:
         """1 for the right value, less `tool_cost` for each call; else 0."""
         try:
@@ -112,22 +131,6 @@ class CalculatorEnv(QuestionEnv):
         except ExpressionError:
             right = False
         return 1.0 - self.config.tool_cost * answer.count("<tool_call>") if right else 0.0
-
-
-def tool_result(text: str) -> str | None:
-    """What the calculator replies to the call in `text`; None when that is no call."""
-    if "<tool_call>" not in text:
-        return None
-    _, arguments, failed = parse_tool_call(text, [TOOL])
-    expression = arguments.get("expression")
-    if failed or not isinstance(expression, str):
-        return 'Error: expected {"name": "calculator", "arguments": {"expression": "..."}}'
-    try:
-        value = compute(expression).value
-    except ExpressionError as error:
-        return f"Error: {error}"
-    # Decimal, since a float ends at 1e308 and an expression does not.
-    return str(value) if value.denominator == 1 else f"{value} = {Decimal(value.numerator) / value.denominator:.6g}"
 
 
 def make_question(generator: Random, config: CalculatorConfig) -> Question:

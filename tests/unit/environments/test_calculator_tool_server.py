@@ -1,3 +1,6 @@
+import asyncio
+import os
+import signal
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -72,3 +75,23 @@ async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp
         assert await env.evaluate() == {
             "accuracy": 1.0, "mean_score": 0.9, "correct": 1, "total": 1, "unscored": 0, "temperature": 0.0
         }  # fmt: skip
+
+
+async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_is_an_error_that_the_model_reads(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(conversation(CALL, "<answer>391</answer>")) as server,
+        running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200) as env,
+    ):
+        rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
+        assert [message["content"] for message in rollout.messages if message["role"] == "tool"] == ["391"]
+        process = env.pool._children[0]._process
+        assert process is not None and "seccomp" in (await env.pool.sandbox_report()).means
+        os.killpg(process.pid, signal.SIGSTOP)
+        asking = asyncio.create_task(env.rollouts(QUESTION, 1, "train", 1.0, 1.0))
+        await asyncio.sleep(0.2)
+        os.killpg(process.pid, signal.SIGKILL)
+        rollout = (await asking)[0]
+        tool_messages = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+        assert tool_messages == ["Error: the calculator failed"]
+        rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
+        assert [message["content"] for message in rollout.messages if message["role"] == "tool"] == ["391"]
