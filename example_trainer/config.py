@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
 
 from atroposlib.config import Config, OutputFile
+from atroposlib.names import Name
 from example_trainer.inference_servers import Address, server_addresses
 
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -184,8 +185,8 @@ class TrainerConfig(Config):
     log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
     metrics_path: OutputFile | None = Field(None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl")
     use_wandb: bool = Field(False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases")
-    wandb_project: str = Field("atropos", min_length=1, description="Weights & Biases project, told to environments too")
-    wandb_group: str | None = Field(None, description="Weights & Biases group, told to environments too")
+    wandb_project: Name = Field("atropos", min_length=1, description="Weights & Biases project, told to environments")
+    wandb_group: Name | None = Field(None, description="Weights & Biases group, told to environments too")
     tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
 
     @property

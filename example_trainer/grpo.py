@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
-from atroposlib.logs import configure_logging, get_logger
+from atroposlib.logs import configure_logging, get_logger, print_error
 from example_trainer.adapters import ADAPTER
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
@@ -349,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run(config)
     except TrainerError as error:
-        print(f"grpo: error: {error}", file=sys.stderr, flush=True)
+        print_error("grpo", error)
         return 1
     except KeyboardInterrupt:
         print("grpo: interrupted", file=sys.stderr, flush=True)

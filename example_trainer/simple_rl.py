@@ -14,7 +14,6 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +28,7 @@ from atroposlib.config import Config, load_config
 from atroposlib.envs.problems import Problem, arithmetic_problems
 from atroposlib.files import open_regular
 from atroposlib.grading import last_number
+from atroposlib.logs import print_error
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
@@ -263,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(f"Trained model: {train(config)}")
     except (TrainerError, NotInvariant) as error:
-        print(f"simple_rl: error: {error}", file=sys.stderr)
+        print_error("simple_rl", error)
         return 1
     return 0
 

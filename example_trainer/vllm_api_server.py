@@ -126,6 +126,7 @@ def _environment_before_vllm() -> None:
     allowed = os.environ.get("VLLM_PLUGINS")
     names = allowed.split(",") if allowed else [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
+    os.environ.setdefault("VLLM_DISABLE_LOG_LOGO", "1")  # a picture of five lines; a record has one
     # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -461,7 +461,8 @@ def serve(args: Any) -> None:
 
     args.api_server_count = None
     # when uvicorn begins to wait for its connections vLLM has ended the engine: no reply is left to come
-    uvloop.run(run_server(args, timeout_graceful_shutdown=1))
+    # colours inside a message would be written as escaped characters
+    uvloop.run(run_server(args, timeout_graceful_shutdown=1, use_colors=False))
 
 
 def offline_engine(model: str, **settings: Any) -> Any:

@@ -1,5 +1,7 @@
 """vLLM's general plugin: loaded in every vLLM process, before anything else of ours.
 
+Names and prompts reach vLLM's logs, too: from here on their control characters are escaped, as in every log of ours.
+
 Where the launcher asked for batch-invariant arithmetic, it is installed here, before a model exists.
 
 vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and memory held, when
@@ -12,6 +14,7 @@ import os
 import signal
 import sys
 
+from atroposlib.logs import escape_records
 from vllm_patching.batch_invariant import switch
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -19,6 +22,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 def register() -> None:
     """Idempotent; vLLM may call it more than once a process."""
+    escape_records()
     if switch.is_on():
         from vllm_patching.batch_invariant import hooks
 

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from atroposlib.names import check_name
+
 T = TypeVar("T")
 Location = tuple[str | int, ...]
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")
@@ -142,6 +144,15 @@ def gunzip(body: bytes, limit: int) -> bytes:
         start -= len(stream.unused_data)
         start = _ZEROS.match(body, start).end()  # type: ignore[union-attr]  # members may be padded by zeros
     return b"".join(plain)
+
+
+def check_names(**names: str) -> None:
+    """Names by their fields, checked where they come in: a journal may hold older ones. Raises RefusedBody (422)."""
+    for field, name in names.items():
+        try:
+            check_name(name)
+        except ValueError as error:
+            raise RefusedBody(422, str(error), location=(field,), value=shown(name)) from None
 
 
 def too_large(limit: int) -> RefusedBody:

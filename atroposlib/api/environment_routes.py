@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api import wire
 from atroposlib.api.changes import PostedGroup
-from atroposlib.api.decoding import BodyDecoder, RefusedBody
+from atroposlib.api.decoding import BodyDecoder, RefusedBody, check_names
 from atroposlib.api.group_checks import check_group
 from atroposlib.api.http import MSGPACK, beside, is_packed, read_body, read_group_body, reply, say_once, service_of
 from atroposlib.api.openapi import describe
@@ -41,7 +41,9 @@ async def register_env(request: Request) -> Response:
     `{"status": "wait for trainer to start"}` until a trainer has registered and polled for a batch: ask again.
     """
     service = service_of(request)
-    environment = await service.join(_env_registration.decode(await read_body(request)))
+    joining = _env_registration.decode(await read_body(request))
+    check_names(desired_name=joining.desired_name)
+    environment = await service.join(joining)
     run = service.state.queue.registration
     if environment is None or run is None:
         return _readable(reply(wire.Outcome(WAIT_FOR_TRAINER)))
@@ -140,7 +142,10 @@ async def heartbeat(request: Request) -> Response:
 @router.post("/evaluation", **describe(wire.Outcome, body=wire.Evaluation))
 async def evaluation(request: Request) -> Response:
     """Post held-out results of a policy version; a second post for the same environment and version replaces the first."""
-    await service_of(request).add_evaluation(_evaluation.decode(await read_body(request)))
+    posted = _evaluation.decode(await read_body(request))
+    for metric in posted.metrics:
+        check_names(metrics=metric)
+    await service_of(request).add_evaluation(posted)
     return reply(wire.Outcome("success"))
 
 

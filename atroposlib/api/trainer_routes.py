@@ -8,7 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api import wire
-from atroposlib.api.decoding import BodyDecoder
+from atroposlib.api.decoding import BodyDecoder, check_names
 from atroposlib.api.http import (
     MSGPACK,
     NO_BROWSER,
@@ -47,6 +47,8 @@ async def register(request: Request) -> Response:
     again. Groups stay, unless they belong to another run.
     """
     registration = _registration.decode(await read_body(request))
+    check_names(wandb_group=registration.wandb_group, wandb_project=registration.wandb_project)
+    check_names(run=registration.run or "")
     service = service_of(request)
     trainer, forgotten = await service.register(registration)
     log.info(

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atroposlib.config import OutputFileText
 from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
+from atroposlib.names import Name
 
 
 class EvalHandlingEnum(Enum):
@@ -43,7 +44,7 @@ class BaseEnvConfig(BaseModel):
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     rollout_server_token: SecretStr | None = Field(default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
     total_steps: int = Field(default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those.")
-    wandb_name: str | None = Field(default=None, description="Name of this environment; its class's name if unset.")
+    wandb_name: Name | None = Field(default=None, description="Name of this environment; its class's name if unset.")
     num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")
     num_rollouts_per_group_for_logging: int = Field(default=1, description="Samples of each kept group in the table; -1 means all.")
     ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")

@@ -14,7 +14,7 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.cli.run_api import RunApiConfig
 from atroposlib.config import ConfigError, resolve_config
 from atroposlib.http_guard import OwnHosts
-from tests.unit.api.support import DEADLINE_S, command, group, register, registration
+from tests.unit.api.support import DEADLINE_S, command, environment, group, register, register_env, registration
 
 TOKEN = "correct-horse-battery"
 MSGPACK = {"Content-Type": "application/msgpack"}
@@ -268,3 +268,37 @@ def test_what_is_not_messagepack_of_the_right_shape_is_422(body: bytes) -> None:
 def test_sums_that_overflow_are_no_reason_to_refuse() -> None:
     large = group(2, ref_logprobs=[[1e308, 1e308], [0.0, 0.0]])
     assert api().post("/scored_data", content=pack(large), headers=MSGPACK).status_code == 200
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+EVIL = "evil\n12:00:00 INFO [api] Trainer registered: batch_size=999\x1b[2J\x1b]0;owned\x07"
+
+
+@pytest.mark.parametrize("name", [EVIL, "x" * 129, "a\u202eb", "a\n"], ids=ascii)
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/register-env", environment(4), "desired_name"),
+        ("/register", registration(4), "wandb_group"),
+        ("/register", registration(4), "wandb_project"),
+        ("/register", registration(4), "run"),
+    ],
+)
+def test_a_name_that_is_long_or_not_printable_is_refused_with_field_and_limit(
+    path: str, body: dict[str, Any], field: str, name: str
+) -> None:
+    client = api()
+    register(client, batch_size=4)
+    reply = client.post(path, json=body | {field: name})
+    assert reply.status_code == 422 and reply.json()["detail"][0]["loc"] == ["body", field]
+    assert "at most 128 characters" in reply.text and reply.text.isascii() and "\x1b" not in reply.text
+    assert client.post(path, json=body | {field: "Ω" * 128}).status_code == 200
+
+
+def test_a_metric_is_a_name_too() -> None:
+    client = api()
+    register(client, batch_size=4)
+    body = {"env_id": register_env(client), "policy_version": 1, "accuracy": 0.5}
+    assert client.post("/evaluation", json=body | {"metrics": {EVIL: 1.0}}).status_code == 422
+    assert client.post("/evaluation", json=body | {"metrics": {"eval/percent_correct": 1.0}}).status_code == 200
