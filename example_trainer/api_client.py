@@ -18,6 +18,7 @@ import requests
 
 from atroposlib.logs import get_logger, waiting
 from example_trainer.bad_data import Rejection
+from atroposlib.redirects import refused_redirect
 from example_trainer.errors import TrainerError
 from example_trainer.heartbeat import Heartbeat
 
@@ -198,7 +199,8 @@ class ApiClient:
         """One sign of life. Nobody waits for it, and the next request tells what is wrong."""
         try:
             with self._new_session() as session:
-                session.post(f"{self.url}/heartbeat", json={"trainer": self._trainer}, timeout=HTTP_TIMEOUT_S)
+                beat = {"trainer": self._trainer}
+                session.post(f"{self.url}/heartbeat", json=beat, timeout=HTTP_TIMEOUT_S, allow_redirects=False)
         except requests.RequestException as error:
             log.debug("No sign of life reached %s: %s", self.url, error)
 
@@ -242,13 +244,16 @@ class ApiClient:
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
         data = None if body is None else orjson.dumps(body)
         try:
+            headers = {"Content-Type": "application/json"} if data else None
             reply = self._session.request(
-                method, self.url + path, data=data, headers={"Content-Type": "application/json"} if data else None, timeout=HTTP_TIMEOUT_S
+                method, self.url + path, data=data, headers=headers, timeout=HTTP_TIMEOUT_S, allow_redirects=False
             )
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError) as error:
             raise _Unreachable(_reason(error)) from error
         except requests.RequestException as error:
             raise ApiError(f"--atropos-url {self.url} cannot be used: {_reason(error)}") from error
+        if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
+            raise ApiError(redirected)
         if reply.status_code >= 500:
             raise _Unreachable(f"HTTP {reply.status_code}")
         if reply.status_code in (404, 405):

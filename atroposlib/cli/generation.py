@@ -16,6 +16,7 @@ from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.records import append_jsonl
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.redirects import refused_redirect
 from atroposlib.utils.tokenizers import load_tokenizer
 
 log = get_logger(__name__)
@@ -127,7 +128,9 @@ def _next_batch(config: GenerationConfig, session: requests.Session) -> list[dic
 def _call(config: GenerationConfig, session: requests.Session, method: str, path: str, body: Any = None) -> dict[str, Any]:
     url = config.api_url.rstrip("/") + path
     try:
-        reply = session.request(method, url, json=body, timeout=REQUEST_TIMEOUT_S)
+        reply = session.request(method, url, json=body, timeout=REQUEST_TIMEOUT_S, allow_redirects=False)
+        if redirected := refused_redirect(url, reply.status_code, reply.headers.get("Location")):
+            raise GenerationError(redirected)
         reply.raise_for_status()
         content: dict[str, Any] = reply.json()
     except (requests.RequestException, ValueError) as error:

@@ -18,6 +18,7 @@ import orjson
 from pydantic import BaseModel, Field
 
 from atroposlib.groups import Needs
+from atroposlib.redirects import refused_redirect
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
@@ -149,13 +150,16 @@ class BatchingApiClient:
             # A proxy of the surroundings does not reach loopback, so the environment's proxy variables are left aside.
             self._session = aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
         try:
-            async with self._session.request(method, self.url + path, data=content, headers=headers) as reply:
+            url = self.url + path
+            async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
                 text = await reply.read()
                 self._reads_msgpack = self._reads_msgpack or MSGPACK in reply.headers.get("Accept-Post", "")
         except aiohttp.InvalidURL as error:
             raise ApiRefused(f"{self.url} is not an address; correct --env.rollout_server_url", 400) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiUnreachable(f"{self.url}{path}: {error or f'no reply within {REQUEST_TIMEOUT_S:.0f} s'}") from error
+        if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):
+            raise ApiRefused(redirected, reply.status)
         if reply.status == 401:
             raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
         if reply.status >= 500 or reply.status == 429:

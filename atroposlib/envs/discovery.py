@@ -7,6 +7,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.waits import NotYet, wait_for_peer
 from atroposlib.logs import get_logger
+from atroposlib.redirects import refused_redirect
 
 log = get_logger(__name__)
 
@@ -43,7 +44,9 @@ async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel
 
     async def attempt() -> ServedModel:
         try:
-            async with session.get(url, headers=headers) as reply:
+            async with session.get(url, headers=headers, allow_redirects=False) as reply:
+                if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):
+                    raise NotYet(redirected)
                 if reply.status != 200:
                     raise NotYet(f"it replied {reply.status}")
                 return ServedModel.model_validate((await reply.json())["data"][0])

@@ -10,6 +10,7 @@ from typing import Any
 import requests
 
 from atroposlib.logs import get_logger
+from atroposlib.redirects import refused_redirect
 from example_trainer.bridges import BridgeError
 
 log = get_logger(__name__)
@@ -135,13 +136,18 @@ class VllmClient:
         limit_s = min(timeout_s or self._timeout_s, self._timeout_s)
         try:
             # not a Session: its pool would reuse a connection that the server has closed or is about to close
-            reply = requests.request(method, self.url + path, json=body, headers=self._headers, timeout=(CONNECT_S, limit_s))
+            limits = (CONNECT_S, limit_s)
+            reply = requests.request(
+                method, self.url + path, json=body, headers=self._headers, timeout=limits, allow_redirects=False
+            )
         except requests.RequestException as error:
             if raise_transport:
                 raise
             raise BridgeError(
                 f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit {limit_s:.0f} s); see its log"
             ) from error
+        if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
+            raise BridgeError(redirected)
         if reply.status_code == 404 and path == "/v1/bridge/status":
             raise BridgeError(f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py")
         if reply.status_code >= 400:

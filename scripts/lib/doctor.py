@@ -212,7 +212,7 @@ def ask(url: str, key: str | None) -> Answer:
     """One GET; status 0 if there is no answer in time."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        reply = requests.get(url, headers=headers, timeout=(CONNECT_S, ANSWER_S))
+        reply = requests.get(url, headers=headers, timeout=(CONNECT_S, ANSWER_S), allow_redirects=False)
         return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
     except (requests.RequestException, ValueError):
         return Answer(0)

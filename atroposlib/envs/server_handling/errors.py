@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping
 
+from atroposlib.redirects import refused_redirect
+
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 UNAVAILABLE = 503
 
@@ -48,6 +50,8 @@ def reason_of(body: bytes) -> str:
 
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
     """The error for a reply that is not 2xx."""
+    if redirected := refused_redirect(url, status, headers.get("Location")):
+        return PermanentServerError(redirected)
     message = f"{url} replied {status}: {' '.join(body.split())[:500]}"
     retry_after_s = _seconds(headers.get("Retry-After", ""))
     if status == UNAVAILABLE:

@@ -66,6 +66,7 @@ class OpenAIServer(APIServer):
                 base_url=self.base_url,
                 max_retries=0,
                 timeout=openai.Timeout(None, connect=CONNECT_TIMEOUT_S),
+                http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False),
             )
         return self._sdk
 
@@ -91,7 +92,8 @@ class OpenAIServer(APIServer):
     async def probe(self) -> str | None:
         """Any reply that is not a server error counts as life: some hosts guard or lack the address that is asked."""
         try:
-            async with self.http.get(self.health_url, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)) as reply:
+            limit = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
+            async with self.http.get(self.health_url, timeout=limit, allow_redirects=False) as reply:
                 if reply.status < 500:
                     return None
                 return f"{self.health_url} replied {reply.status}: {reason_of(await reply.content.read(REASON_BYTES))}"

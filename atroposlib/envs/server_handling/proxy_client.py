@@ -91,7 +91,7 @@ async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) 
     try:
         async with (
             aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
-            session.request(method, url, json=body, headers=headers) as reply,
+            session.request(method, url, json=body, headers=headers, allow_redirects=False) as reply,
         ):
             if reply.status != 200:
                 raise status_error(url, reply.status, await reply.text(), reply.headers)

@@ -111,7 +111,8 @@ class VLLMServer(OpenAIServer):
     async def _generate(self, body: dict[str, Any]) -> bytes:
         url = self.generate_url
         try:
-            async with self.http.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as reply:
+            headers = {"Content-Type": "application/json"}
+            async with self.http.post(url, data=orjson.dumps(body), headers=headers, allow_redirects=False) as reply:
                 content = await reply.read()
         except aiohttp.ClientError as error:
             raise ServerUnreachableError(f"{url}: {describe(error)}") from error

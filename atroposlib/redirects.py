@@ -1,0 +1,14 @@
+"""Redirects are not followed: a server that is not what it seems would have prompts and keys sent elsewhere."""
+
+SHOWN_CHARACTERS = 200
+
+
+def refused_redirect(url: str, status: int, target: str | None) -> str | None:
+    """What is wrong with the reply of `url` if it is a redirect, with its target (the Location header) and what to do."""
+    if not 300 <= status < 400:
+        return None
+    shown = ascii(target)[:SHOWN_CHARACTERS] if target else "nowhere"
+    return (
+        f"{url} replied {status}, a redirect to {shown}, which is not followed: the request and its key would go there; "
+        "if that is the server you mean, configure its address"
+    )

@@ -1,0 +1,183 @@
+"""No client follows a redirect: a server that is not what it seems does not have prompts and keys sent elsewhere."""
+
+import asyncio
+import http.server
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.cli.generation import GenerationConfig, GenerationError, fetch_groups
+from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
+from atroposlib.envs.discovery import served_model
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.server_handling.errors import PermanentServerError
+from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.proxy_client import create_proxy_session
+from atroposlib.envs.server_handling.server_config import APIServerConfig
+from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from example_trainer.api_client import ApiClient, ApiError
+from example_trainer.bridges import BridgeError
+from example_trainer.bridges.vllm_client import VllmClient
+
+KEY = "key-that-nobody-else-may-see"
+MESSAGES: Any = [{"role": "user", "content": "a prompt"}]
+
+
+class Recorder(http.server.ThreadingHTTPServer):
+    """Answers every request by `status` and a Location, and notes it."""
+
+    def __init__(self, status: int, target: str) -> None:
+        recorder = self
+        self.requests: list[str] = []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                recorder.requests.append(f"{self.command} {self.path}")
+                self.send_response(status)
+                self.send_header("Location", target + self.path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_GET = do_POST = do_DELETE = answer
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Recorder]:
+    """Where the redirects lead."""
+    server = Recorder(200, "")
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=[301, 302, 303, 307, 308])
+def hostile(request: pytest.FixtureRequest, elsewhere: Recorder) -> Iterator[Recorder]:
+    server = Recorder(request.param, elsewhere.url)
+    yield server
+    server.close()
+
+
+def config(url: str, folder: Path) -> APIServerConfig:
+    tokenizer = str(save_tiny_tokenizer(folder))
+    return APIServerConfig(base_url=f"{url}/v1", api_key=KEY, model_name="m", tokenizer_name=tokenizer)
+
+
+async def chat(url: str, folder: Path) -> None:
+    server = OpenAIServer(config(url, folder))
+    try:
+        await server.request_chat({"messages": MESSAGES})
+    finally:
+        await server.close()
+
+
+async def completion(url: str, folder: Path) -> None:
+    server = OpenAIServer(config(url, folder))
+    try:
+        await server.request_completion({"prompt": "a prompt"})
+    finally:
+        await server.close()
+
+
+async def tokens(url: str, folder: Path, kind: type[VLLMServer] = VLLMServer) -> None:
+    server = kind(config(url, folder))
+    try:
+        await server.request_tokens({"input_ids": [1, 2], "max_tokens": 4})
+    finally:
+        await server.close()
+
+
+async def sglang_tokens(url: str, folder: Path) -> None:
+    await tokens(url, folder, SGLangServer)
+
+
+async def trl_tokens(url: str, folder: Path) -> None:
+    await tokens(url, folder, TrlVllmServer)
+
+
+async def discovery(url: str, folder: Path) -> None:
+    await served_model(config(url, folder), timeout_s=0.3)
+
+
+async def batching_api(url: str, folder: Path) -> None:
+    async with BatchingApiClient(url, KEY) as api:
+        await api.post_groups([{"tokens": [[1]]}])
+
+
+async def proxy(url: str, folder: Path) -> None:
+    await create_proxy_session(url, token=KEY)
+
+
+async def generation(url: str, folder: Path) -> None:
+    await asyncio.to_thread(next, fetch_groups(GenerationConfig(api_url=url, token=KEY)))
+
+
+async def trainers_api_client(url: str, folder: Path) -> None:
+    client = ApiClient(url, {"batch_size": 4}, patience_s=0.2, token=KEY)
+    client._beat()  # the heartbeat's thread; it reports nothing
+    await asyncio.to_thread(client.register, 0)
+
+
+async def trainers_vllm_client(url: str, folder: Path) -> None:
+    await asyncio.to_thread(VllmClient("127.0.0.1", int(url.rpartition(":")[2]), KEY, 5.0).commit, "session", 1)
+
+
+async def trainers_vllm_wait(url: str, folder: Path) -> None:
+    client = VllmClient("127.0.0.1", int(url.rpartition(":")[2]), KEY, 5.0)
+    await asyncio.to_thread(client.wait_until_ready, 1.0)
+
+
+CLIENTS: dict[Callable[[str, Path], Awaitable[None]], type[Exception]] = {
+    chat: PermanentServerError,
+    completion: PermanentServerError,
+    tokens: PermanentServerError,
+    sglang_tokens: PermanentServerError,
+    trl_tokens: PermanentServerError,
+    discovery: EnvError,
+    batching_api: ApiRefused,
+    proxy: PermanentServerError,
+    generation: GenerationError,
+    trainers_api_client: ApiError,
+    trainers_vllm_client: BridgeError,
+    trainers_vllm_wait: BridgeError,
+}
+
+
+@pytest.mark.parametrize("call", CLIENTS, ids=lambda call: call.__name__)
+async def test_no_client_follows_a_redirect_and_each_names_its_target(
+    call: Callable[[str, Path], Awaitable[None]], hostile: Recorder, elsewhere: Recorder, tmp_path: Path
+) -> None:
+    with pytest.raises(CLIENTS[call]) as raised:
+        await call(hostile.url, tmp_path)
+    assert elsewhere.url in str(raised.value) and "configure its address" in str(raised.value)
+    assert hostile.requests and elsewhere.requests == []
+    assert KEY not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [OpenAIServer, VLLMServer])
+async def test_a_probe_of_health_is_not_redirected_either(
+    kind: type[OpenAIServer], hostile: Recorder, elsewhere: Recorder, tmp_path: Path
+) -> None:
+    server = kind(config(hostile.url, tmp_path))
+    await server.probe()
+    await server.close()
+    assert hostile.requests and elsewhere.requests == []
