@@ -17,8 +17,8 @@ import orjson
 import requests
 
 from atroposlib.logs import get_logger, waiting
-from example_trainer.bad_data import Rejection
 from atroposlib.redirects import refused_redirect
+from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
 from example_trainer.heartbeat import Heartbeat
 
