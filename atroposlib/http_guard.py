@@ -17,7 +17,9 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import AfterValidator
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
@@ -58,6 +60,9 @@ def plain_name(text: str) -> str:
     if parts is None or bracketed.count(":") and not bracketed.endswith("]"):
         raise ValueError(f"{_shown(text)} is not a host name or address, which is given without scheme and port")
     return parts[0]
+
+
+HostName = Annotated[str, AfterValidator(plain_name)]
 
 
 def is_loopback(host: str) -> bool:

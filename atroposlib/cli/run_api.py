@@ -25,7 +25,7 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
 from atroposlib.cli import journal as journal_commands
 from atroposlib.config import Config, load_config
-from atroposlib.http_guard import OwnHosts, is_loopback, plain_name
+from atroposlib.http_guard import HostName, OwnHosts, is_loopback
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)
@@ -64,7 +64,7 @@ class RunApiConfig(Config):
     )
     post_token_file: Path | None = Field(None, description="File that holds it.")
     allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
-    allowed_host: list[str] = Field([], description="A further name that clients may call this server by; repeatable.")
+    allowed_host: list[HostName] = Field([], description="A further name that clients may call this server by; repeatable.")
     legacy_gets: bool | None = Field(
         None,
         description="Allow GET /batch and GET /reset_data, which change state; by default only the first.",
@@ -82,11 +82,6 @@ class RunApiConfig(Config):
     trainer_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again.")
     max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
     stale_groups: Literal["drop", "down-weight"] = Field("drop", description="What becomes of groups above --max-staleness.")
-
-    @field_validator("allowed_host")
-    @classmethod
-    def _names(cls, names: list[str]) -> list[str]:
-        return [plain_name(name) for name in names]
 
     @field_validator("api_token", "post_token")
     @classmethod

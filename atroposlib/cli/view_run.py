@@ -18,6 +18,7 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.html_report import STYLE, group_html
+from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -32,6 +33,7 @@ class ViewConfig(Config):
     api_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")
     host: str = Field(default="127.0.0.1", description="Address to serve the page on.")
+    allowed_host: list[HostName] = Field(default=[], description="A further name that browsers call it by; repeatable.")
     port: int = Field(default=9002, ge=0, le=65535, description="Port to serve the page on.")
     tokenizer: str | None = Field(default=None, description="Tokenizer to show groups without messages; their ids are shown if unset.")
     interval: float = Field(default=2.0, gt=0, description="Seconds between two looks.")
@@ -94,6 +96,7 @@ def create_app(watcher: Watcher) -> FastAPI:
         await asyncio.gather(task, return_exceptions=True)
 
     app = FastAPI(lifespan=lifespan)
+    app.add_middleware(HostGuard, hosts=OwnHosts.of(watcher.config.host, watcher.config.allowed_host))
 
     @app.get("/")
     async def page() -> HTMLResponse:

@@ -24,12 +24,15 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager, StickyRoute
+from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -131,17 +134,23 @@ def create_app(
     model_name: str = "default",
     token: str = "",
     session_timeout_s: float = SESSION_TIMEOUT_S,
+    hosts: OwnHosts = OwnHosts(),  # noqa: B008  immutable
 ) -> FastAPI:
-    """The proxy before `server_manager`'s servers."""
+    """The proxy before `server_manager`'s servers, for clients that call it by one of `hosts`."""
     app = FastAPI(title="Atropos managed-server proxy")
     sessions = Sessions(server_manager, tokenizer, session_timeout_s)
 
+    def bears_token(scope: Scope) -> bool:
+        given = Headers(scope=scope).get("authorization", "").removeprefix("Bearer ")
+        return bool(token) and hmac.compare_digest(given.encode(), token.encode())
+
     @app.middleware("http")
     async def authorise(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if token and request.url.path != "/health" and not hmac.compare_digest(given.encode(), token.encode()):
+        if token and request.url.path != "/health" and not bears_token(request.scope):
             return _error(401, "the Authorization header lacks the right bearer token")
         return await call_next(request)
+
+    app.add_middleware(HostGuard, hosts=hosts, bears_token=bears_token)
 
     @app.exception_handler(ProxyError)
     async def proxy_error(request: Request, error: ProxyError) -> Response:
@@ -228,6 +237,7 @@ class ProxyConfig(Config):
         default=None, description="JSON file with model_name, tokenizer_name and servers (also --config, if it is .json)."
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
+    allowed_host: list[HostName] = Field(default=[], description="A further name that clients call it by; repeatable.")
     port: int = Field(default=9100, ge=0, le=65535, description="Port to listen on.")
     token: str = Field(default="", repr=False, description="Bearer token that every request but /health must carry.")
     session_timeout: float = Field(default=SESSION_TIMEOUT_S, gt=0, description="Seconds after which an unused session is forgotten.")
@@ -248,7 +258,8 @@ async def _serve(config: ProxyConfig) -> None:
     assert config.servers is not None
     model_name, tokenizer_name, servers = read_servers(config.servers)
     manager = ServerManager(servers)
-    app = create_app(manager, load_tokenizer(tokenizer_name), model_name, config.token, config.session_timeout)
+    hosts = OwnHosts.of(config.host, config.allowed_host)
+    app = create_app(manager, load_tokenizer(tokenizer_name), model_name, config.token, config.session_timeout, hosts)
     log.info("Proxy for %s listens on http://%s:%d", ", ".join(server.name for server in manager.servers), config.host, config.port)
     try:
         await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()

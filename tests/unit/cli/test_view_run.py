@@ -3,6 +3,7 @@ from pathlib import Path
 
 import httpx
 import requests
+from fastapi.testclient import TestClient
 
 from atroposlib.cli import view_run, view_run_multimodal
 from atroposlib.cli.view_run import ViewConfig, Watcher
@@ -57,3 +58,10 @@ async def test_api_that_is_away_is_said_on_the_page() -> None:
         watcher = Watcher(ViewConfig(api_url="http://127.0.0.1:1"))
         await watcher.look(client)
     assert "http://127.0.0.1:1 cannot be asked" in watcher.page()
+
+
+def test_the_page_is_shown_under_its_own_names_only() -> None:
+    config = ViewConfig(api_url="http://127.0.0.1:1", allowed_host=["runs.example"])
+    client = TestClient(view_run.create_app(Watcher(config)))
+    assert client.get("/", headers={"Host": "runs.example"}).status_code == 200
+    assert client.get("/", headers={"Host": "evil.test:9002"}).status_code == 403

@@ -87,3 +87,13 @@ def test_servers_are_read_from_json_and_an_open_proxy_needs_a_token(tmp_path: Pa
     assert (name, tokenizer, servers[0].server_type, servers[0].model_name) == ("m", "t", "vllm", "m")
     with pytest.raises(SystemExit, match="open to others: give --token"):
         main(["--config", str(path), "--host", "0.0.0.0"])
+
+
+async def test_the_proxy_answers_no_page_and_no_foreign_host() -> None:
+    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server, proxy(server, "secret-token") as url:
+        async with httpx.AsyncClient() as client:
+            page = {"Host": "evil.test", "Origin": "http://evil.test"}
+            for headers in ({"Host": "evil.test"}, page, page | {"Authorization": "Bearer secret-token"}, {"Origin": "null"}):
+                assert (await client.get(f"{url}/sessions", headers=headers)).status_code == 403
+            named = {"Host": "proxy.cluster.local", "Authorization": "Bearer secret-token"}
+            assert (await client.get(f"{url}/sessions", headers=named)).status_code == 200
