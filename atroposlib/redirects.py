@@ -4,11 +4,11 @@ SHOWN_CHARACTERS = 200
 
 
 def refused_redirect(url: str, status: int, target: str | None) -> str | None:
-    """What is wrong with the reply of `url` if it is a redirect, with its target (the Location header) and what to do."""
+    """What is wrong with the reply of `url` if it is a redirect: its target (the Location header) and the remedy."""
     if not 300 <= status < 400:
         return None
     shown = ascii(target)[:SHOWN_CHARACTERS] if target else "nowhere"
     return (
-        f"{url} replied {status}, a redirect to {shown}, which is not followed: the request and its key would go there; "
-        "if that is the server you mean, configure its address"
+        f"{url} replied {status}, a redirect to {shown}, which is not followed: the request and its key would go "
+        "there; if that is the server you mean, configure its address"
     )

@@ -64,7 +64,7 @@ class RunApiConfig(Config):
     )
     post_token_file: Path | None = Field(None, description="File that holds it.")
     allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
-    allowed_host: list[HostName] = Field([], description="A further name that clients may call this server by; repeatable.")
+    allowed_host: list[HostName] = Field([], description="A further name that clients call this API by; repeatable.")
     legacy_gets: bool | None = Field(
         None,
         description="Allow GET /batch and GET /reset_data, which change state; by default only the first.",

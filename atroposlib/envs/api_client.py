@@ -150,8 +150,8 @@ class BatchingApiClient:
             # A proxy of the surroundings does not reach loopback, so the environment's proxy variables are left aside.
             self._session = aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
         try:
-            url = self.url + path
-            async with self._session.request(method, url, data=content, headers=headers, allow_redirects=False) as reply:
+            asked = self._session.request(method, self.url + path, data=content, headers=headers, allow_redirects=False)
+            async with asked as reply:
                 text = await reply.read()
                 self._reads_msgpack = self._reads_msgpack or MSGPACK in reply.headers.get("Accept-Post", "")
         except aiohttp.InvalidURL as error:

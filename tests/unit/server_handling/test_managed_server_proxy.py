@@ -92,8 +92,8 @@ def test_servers_are_read_from_json_and_an_open_proxy_needs_a_token(tmp_path: Pa
 async def test_the_proxy_answers_no_page_and_no_foreign_host() -> None:
     async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server, proxy(server, "secret-token") as url:
         async with httpx.AsyncClient() as client:
-            page = {"Host": "evil.test", "Origin": "http://evil.test"}
-            for headers in ({"Host": "evil.test"}, page, page | {"Authorization": "Bearer secret-token"}, {"Origin": "null"}):
+            page = {"Host": "evil.test", "Origin": "http://evil.test", "Authorization": "Bearer secret-token"}
+            for headers in ({"Host": "evil.test"}, page, {"Origin": "null"}):
                 assert (await client.get(f"{url}/sessions", headers=headers)).status_code == 403
             named = {"Host": "proxy.cluster.local", "Authorization": "Bearer secret-token"}
             assert (await client.get(f"{url}/sessions", headers=named)).status_code == 200
