@@ -158,7 +158,7 @@ class BatchingApiClient:
             raise ApiRefused(f"{self.url} is not an address; correct --env.rollout_server_url", 400) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ApiUnreachable(f"{self.url}{path}: {error or f'no reply within {REQUEST_TIMEOUT_S:.0f} s'}") from error
-        if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):
+        if redirected := refused_redirect(self.url + path, reply.status, reply.headers.get("Location")):
             raise ApiRefused(redirected, reply.status)
         if reply.status == 401:
             raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
