@@ -134,13 +134,14 @@ class ReasoningGymEnv(QuestionEnv):
             reply = await self.pool.ask(self._entry(item.name, item.index) | {"answer": given})
         except ChildFailed as error:
             reply = {"error": str(error)}
-        if "error" in reply:
-            log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, reply["error"])
+        score = reply.get("score")
+        if not isinstance(score, float):
+            problem = reply.get("error", "its child process gave no score")
+            log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, problem)
             return None
         if reply["rejected"]:
             self.counts["answers_rejected"] += 1
             log.info("Rejected %r for entry %d of '%s': %s", given[:200], item.index, item.name, reply["rejected"])
-        score: float = reply["score"]
         return score
 
     def _entry(self, name: str, index: int) -> dict[str, Any]:

@@ -35,9 +35,9 @@ LIMITS = {"AS": MEMORY_LIMIT_BYTES, "FSIZE": FOLDER_LIMIT_BYTES, "NOFILE": 256, 
 # a program, a process or a thread, opens a socket, sends a signal, mounts, or changes a file's owner, mode or times.
 ALLOWED_CALLS = """
     read write readv writev pread64 pwrite64 preadv pwritev lseek open openat creat close close_range
-    dup dup2 dup3 pipe pipe2 fcntl stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
+    dup dup2 dup3 pipe pipe2 stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2
     readlink readlinkat getdents getdents64 getcwd umask
-    mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 ftruncate fsync fdatasync fadvise64 flock
+    mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 ftruncate fsync fdatasync fadvise64
     mmap munmap mprotect mremap madvise msync brk membarrier
     rt_sigaction rt_sigprocmask rt_sigreturn rt_sigpending sigaltstack restart_syscall setitimer getitimer
     futex futex_waitv set_robust_list get_robust_list rseq sched_yield sched_getaffinity getcpu
@@ -48,6 +48,8 @@ ALLOWED_CALLS = """
 """.split()
 # TCGETS, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX; never TIOCSTI, which types into a terminal.
 TERMINAL_QUERIES = (0x5401, 0x541B, 0x5421, 0x5450, 0x5451)
+# Duplicates, flags and locks; never F_SETOWN, which lets the kernel signal another process.
+FILE_COMMANDS = (0, 1, 2, 3, 4, 5, 6, 7, 1030)
 RLIMIT_CPU = 0
 
 
@@ -160,6 +162,8 @@ def seccomp_filter() -> bytes:
             calls.add_rule(pyseccomp.ALLOW, name)
     for query in TERMINAL_QUERIES:
         calls.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, query))
+    for command in FILE_COMMANDS:
+        calls.add_rule(pyseccomp.ALLOW, "fcntl", pyseccomp.Arg(1, pyseccomp.EQ, command))
     itself = pyseccomp.Arg(0, pyseccomp.EQ, 0)
     calls.add_rule(pyseccomp.ALLOW, "prlimit64", itself, pyseccomp.Arg(1, pyseccomp.EQ, RLIMIT_CPU))
     calls.add_rule(pyseccomp.ALLOW, "prlimit64", itself, pyseccomp.Arg(2, pyseccomp.EQ, 0))

@@ -37,6 +37,8 @@ ACTS = {
     "open a netlink socket": "import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)",
     "make a pair of sockets": "import socket; socket.socketpair()",
     "signal the parent": "import os; os.kill(os.getppid(), 0)",
+    "have the parent signalled": "import fcntl, os; fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+    "lock a file against others": "import fcntl, os; fcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX)",
     "signal everyone it may": "import os; os.kill(-1, 0)",
     "get a handle of the parent": "import os; os.pidfd_open(os.getppid())",
     "read the parent's environment": "import os; open(f'/proc/{os.getppid()}/environ', 'rb').read()",
@@ -285,3 +287,29 @@ def test_the_scorer_of_the_guide_runs_from_anywhere_and_reads_what_it_is_given(
         return
     with pytest.raises(ChildFailed, match="its last words: .*(PermissionError|FileNotFoundError)"):
         without(LEVELS[level], lambda: score("other.txt"))
+
+
+async def test_a_killed_child_leaves_neither_process_nor_folder() -> None:
+    async with running_pool(time_limit_s=0.5) as pool:
+        await pool.sandbox_report()
+        child = pool._children[0]
+        assert child._process is not None and child._sandbox is not None
+        group, folder = child._process.pid, child._sandbox.folder
+        stubborn = "import signal; signal.setitimer(signal.ITIMER_REAL, 0)\nwhile True: pass"
+        with pytest.raises(ChildFailed):
+            await pool.ask({"code": stubborn})
+        for _ in range(100):
+            members = [path for path in Path("/proc").glob("[0-9]*/stat") if is_running_member(path, group)]
+            if not members:
+                break
+            await asyncio.sleep(0.1)
+        assert not members and not folder.parent.exists()
+
+
+def is_running_member(stat: Path, group: int) -> bool:
+    """Whether the process is of `group` and has not ended."""
+    try:
+        state, _, of = stat.read_text().rpartition(")")[2].split()[:3]
+    except OSError:  # it has just ended
+        return False
+    return int(of) == group and state != "Z"
