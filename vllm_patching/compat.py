@@ -94,7 +94,8 @@ def zero_new_kv_blocks() -> None:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     cache: Any = KVCacheConfig
-    cache.needs_kv_cache_zeroing = property(lambda self: True)
+    if isinstance(getattr(cache, "needs_kv_cache_zeroing", None), property):  # not in every supported release
+        cache.needs_kv_cache_zeroing = property(lambda self: True)
 
 
 def on_cpu() -> bool:

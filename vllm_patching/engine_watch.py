@@ -53,7 +53,7 @@ class EngineWatch:
                     )
                     log.error(self._silent)
             call.cancel()  # no effect where it is done, whether by an answer or by an error, which is one too
-            await asyncio.wait({call})
+            await asyncio.gather(call, return_exceptions=True)
             if self._silent is not None and not engine.errored:
                 log.info("vLLM's engine answers again after %.0f s", time.monotonic() - asked)
             self._silent = None

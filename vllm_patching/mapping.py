@@ -53,8 +53,8 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
             continue
         parent, _, leaf = name.rpartition(".")
         if isinstance(module, compat.QKVParallelLinear):
-            heads = (module.total_num_heads, module.total_num_kv_heads, module.total_num_kv_heads)
-            sizes = [count * module.head_size for count in heads]
+            size, kv_heads = module.head_size, module.total_num_kv_heads
+            sizes = [module.total_num_heads * size, kv_heads * size, kv_heads * getattr(module, "v_head_size", size)]
         elif isinstance(module, compat.MergedColumnParallelLinear):
             sizes = list(module.output_sizes)
         elif isinstance(module, compat.LinearBase):
@@ -63,6 +63,8 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
             found[name] = None
             continue
         parts = packed.get(leaf, [leaf])
+        if len(parts) == 1:  # fused in the checkpoint, too
+            sizes = [sum(sizes)]
         found |= {f"{parent}.{part}": (module.input_size, size) for part, size in zip(parts, sizes, strict=True)}
     return found
 
