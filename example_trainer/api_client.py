@@ -22,6 +22,7 @@ from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
 from example_trainer.heartbeat import Heartbeat
 
+NOT_NOW = (408, 429)  # too slow or too much for the API at present
 HTTP_TIMEOUT_S = 10.0
 POLL_FIRST_S = 0.05
 POLL_LAST_S = 1.0
@@ -254,7 +255,7 @@ class ApiClient:
             raise ApiError(f"--atropos-url {self.url} cannot be used: {_reason(error)}") from error
         if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
             raise ApiError(redirected)
-        if reply.status_code >= 500:
+        if reply.status_code >= 500 or reply.status_code in NOT_NOW:
             raise _Unreachable(f"HTTP {reply.status_code}")
         if reply.status_code in (404, 405):
             raise _NotFound(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}; is --atropos-url the batching API?")

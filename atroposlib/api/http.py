@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Depends, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
+from atroposlib.api.admission import HELD, Held, Overloaded
 from atroposlib.api.decoding import RefusedBody, gunzip, too_large
 from atroposlib.api.journal import JournalError
 from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
@@ -77,7 +78,10 @@ async def _read_body(request: Request, limit: int) -> bytes:
     if "gzip" not in request.headers.get("content-encoding", "").lower():
         return body
     work = functools.partial(gunzip, body, limit)
-    return await beside(request, work) if len(body) > INLINE_BYTES else work()
+    plain = await beside(request, work) if len(body) > INLINE_BYTES else work()
+    held: Held = request.scope[HELD]
+    held.add(len(plain))
+    return plain
 
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
@@ -151,6 +155,12 @@ async def busy(request: Request, error: Exception) -> Response:
     return said
 
 
+async def overloaded(request: Request, error: Exception) -> Response:
+    """429 or 503: more than is taken in at a time, of this client or of all."""
+    assert isinstance(error, Overloaded)
+    return error.reply()
+
+
 async def not_journalled(request: Request, error: Exception) -> Response:
     """507: nothing was changed, since it could not be written down."""
     return reply({"detail": str(error)}, 507)
@@ -171,6 +181,7 @@ ERROR_REPLIES = {
     UnknownEnvironment: unknown_environment,
     ClientDisconnect: disconnected,
     QueueFull: busy,
+    Overloaded: overloaded,
     JournalError: not_journalled,
     NotTheTrainer: not_the_trainer,
     GroupTooLarge: too_late,

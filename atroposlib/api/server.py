@@ -12,6 +12,7 @@ import anyio
 from fastapi import FastAPI
 
 from atroposlib.api import environment_routes, general_routes, journal_rescue, trainer_routes
+from atroposlib.api.admission import Admission
 from atroposlib.api.auth import RequireToken, Tokens
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
@@ -45,6 +46,7 @@ def create_app(
     app.state.service = service
     app.state.metrics = Metrics(service)
     app.state.said = set()
+    app.state.streams = 0
     app.state.heavy_work = anyio.CapacityLimiter(1)
     for routes in (environment_routes, trainer_routes, general_routes):  # what is asked most stands first
         app.include_router(routes.router)
@@ -54,6 +56,7 @@ def create_app(
         app.include_router(general_routes.legacy_router)
     for kind, handler in ERROR_REPLIES.items():
         app.add_exception_handler(kind, handler)
+    app.add_middleware(Admission, settings=settings)
     tokens = Tokens(settings.token, settings.token_file, settings.post_token, settings.post_token_file)
     if tokens:
         app.add_middleware(RequireToken, tokens=tokens)

@@ -18,6 +18,9 @@ class ApiSettings:
     hosts: OwnHosts = OwnHosts()  # the Host names that it answers to
     legacy_gets: bool | None = None  # GET /batch and GET /reset_data, which change state; None is the former only
     max_body_bytes: int = 512 * 2**20  # of one request, as sent and decompressed
+    max_inflight_bytes: int = 2 * 2**30  # of all bodies that are being received and stored
+    max_client_bytes: int = 2**30  # of one client's
+    max_requests_per_second: float = 2000  # of one client
     max_queued_groups: int = 200_000
     max_queued_bytes: int = 16 * 2**30
     max_sequences: int = 65_536  # of one group

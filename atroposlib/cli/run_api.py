@@ -19,6 +19,7 @@ import uvicorn
 from pydantic import Field, SecretStr, field_validator, model_validator
 from uvicorn.supervisors import ChangeReload
 
+from atroposlib.api.connections import Connections, Limits, connections_allowed
 from atroposlib.api.journal import JournalError
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
@@ -72,12 +73,17 @@ class RunApiConfig(Config):
 
     # --- limits --------------------------------------------------------------------------------------------------------
     max_body_mb: int = Field(512, ge=1, description="MiB of one request, as sent and decompressed.")
+    max_inflight_mb: int = Field(2048, ge=1, description="MiB of all bodies under way; more are answered 503.")
+    max_client_mb: int = Field(1024, ge=1, description="MiB of one client's bodies under way; more are answered 429.")
+    max_requests_per_second: float = Field(2000.0, gt=0, description="Of one client; more are answered 429.")
+    max_connections: int = Field(4096, ge=1, description="Open connections; of more, those that wait are closed.")
     max_queued_groups: int = Field(200_000, ge=1, description="Groups that wait or are leased; more are answered 429.")
     max_queued_mb: int = Field(16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429.")
     max_sequences: int = Field(65_536, ge=1, description="Sequences of one group.")
     vocab_size: int | None = Field(None, ge=1, description="Token ids must be below it; a trainer can register it, too.")
 
     # --- patience ------------------------------------------------------------------------------------------------------
+    body_timeout: float = Field(120.0, gt=0, description="Seconds in which a body must be complete.")
     env_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse.")
     trainer_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again.")
     max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
@@ -94,6 +100,11 @@ class RunApiConfig(Config):
     def _flags_agree(self) -> "RunApiConfig":
         if self.in_memory and self.journal is not None:
             raise ValueError(f"--in-memory and --journal {self.journal} exclude each other; pick one")
+        if not self.max_body_mb <= self.max_client_mb <= self.max_inflight_mb:
+            raise ValueError(
+                f"a body of --max-body-mb {self.max_body_mb} has to fit into --max-client-mb {self.max_client_mb}, "
+                f"and that into --max-inflight-mb {self.max_inflight_mb}: raise the smaller ones"
+            )
         if self.posters_token is not None and self.token in (None, self.posters_token):
             raise ValueError("--post-token is a second token beside --api-token, and another one: give both")
         if self.reload and (self.journal, self.token, self.allowed_host, self.legacy_gets) != (None, None, [], None):
@@ -134,6 +145,9 @@ class RunApiConfig(Config):
             hosts=OwnHosts.of(self.host, self.allowed_host),
             legacy_gets=self.legacy_gets,
             max_body_bytes=self.max_body_mb * 2**20,
+            max_inflight_bytes=self.max_inflight_mb * 2**20,
+            max_client_bytes=self.max_client_mb * 2**20,
+            max_requests_per_second=self.max_requests_per_second,
             max_queued_groups=self.max_queued_groups,
             max_queued_bytes=self.max_queued_mb * 2**20,
             max_sequences=self.max_sequences,
@@ -217,8 +231,11 @@ def serve(config: RunApiConfig) -> None:
     log.info("Groups are kept in %s", "memory only" if journal is None else journal.absolute())
     if not is_loopback(config.host) and config.token is None:
         log.warning("Whoever reaches %s:%d can read and change everything: no token is set", config.host, port)
+    limits = Limits(body_s=config.body_timeout, most=connections_allowed(config.max_connections))
     settings = uvicorn.Config(
         app or "atroposlib.api:app",
+        http="auto" if config.reload else Connections(limits).protocol,  # type: ignore[arg-type]
+        ws="none",
         reload=config.reload,
         log_config=None,  # our own format
         log_level="warning",

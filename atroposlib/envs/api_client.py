@@ -1,6 +1,7 @@
 """The environment's side of the batching API: one request a method, errors sorted by what can be done about them.
 
-ApiUnreachable   no usable reply, or "not now" (429: the queue is full, 507: the disk is): ask again later
+ApiUnreachable   no usable reply, or "not now" (408: too slow, 429: too much, 503: too much of all, 507: the disk is
+                 full): ask again later
 ApiRefused       any other 4xx: the same request would be refused again
 
 Groups travel as MessagePack to an API that reads it, else as JSON, compressed where that makes them smaller.
@@ -22,6 +23,7 @@ from atroposlib.redirects import refused_redirect
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
+NOT_NOW = (408, 429)  # too slow or too much; every 5xx may pass, too
 COMPRESS_FROM_BYTES = 1024
 MSGPACK = "application/msgpack"
 # What the API says until a trainer has registered and asked for its first batch.
@@ -29,7 +31,10 @@ WAIT_FOR_TRAINER = "wait for trainer to start"
 
 
 class ApiUnreachable(Exception):
-    """No connection, no reply in time, a 5xx, or a 429: the same request may succeed later, after `retry_after_s` if the API said when."""
+    """No connection, no reply in time, a 5xx, 408 or 429: the same request may succeed later.
+
+    After `retry_after_s`, if the API said when.
+    """
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -162,7 +167,7 @@ class BatchingApiClient:
             raise ApiRefused(redirected, reply.status)
         if reply.status == 401:
             raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
-        if reply.status >= 500 or reply.status == 429:
+        if reply.status >= 500 or reply.status in NOT_NOW:
             raise ApiUnreachable(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", _seconds(reply.headers.get("Retry-After")))
         if reply.status >= 400:
             raise ApiRefused(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", reply.status)

@@ -13,7 +13,7 @@ import pytest
 
 from atroposlib.api.settings import ApiSettings
 from atroposlib.envs import api_link
-from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
+from atroposlib.envs.api_client import ApiRefused, ApiUnreachable, BatchingApiClient
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.errors import PeerError
 from tests.unit.envs.fakes import Api, running_api
@@ -130,3 +130,14 @@ async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refus
         await link.post_groups([group(99)])
         with pytest.raises(ApiRefused, match=r"tokens\[0\]\[0\]: 100 is not an id of the vocabulary of 100"):
             await link.post_groups([group(100)])
+
+
+async def test_an_api_that_is_asked_too_often_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
+    async with running_api(ApiSettings(max_requests_per_second=2)) as api, BatchingApiClient(api.url) as client:
+        await client.root()
+        with pytest.raises(ApiUnreachable) as refused:
+            await client.root()
+        assert refused.value.retry_after_s == 1
+        link = ApiLink(client, ANNOUNCEMENT, timeout_s=20)
+        assert await link.batch_limits() == (-1, -1)  # it waits, and asks again

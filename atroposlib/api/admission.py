@@ -1,0 +1,121 @@
+"""How much is taken in at a time: requests of one client in a second, bytes of all bodies that are held, and of one's.
+
+A client is an address, and the role of its token where the API has two. Bytes count from their arrival until the reply:
+compressed and decompressed ones, whether the body is complete or not. How long a body may take is limited where the
+bytes come from, in connections.py.
+
+    429 with Retry-After    this client asks too often, or has too much under way
+    503 with Retry-After    all clients together have too much under way
+"""
+
+import math
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atroposlib.api.auth import OPEN_PATHS, ROLE
+from atroposlib.api.settings import ApiSettings
+
+HELD = "atropos.held"  # in a request's scope: the `Held` of its body
+BURST_S = 10.0  # a client may ask at once what it may ask in so many seconds
+MAX_CLIENTS = 4096  # whose rates are remembered
+RETRY_AFTER_S = 2.0
+
+Client = tuple[str, str | None]
+
+
+class Overloaded(Exception):
+    """Too much for now, of this client (429) or of all (503): the same request may succeed later."""
+
+    def __init__(self, status: int, message: str, retry_after_s: float = RETRY_AFTER_S) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = math.ceil(retry_after_s)
+
+    def reply(self) -> JSONResponse:
+        """What the client is told."""
+        return JSONResponse({"detail": str(self)}, self.status, {"Retry-After": str(self.retry_after_s)})
+
+
+class Held:
+    """The bytes of one request's body that are in memory."""
+
+    def __init__(self, admission: "Admission", client: Client) -> None:
+        self._admission = admission
+        self._client = client
+        self._bytes = 0
+
+    def add(self, count: int) -> None:
+        """Raises Overloaded, with nothing added."""
+        self._admission.hold(self._client, count)
+        self._bytes += count
+
+    def release(self) -> None:
+        """The request is answered."""
+        self._admission.let_go(self._client, self._bytes)
+
+
+class Admission:
+    """ASGI middleware. See the module's head."""
+
+    def __init__(self, app: ASGIApp, settings: ApiSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._settings = settings
+        self._clock = clock
+        self._due: OrderedDict[Client, float] = OrderedDict()  # when what a client has asked would be due at its rate
+        self._held: Counter[Client] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        client = (scope["client"][0] if scope.get("client") else "", scope.get(ROLE))
+        try:
+            self._count(client)
+        except Overloaded as refusal:
+            await refusal.reply()(scope, receive, send)
+            return
+        scope[HELD] = held = Held(self, client)
+
+        async def counted() -> Message:
+            message = await receive()
+            if body := message.get("body"):
+                held.add(len(body))
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            held.release()
+
+    def _count(self, client: Client) -> None:
+        """Note a request. Raises Overloaded (429)."""
+        rate, now = self._settings.max_requests_per_second, self._clock()
+        due = max(now, self._due.get(client, now))
+        if due - now > BURST_S:
+            message = f"more than {rate} requests a second of this client (--max-requests-per-second)"
+            raise Overloaded(429, message, due - now - BURST_S)
+        self._due[client] = due + 1 / rate
+        self._due.move_to_end(client)
+        if len(self._due) > MAX_CLIENTS:
+            self._due.popitem(last=False)
+
+    def hold(self, client: Client, count: int) -> None:
+        """Raises Overloaded (429 or 503)."""
+        limits, total = self._settings, self._held.total() + count
+        if self._held[client] + count > limits.max_client_bytes:
+            message = f"this client has bodies of {limits.max_client_bytes} bytes under way (--max-client-mb)"
+            raise Overloaded(429, f"{message}; post again when they are answered")
+        if total > limits.max_inflight_bytes:
+            message = f"bodies of {limits.max_inflight_bytes} bytes are under way (--max-inflight-mb)"
+            raise Overloaded(503, f"{message}; post again when they are answered")
+        self._held[client] += count
+
+    def let_go(self, client: Client, count: int) -> None:
+        """Bytes of a request that is answered."""
+        self._held[client] -= count
+        if not self._held[client]:
+            del self._held[client]

@@ -1,0 +1,192 @@
+"""Connections to the API: none waits for ever, and none keeps others out.
+
+uvicorn closes a connection that is idle after its first reply. This adds what it leaves open:
+
+    nothing sent, or half a head     closed after `head_s`
+    half a body                      408 after `body_s`, or after `stall_s` without a byte
+    a reply that nobody reads        cut after `stall_s` without progress, once the connection would be closed
+    more than `most` connections     those that wait for a request are closed, of the busiest address and oldest first
+
+So a process that has fewer file descriptors than a client can open still answers `/health` to others.
+"""
+
+import asyncio
+import resource
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from atroposlib.logs import get_logger
+
+RESERVED_FILES = 64  # descriptors for the journal, the log, the event loop
+LOG_EVERY_S = 10.0
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, and a number of connections."""
+
+    head_s: float = 15.0
+    body_s: float = 120.0
+    stall_s: float = 30.0
+    most: int = 4096
+
+
+def connections_allowed(wanted: int) -> int:
+    """`wanted`, or what the limit on open files leaves, which is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return wanted if soft == resource.RLIM_INFINITY else max(1, min(wanted, soft - RESERVED_FILES))
+
+
+class Connections:
+    """All open connections of one server; `protocol` is uvicorn's factory of one."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self._open: dict[Connection, None] = {}  # oldest first
+        self._unlogged: Counter[str] = Counter()
+        self._logged_at = -LOG_EVERY_S
+
+    def protocol(self, **uvicorns: Any) -> "Connection":
+        """A protocol for a connection that is about to be made."""
+        return Connection(self, **uvicorns)
+
+    def opened(self, connection: "Connection") -> None:
+        """Keep it, at the cost of others that wait; refuse it where all others are being answered."""
+        self._open[connection] = None
+        if len(self._open) <= self.limits.most:
+            return
+        of_address = Counter(each.address for each in self._open)
+        waiting = [each for each in self._open if each is not connection and each.patience is not None]
+        waiting.sort(key=lambda each: (each.patience, -of_address[each.address]))
+        for each in waiting[: 1 + self.limits.most // 20] or [connection]:  # several, as finding them takes a while
+            self.closed(each)
+            each.transport.abort()
+            self.note(f"closed, as more than {self.limits.most} were open")
+
+    def closed(self, connection: "Connection") -> None:
+        """It is gone."""
+        self._open.pop(connection, None)
+
+    def note(self, what: str) -> None:
+        """Count what happened to a connection; one line every few seconds tells."""
+        self._unlogged[what] += 1
+        now = asyncio.get_running_loop().time()
+        if now - self._logged_at >= LOG_EVERY_S:
+            for reason, count in self._unlogged.items():
+                log.warning("%d connection(s) %s", count, reason)
+            self._unlogged.clear()
+            self._logged_at = now
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with deadlines."""
+
+    def __init__(self, connections: Connections, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._connections = connections
+        self._receiving: str | None = "head"  # or "body"; None: a request is being answered, or none has begun
+        self._since = self._heard = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> str:
+        """Of the client."""
+        return self.client[0] if self.client else ""
+
+    @property
+    def patience(self) -> int | None:
+        """How much it is worth to keep it waiting; None while it is being answered."""
+        if self._receiving is not None:
+            return 0 if self._receiving == "head" else 2
+        return 1 if self.cycle is None or self.cycle.response_complete else None
+
+    # --- uvicorn's events ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._since = self._heard = self.loop.time()
+        self._watch()
+        self._connections.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.closed(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        super().data_received(data)
+        self._watch()
+
+    def on_message_begin(self) -> None:
+        self._receiving, self._since = "head", self._heard
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._receiving = "body"
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._receiving = None
+        super().on_message_complete()
+
+    def timeout_keep_alive_handler(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        super().timeout_keep_alive_handler()
+        if unsent:
+            self.loop.call_later(self._connections.limits.stall_s, self._cut_unless_read, unsent)
+
+    # --- deadlines -----------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._timer is None and self._receiving is not None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(max(0.0, self._deadline() - self.loop.time()), self._look)
+
+    def _deadline(self) -> float:
+        limits = self._connections.limits
+        if self._receiving == "head":
+            return self._since + limits.head_s
+        heard = self.loop.time() if self.flow.read_paused else self._heard  # we do not read, so nothing is heard
+        return min(self._since + limits.body_s, heard + limits.stall_s)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._receiving is None or self.loop.time() < self._deadline():
+            self._watch()
+            return
+        self._connections.note(f"closed before a whole {self._receiving} came")
+        cycle = self.cycle if self._receiving == "body" else None
+        if cycle is not None and not cycle.response_started:
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.transport.write(_too_slow(self._connections.limits))
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _cut_unless_read(self, unsent_before: int) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent < unsent_before:
+            self.loop.call_later(self._connections.limits.stall_s, self._cut_unless_read, unsent)
+        elif unsent:
+            self._connections.note("cut, as the reply was not read")
+            self.transport.abort()
+
+
+def _too_slow(limits: Limits) -> bytes:
+    said = (
+        f'{{"detail":"the body was not complete within {limits.body_s:g} s (--body-timeout), '
+        f'or nothing of it came for {limits.stall_s:g} s"}}'
+    ).encode()
+    head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 2\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(said) + said

@@ -1,0 +1,210 @@
+"""What is taken in at a time, and how long a connection may wait: with real sockets where it is about those."""
+
+import contextlib
+import gzip
+import resource
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import uvicorn
+from fastapi.testclient import TestClient
+
+from atroposlib.api.connections import Connections, Limits, connections_allowed
+from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
+from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.config import ConfigError, resolve_config
+from tests.unit.api.support import DEADLINE_S, command, group, wait_until_healthy
+
+QUICK = Limits(head_s=0.3, body_s=1.0, stall_s=0.5, most=30)
+HEAD = b"POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
+
+
+def api(**settings: Any) -> TestClient:
+    return TestClient(create_app(ApiSettings(**settings)))
+
+
+# --- rates and bytes ----------------------------------------------------------------------------------
+
+
+def test_a_client_that_asks_too_often_is_told_when_to_come_back_and_others_are_not() -> None:
+    app = create_app(ApiSettings(max_requests_per_second=0.5, token="a-token-for-all", post_token="a-token-for-some"))
+    bearing = {role: {"Authorization": f"Bearer a-token-for-{role}"} for role in ("all", "some")}
+    flooding, other = (TestClient(app, client=(host, 1)) for host in ("192.0.2.1", "192.0.2.2"))
+    replies = [flooding.get("/status", headers=bearing["some"]) for _ in range(12)]
+    assert {reply.status_code for reply in replies[:6]} == {200}  # 10 s at its rate, and one
+    assert replies[-1].status_code == 429
+    assert 1 <= int(replies[-1].headers["Retry-After"]) <= 2 and "--max-requests-per-second" in replies[-1].text
+    assert flooding.get("/health").status_code == 200
+    assert flooding.get("/status", headers=bearing["all"]).status_code == 200
+    assert other.get("/status", headers=bearing["some"]).status_code == 200
+
+
+@pytest.mark.parametrize(("limit", "status"), [("max_inflight_bytes", 503), ("max_client_bytes", 429)])
+def test_bytes_under_way_are_limited_in_sum_and_given_back(limit: str, status: int) -> None:
+    client = api(**{limit: 10_000})
+    long = [{"role": "user", "content": "x" * 20_000}]
+    for _ in range(3):  # what was refused is not held
+        reply = client.post("/scored_data", json=group(1, messages=[long]))
+        assert reply.status_code == status and int(reply.headers["Retry-After"]) >= 1 and "under way" in reply.text
+    packed = gzip.compress(b" " * 20_000)
+    small = client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"})
+    assert len(packed) < 10_000 and small.status_code == status  # decompressed bytes count, too
+    for _ in range(200):
+        assert client.post("/scored_data", json=group(1)).status_code == 200
+
+
+def test_limits_that_exclude_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-inflight-mb"):
+        resolve_config(RunApiConfig, ["--max-body-mb", "4096"], prog="run-api", env={})
+
+
+# --- connections --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(limits: Limits, **settings: Any) -> Iterator[int]:
+    """The port of an API in a thread, with these limits on its connections."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        app = create_app(ApiSettings(**settings))
+        config = uvicorn.Config(app, http=Connections(limits).protocol, ws="none", log_config=None)  # type: ignore[arg-type]
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join()
+
+
+def connect(port: int) -> socket.socket:
+    opened = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return opened
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the server closes; it has to."""
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65_536):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def trickle(connection: socket.socket) -> bytes:
+    """A byte every 50 ms until the server has had enough."""
+    end = time.monotonic() + DEADLINE_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < end:
+            connection.send(b"a")
+            time.sleep(0.05)
+    return read_all(connection)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: "])
+def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    with serving(QUICK) as port, connect(port) as waiting, connect(port) as trickling:
+        waiting.sendall(sent)
+        assert b"200 OK" not in read_all(waiting)
+        trickling.sendall(sent or b"G")
+        assert b"200 OK" not in trickle(trickling)
+
+
+@pytest.mark.parametrize("send_on", [read_all, trickle])
+def test_half_a_body_is_408_and_its_bytes_are_given_back(send_on: Any) -> None:
+    with serving(QUICK, max_inflight_bytes=3000) as port:
+        for _ in range(3):
+            with connect(port) as half:
+                half.sendall(HEAD % 1_000_000 + b"x" * 2000)
+                reply = send_on(half)
+                assert reply.startswith(b"HTTP/1.1 408") and b"--body-timeout" in reply and b"retry-after" in reply
+
+
+def test_bodies_that_are_half_sent_do_not_add_up() -> None:
+    with serving(QUICK, max_inflight_bytes=3_000_000) as port, contextlib.ExitStack() as stack:
+        half = [stack.enter_context(connect(port)) for _ in range(8)]
+        for each in half:
+            each.settimeout(0.2)
+            with contextlib.suppress(TimeoutError):
+                each.sendall(HEAD % 2_000_000 + b"x" * 1_000_000)
+        replies = []
+        for each in half:
+            each.settimeout(DEADLINE_S)
+            replies.append(each.recv(65_536))
+        statuses = [reply.split()[1] for reply in replies if reply]
+        assert statuses.count(b"503") >= 5 and b"retry-after" in b"".join(replies), statuses
+        assert requests.post(f"http://127.0.0.1:{port}/scored_data", json=group(1), timeout=DEADLINE_S).ok
+
+
+def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
+    with serving(QUICK) as port, connect(port) as unread:
+        unread.sendall((HEAD % 1_000_000).replace(b"scored_data", b"nowhere"))
+        assert unread.recv(65_536).startswith(b"HTTP/1.1 404")
+        trickle(unread)
+
+
+def test_requests_on_one_connection_are_answered_beyond_the_deadlines() -> None:
+    with serving(QUICK) as port, requests.Session() as session:
+        for _ in range(8):
+            reply = session.post(f"http://127.0.0.1:{port}/scored_data", json=group(1), timeout=DEADLINE_S)
+            assert reply.status_code == 200
+            time.sleep(0.2)
+        with connect(port) as pipelined:
+            ask = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n%s\r\n"
+            pipelined.sendall(ask % b"" * 3 + ask % b"Connection: close\r\n")
+            assert read_all(pipelined).count(b"200 OK") == 4
+
+
+def test_connections_that_wait_make_way_and_those_that_are_answered_stay(caplog: pytest.LogCaptureFixture) -> None:
+    patient = Limits(head_s=DEADLINE_S, body_s=DEADLINE_S, stall_s=DEADLINE_S, most=20)
+    with serving(patient) as port, contextlib.ExitStack() as stack:
+        url = f"http://127.0.0.1:{port}"
+        events = stack.enter_context(requests.get(f"{url}/events?interval=0.1", stream=True, timeout=DEADLINE_S))
+        lines = events.iter_lines()
+        idle = [stack.enter_context(connect(port)) for _ in range(100)]
+        assert requests.get(f"{url}/health", timeout=DEADLINE_S).ok
+        assert sum(line == b"event: status" for line, _ in zip(lines, range(9), strict=False)) == 3
+        idle[0].settimeout(DEADLINE_S)
+        assert read_all(idle[0]) == b""
+    said = [record.getMessage() for record in caplog.records if "more than 20 were open" in record.getMessage()]
+    assert len(said) == 1
+
+
+def test_an_api_with_few_files_answers_health_beside_more_idle_connections() -> None:
+    limited = ["sh", "-c", 'ulimit -n 128 && exec "$@"', "sh", *command("--port", "0", "--in-memory")]
+    served = subprocess.Popen(limited, stderr=subprocess.PIPE, text=True)
+    assert served.stderr is not None
+    url = served.stderr.readline().split("listens on ")[1].strip()
+    try:
+        wait_until_healthy(url, served)
+        with contextlib.ExitStack() as stack:
+            port = int(url.rpartition(":")[2])
+            for _ in range(200):
+                stack.enter_context(connect(port))
+            for _ in range(3):
+                assert requests.get(f"{url}/health", timeout=DEADLINE_S).ok
+    finally:
+        served.kill()
+        served.communicate()
+
+
+def test_as_many_connections_are_allowed_as_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    for found, allowed, set_to in (
+        ((1024, 2048), 1984, [(2048, 2048)]),
+        ((1024, 1 << 20), 4096, [(4160, 1 << 20)]),
+        ((1 << 20, 1 << 20), 4096, []),
+        ((100, 100), 36, [(100, 100)]),
+    ):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, found=found: found)
+        raised.clear()
+        assert connections_allowed(4096) == allowed and raised == set_to
