@@ -73,7 +73,8 @@ def serving(limits: Limits, **settings: Any) -> Iterator[int]:
     """The port of an API in a thread, with these limits on its connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(ApiSettings(**settings))
-        config = uvicorn.Config(app, http=Connections(limits).protocol, ws="none", log_config=None)  # type: ignore[arg-type]
+        protocol = Connections(limits).protocol
+        config = uvicorn.Config(app, http=protocol, ws="none", log_config=None)  # type: ignore[arg-type]
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
