@@ -11,6 +11,7 @@ are not. The calculator computes exactly by a parser (`atroposlib.grading.arithm
 With `tool_cost` each call lowers the score.
 """
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -20,10 +21,10 @@ from pydantic import Field
 
 from atroposlib.child_processes.calculator_child import tool_result as tool_result  # also imported from here
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
-from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, with_reply
+from atroposlib.envs.question_env import END_OF_THOUGHTS, QuestionEnv, QuestionEnvConfig, Rollout, with_reply
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.grading import extract_tagged
-from atroposlib.grading.arithmetic import ExpressionError, compute
+from atroposlib.grading.arithmetic import compute
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -36,6 +37,8 @@ SYSTEM_PROMPT = (
     '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>\n'
     "and its reply comes as the next message. When you know the result, write it as a number inside <answer> </answer> tags."
 )
+NUMBER = re.compile(r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?")
+MIN_RIGHT = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,8 @@ class CalculatorEnv(QuestionEnv):
     async def setup(self) -> None:
         """Hold questions out."""
         self.held_out = [make_question(Random(f"{self.config.seed} held out {n}"), self.config) for n in range(self.config.heldout_size)]
-        # With tool_cost a right answer may score less than 1.
-        self.right_from = 1.0 - self.config.tool_cost * (self.config.max_turns - 1)
+        # With tool_cost a right answer may score less than 1; one that cost everything scores as a wrong one.
+        self.right_from = max(MIN_RIGHT, 1.0 - self.config.tool_cost * (self.config.max_turns - 1))
 
     async def training_item(self, number: int) -> Question:
         """Question `number`, none of those held out."""
@@ -99,14 +102,17 @@ class CalculatorEnv(QuestionEnv):
                 )
                 text = reply.choices[0].message.content or ""
                 messages = with_reply(messages, text)
-                result = await self._tool_result(text)
+                said = text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else text
+                result = await self._tool_result(said)
                 if result is None or turn + 1 == self.config.max_turns:
                     break
                 messages.append({"role": self.config.tool_role, "content": result})
             # One node, in which each turn extended the one before; the last of several if the template rewrites earlier turns.
             node = managed.get_state()["nodes"][-1]
-        said = "".join(message["content"] for message in messages if message["role"] == "assistant")
-        return Rollout(said, messages, node)
+        turns = [message["content"] for message in messages if message["role"] == "assistant"]
+        if self.config.thinking_mode:  # of each turn, or what the last one thinks would hide the calls before it
+            turns = [turn.rpartition(END_OF_THOUGHTS)[2] for turn in turns]
+        return Rollout("".join(turns), messages, node)
 
     async def _tool_result(self, text: str) -> str | None:
         """What the calculator replies to the call in `text`; None when that is no call."""
@@ -125,12 +131,10 @@ class CalculatorEnv(QuestionEnv):
         await super().close()
 
     async def score(self, item: Question, answer: str) -> float:
-        """1 for the right value, less `tool_cost` for each call; else 0."""
-        try:
-            right = compute(extract_tagged(answer) or "").value == item.value
-        except ExpressionError:
-            right = False
-        return 1.0 - self.config.tool_cost * answer.count("<tool_call>") if right else 0.0
+        """0 to 1: 1 for the right number, less `tool_cost` for each call. An expression of that value is no answer."""
+        given = extract_tagged(answer) or ""
+        right = NUMBER.fullmatch(given) is not None and Fraction(given) == item.value
+        return max(0.0, 1.0 - self.config.tool_cost * answer.count("<tool_call>")) if right else 0.0
 
 
 def make_question(generator: Random, config: CalculatorConfig) -> Question:

@@ -152,9 +152,9 @@ class GSM8kEnv(BaseEnv):
         outcomes = await asyncio.gather(*(self.grade(item, text) for text in texts))
         self.outcomes.update(outcomes)
         if Outcome.GRADER_FAILED in outcomes:
-            self.counts["groups_dropped_by_grader"] += 1
             failed = outcomes.count(Outcome.GRADER_FAILED)
-            log.warning("Dropped a group: the grader failed on %d of its answers to %r", failed, item.question)
+            reason = f"the grader failed on {failed} of its answers to {item.question!r}"
+            self.note_unscored(reason, "groups_dropped_by_grader")
             return None, []
         return self.group(item, texts, nodes, outcomes), []
 

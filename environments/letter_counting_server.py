@@ -7,6 +7,7 @@ Words are made of random syllables, each from the seed and its number, or come f
 questions ask for a letter that occurs. The count is read from the last <answer> tags.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from atroposlib.grading import extract_tagged
 ONSETS = ("b", "br", "c", "ch", "d", "f", "g", "gr", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v")
 VOWELS = ("a", "e", "ee", "i", "o", "oo", "ou", "u")
 CODAS = ("", "", "l", "ll", "n", "r", "rr", "s", "ss", "t")
+COUNT = re.compile(r"[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class LetterCountingEnv(QuestionEnv):
     async def score(self, item: Question, answer: str) -> float:
         """1 for the right count, else 0."""
         given = extract_tagged(answer) or ""
-        return float(given.isdecimal() and int(given[:9]) == item.count)
+        return float(COUNT.fullmatch(given) is not None and int(given) == item.count)
 
     def _question(self, generator: Random) -> Question:
         word = generator.choice(self.words) if self.words else make_word(generator, self.config)

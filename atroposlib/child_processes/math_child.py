@@ -3,9 +3,12 @@ r"""The process in which math-verify runs, for `grader.Grader`; see `loop.py` fo
 {"id": 3, "gold": "18", "answer": "\\frac{36}{2}", "time_limit_s": 5.0}  ──▶  {"id": 3, "verdict": "right"}
 """
 
+import re
 from typing import Any
 
 from atroposlib.child_processes.loop import answer_requests
+
+CHOICE = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|\\text\s*\{\s*(?:or|not)\b")
 
 
 def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
@@ -13,13 +16,56 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
     from math_verify import LatexExtractionConfig, parse, verify
 
     extraction = [LatexExtractionConfig(boxed_match_priority=0)]
-    gold = _parsed(parse(f"\\boxed{{{gold_text}}}", extraction_config=extraction, parsing_timeout=None))
+
+    def read(text: str, mode: str) -> list[Any]:
+        found = parse(f"\\boxed{{{text}}}", extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
+        return _parsed(found)
+
+    gold = read(gold_text, "any_match")
     if not gold:
         return {"verdict": "grader_failed", "reason": f"the known answer {gold_text!r} is not mathematics"}
-    answer = _parsed(parse(f"\\boxed{{{answer_text}}}", extraction_config=extraction, parsing_timeout=None))
+    # All of the answer or nothing: "any_match" takes the last fraction out of a text that cannot be read as a whole.
+    answer = read(answer_text, "first_match")
     if not answer:
         return {"verdict": "unparseable"}
-    return {"verdict": "right" if verify(gold, answer, timeout_seconds=None, raise_on_error=True) else "wrong"}
+    if not verify(gold, answer, timeout_seconds=None, raise_on_error=True):
+        return {"verdict": "wrong"}
+    if _offers_choice(answer_text) and not _offers_choice(gold_text):
+        return {"verdict": "wrong"}
+    if _equations(gold):
+        return {"verdict": "right"}
+    # Of a chain math-verify compares the last part alone, and drops what follows an "about" sign.
+    chain = answer_text.replace(r"\approx", "=").replace("≈", "=")
+    equations = _equations(answer if chain == answer_text else read(chain, "first_match"))
+    consistent = all(_is_consistent(equation.lhs, equation.rhs, verify) for equation in equations)
+    return {"verdict": "right" if consistent else "wrong"}
+
+
+def _offers_choice(text: str) -> bool:
+    """Whether `text` gives one variable two values, or connects two answers."""
+    names = re.findall(r"([A-Za-z])\s*(?:=|≈|\\approx)", text)
+    return len(names) > len(set(names)) or CHOICE.search(text) is not None
+
+
+def _equations(statements: list[Any]) -> list[Any]:
+    from sympy import Basic, Eq
+
+    return [each for statement in statements if isinstance(statement, Basic) for each in statement.find(Eq)]
+
+
+def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
+    """Whether `left = right` can state what `right` is: y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot."""
+    from sympy import Expr, Mul
+    from sympy.core.function import AppliedUndef
+
+    if not isinstance(left, Expr) or not isinstance(right, Expr) or isinstance(left, AppliedUndef) or left.is_Symbol:
+        return True
+    if not left.free_symbols and not right.free_symbols:
+        first, second = complex(left.evalf()), complex(right.evalf())
+        return abs(first - second) <= 0.01 * max(abs(first), abs(second))
+    if left.free_symbols <= right.free_symbols:
+        return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
+    return not (isinstance(left, Mul) and any(factor.is_number for factor in left.args))
 
 
 def _parsed(found: list[Any]) -> list[Any]:

@@ -18,7 +18,7 @@ from atroposlib.envs.api_client import ApiRefused, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.errors import GroupTooLargeError, PeerError
+from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
 from atroposlib.envs.metrics import Durations, JsonlSink, Sink, length_metrics, open_wandb
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import (
@@ -81,6 +81,7 @@ class BaseEnv(ABC):
         self.backlog: list[Item] = []
         self.counts: Counter[str] = Counter()
         self._rejected_in_row = 0
+        self._unscored_in_row = 0
         self.items_sent_this_step = 0
         self.durations = Durations()
         self.completion_lengths: list[int] = []
@@ -139,16 +140,37 @@ class BaseEnv(ABC):
     async def handle_env(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API. Raises what the author's methods raise."""
         try:
-            groups, more = await self.collect_trajectories(item)
-            self.backlog.extend(more or [])
-            if groups:
-                groups = await self.postprocess_histories(groups)
+            groups = await self.groups_of(item)
             if groups:
                 await self.handle_send_to_api(groups, item)
             else:
                 self.counts["items_without_group"] += 1
         finally:
             await self.cleanup()
+
+    async def groups_of(self, item: Item) -> Groups:
+        """What the author's methods make of `item`; None when its answers could not be scored."""
+        try:
+            groups, more = await self.collect_trajectories(item)
+            self.backlog.extend(more or [])
+            return await self.postprocess_histories(groups) if groups else None
+        except Unscored as error:
+            self.note_unscored(str(error))
+            return None
+
+    def note_unscored(self, reason: str, count: str = "groups_unscored") -> None:
+        """A group was dropped because its answers could not be scored, which costs the error budget nothing."""
+        self.counts[count] += 1
+        self._unscored_in_row += 1
+        log.warning("Dropped a group: %s", reason)
+        if self._unscored_in_row % REJECTIONS_REPORTED == 0:
+            log.warning(
+                "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer waits "
+                "until the policy gives other answers. The scorer's warnings above show these answers; if they are "
+                "reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
+                self._unscored_in_row,
+                reason,
+            )
 
     async def handle_send_to_api(
         self,
@@ -162,6 +184,7 @@ class BaseEnv(ABC):
         Raises MalformedGroup, once the others are sent, for groups that no trainer could use, that the registered one
         cannot, or that the API refused.
         """
+        self._unscored_in_row = 0
         groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
         defects = [defect(group) or untrainable(group, self.needs) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]

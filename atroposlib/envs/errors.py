@@ -21,5 +21,9 @@ class DataError(EnvError):
     """Problems to sample for are missing, unreadable or malformed."""
 
 
+class Unscored(Exception):
+    """An answer could not be scored, through no fault of the environment's code: its group is dropped and counted."""
+
+
 class RecordError(EnvError):
     """A file that the environment writes cannot be written."""

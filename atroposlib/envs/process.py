@@ -68,10 +68,7 @@ async def _one_group(env: BaseEnv, budget: ErrorBudget) -> None:
 
 async def _process_item(env: BaseEnv, item: Item) -> None:
     try:
-        groups, more = await env.collect_trajectories(item)
-        env.backlog.extend(more or [])
-        if groups:
-            groups = await env.postprocess_histories(groups)
+        groups = await env.groups_of(item)
         env.counts["items_without_group"] += not groups
         await env.handle_send_to_api(groups, item, do_send_to_api=False)
     finally:

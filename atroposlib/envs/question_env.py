@@ -16,6 +16,7 @@ from pydantic import Field
 
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.errors import Unscored
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.sequence_book import SequenceNode
@@ -115,14 +116,17 @@ class QuestionEnv(BaseEnv):
         known = [score for score in scores if score is not None]
         self.scores.extend(known)
         if len(known) < len(scores):
-            self.counts["groups_unscored"] += 1
-            log.warning("Dropped a group: %d of its %d answers could not be scored", len(scores) - len(known), len(scores))
+            self.note_unscored(f"{len(scores) - len(known)} of its {len(scores)} answers could not be scored")
             return None, []
         return scored_group(rollouts, known, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
 
     async def _score(self, item: Item, rollout: Rollout) -> float | None:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
-        return await self.score(item, answer)
+        try:
+            return await self.score(item, answer)
+        except Unscored as error:
+            log.warning("An answer could not be scored: %s", error)
+            return None
 
     # --- evaluation and figures -----------------------------------------------------------------------------------
 

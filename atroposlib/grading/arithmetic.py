@@ -9,7 +9,7 @@ from fractions import Fraction
 
 MAX_CHARS = 500
 MAX_DEPTH = 50
-TOKEN = re.compile(r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<symbol>[-+*/()]))")
+TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+(?:\.[0-9]+)?)|(?P<symbol>[-+*/()]))")
 SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*", "[": "(", "]": ")"})
 
 

@@ -1,26 +1,43 @@
-"""The answer that a text gives, by three conventions; None where it gives none."""
+"""The answer that a text gives, by three conventions; None where it gives none.
+
+The texts are a model's: nothing here raises, and each function takes time linear in the length, whatever is written.
+"""
 
 import re
+from collections import deque
 
 BOXED = "\\boxed{"
-# 12, -3, 1,234 and 0.5. A hyphen after a digit or letter is a dash, not a sign: "3-4" ends with 4.
-NUMBER = re.compile(r"(?:(?<![\w.)])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+# 12, -3, -$3, 1,234 and 0.5. A hyphen after a digit or letter is a dash, not a sign: "3-4" ends with 4.
+NUMBER = re.compile(
+    r"(?P<sign>(?<![\w.)])[-\u2212\u2013\uff0d][$€£]?)?"
+    r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)"
+)
+# What stands before digits that only end a longer number: 1e5, 1/5, 2^5, 2^{-5}, 3.4.5, 1_000.
+LONGER = re.compile(r"\d(?:[eE][-+]?|[/._][-+]?|\^\{?[-+]?)\Z")
 
 
 def last_number(text: str) -> str | None:
-    """The last number in `text`, without thousands separators: "6 + 1,234 = 1,240." gives "1240"."""
-    found = NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    """The last number in `text`, without thousands separators: "6 + 1,234 = 1,240." gives "1240".
+
+    None when that is written in another way: 1e5, 1/5, 2^5, 2³, or in other digits than those of ASCII.
+    """
+    found = next(iter(deque(NUMBER.finditer(text), maxlen=1)), None)
+    if found is None or not found["digits"].isascii() or text[found.end() : found.end() + 1].isnumeric():
+        return None
+    if LONGER.search(text, max(0, found.start() - 5), found.start()):
+        return None
+    return ("-" if found["sign"] else "") + found["digits"].replace(",", "")
 
 
 def extract_boxed(text: str) -> str | None:
     r"""What stands in the last closed \boxed{...} of `text`, braces balanced, blanks stripped; None when that is nothing."""
-    start = text.rfind(BOXED)
-    while start >= 0:
-        content = _up_to_closing_brace(text, start + len(BOXED))
+    end = len(text)
+    while (start := text.rfind(BOXED, 0, end)) >= 0:
+        # A box that is open where a later one begins stays open: that one's brace is never closed.
+        content = _up_to_closing_brace(text, start + len(BOXED), end)
         if content is not None:
             return content.strip() or None
-        start = text.rfind(BOXED, 0, start)
+        end = start
     return None
 
 
@@ -31,10 +48,20 @@ def extract_tagged(text: str, tag: str = "answer") -> str | None:
     return content.strip() or None if closed and opened else None
 
 
-def _up_to_closing_brace(text: str, start: int) -> str | None:
+def all_tagged(text: str, tag: str) -> list[str]:
+    """What stands in each closed <tag>...</tag> of `text`, from the left; opening tags inside one belong to its content."""
+    opening, closing = f"<{tag}>", f"</{tag}>"
+    found: list[str] = []
+    end = 0
+    while (start := text.find(opening, end)) >= 0 and (end := text.find(closing, start + len(opening))) >= 0:
+        found.append(text[start + len(opening) : end])
+    return found
+
+
+def _up_to_closing_brace(text: str, start: int, end: int) -> str | None:
     depth = 1
     position = start
-    while position < len(text):
+    while position < end:
         character = text[position]
         if character == "\\":
             position += 2

@@ -3,10 +3,12 @@
     asyncio task ──▶ Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
                                         └─ no reply in time: kill, restart on the next call ──▶ grader_failed
 
-A failure of the grader is an outcome of its own, never "wrong": the model did not cause it.
+A failure of the grader is an outcome of its own, never "wrong": it says nothing about the answer.
 """
 
+import asyncio
 import re
+import threading
 from collections import Counter
 from enum import StrEnum
 
@@ -14,12 +16,14 @@ from pydantic import Field
 
 from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.config import Config
+from atroposlib.grading.extraction import extract_boxed
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.math_child"
 INTEGER = re.compile(r"-?[0-9]{1,18}")
+INNER_DOLLAR = re.compile(r"(?<!\\)\$")
 MAX_ANSWER_CHARS = 1000
 
 
@@ -61,6 +65,10 @@ class Grader:
     async def _grade(self, answer: str | None, gold: str) -> Outcome:
         if answer is None or len(answer) > MAX_ANSWER_CHARS:
             return Outcome.UNPARSEABLE
+        closes_the_box = extract_boxed(f"\\boxed{{{answer}}}") != answer.strip()
+        # math-verify would read another box, or 5$3 as 53
+        if closes_the_box or INNER_DOLLAR.search(answer.strip(" $")):
+            return Outcome.UNPARSEABLE
         if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # where math-verify says the same, and a process is not needed
             return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         try:
@@ -71,3 +79,20 @@ class Grader:
         if reply["verdict"] == Outcome.GRADER_FAILED:
             log.warning("The grader failed on the answer %r (known: %r): %s", answer, gold, reply["reason"])
         return Outcome(reply["verdict"])
+
+
+class BlockingGrader:
+    """A `Grader` for code without an event loop: `grade` waits. Its thread and child process start with the first answer."""
+
+    def __init__(self, settings: GraderSettings | None = None) -> None:
+        self._grader = Grader(settings)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    def grade(self, answer: str | None, gold: str) -> Outcome:
+        """As `Grader.grade`. It may take the settings' time limit, and when the child starts a few seconds more."""
+        with self._starting:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="grader", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(self._grader.grade(answer, gold), self._loop).result()

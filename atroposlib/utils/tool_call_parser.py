@@ -2,10 +2,10 @@
 
 import ast
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from atroposlib.grading.extraction import all_tagged
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -16,9 +16,9 @@ NO_TOOL = "-ERROR-"
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
     """What stands between the first pair of the first tag that occurs (default: tool_call); None when none does."""
     for tag in preferred_tags or ["tool_call"]:
-        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+        found = all_tagged(text, tag)
         if found:
-            return found[1].strip()
+            return found[0].strip()
     return None
 
 
@@ -50,7 +50,7 @@ def _as_mapping(text: str) -> dict[str, Any] | None:
     for read in (_read_json, ast.literal_eval):
         try:
             value = read(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             continue
         return value if isinstance(value, dict) else None
     return None

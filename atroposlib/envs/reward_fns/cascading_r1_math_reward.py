@@ -10,7 +10,7 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 @registry.register
 class CascadingR1MathReward(RewardFunction):
-    """`format_value` for thoughts and a response, 1 more for the right result among those; nothing without the format."""
+    """0 to 1 + `format_value`: the latter for thoughts and a response, 1 more for the right result among those."""
 
     def __init__(self, format_value: float = 0.5, weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(weight, **kwargs)

@@ -19,6 +19,8 @@ METRES = {
     "mandakranta": "GGGGLLLLLGGLGGLGG",
     "sardulavikridita": "GGGLLGLGLLLGGGLGGLG",
 }
+# A letter of IAST bears two marks at most; the order of thousands would cost quadratic time to normalise.
+MANY_MARKS = re.compile(r"([\u0300-\u036f]{4})[\u0300-\u036f]+")
 VOWEL = re.compile(r"ai|au|[aāiīuūṛṝḷeo]")
 LONG = {"ā", "ī", "ū", "ṝ", "e", "o", "ai", "au"}
 # Written with two letters, said as one sound.
@@ -27,7 +29,10 @@ ASPIRATES = re.compile(r"([kgcjṭḍtdpb])h")
 
 @registry.register
 class ChandasMeterReward(RewardFunction):
-    """The mean share of a line's syllables, in IAST, that are as `meter` wants them, counted against the longer of the two."""
+    """0 to 1: the mean share of a line's syllables, in IAST, that are as `meter` wants them.
+
+    The share is of the longer of the two, line and metre.
+    """
 
     def __init__(self, meter: str = "tristubh", weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(weight, **kwargs)
@@ -39,7 +44,7 @@ class ChandasMeterReward(RewardFunction):
         return [self._score(self.get_content(completion)) for completion in completions]
 
     def _score(self, text: str) -> float:
-        quarters = [syllables(line) for line in re.split(r"[\n|।॥]+", text) if VOWEL.search(line.lower())]
+        quarters = [_weights(line) for line in re.split(r"[\n|।॥]+", _composed(text)) if VOWEL.search(line)]
         wanted = METRES[self.meter]
         shares = [
             sum(want in (".", got) for want, got in zip(wanted, quarter, strict=False)) / max(len(wanted), len(quarter))
@@ -50,10 +55,19 @@ class ChandasMeterReward(RewardFunction):
 
 def syllables(line: str) -> str:
     """L or G a syllable: heavy with a long vowel, before ṃ or ḥ, or before two consonants."""
-    text = "".join(letter for letter in unicodedata.normalize("NFC", line.lower()) if letter.isalpha())
-    text = ASPIRATES.sub(r"\1", text)
+    return _weights(_composed(line))
+
+
+def _composed(text: str) -> str:
+    """In lower case, each letter of IAST one character."""
+    known = (letter for letter in text.lower() if "\u0300" <= letter <= "\u036f" or not unicodedata.combining(letter))
+    return unicodedata.normalize("NFC", MANY_MARKS.sub(r"\1", "".join(known)))
+
+
+def _weights(line: str) -> str:
+    text = ASPIRATES.sub(r"\1", "".join(letter for letter in line if letter.isalpha()))
     vowels = list(VOWEL.finditer(text))
-    ends = [vowel.start() for vowel in vowels[1:]] + [len(text)]
+    ends = [vowel.start() for vowel in vowels[1:]] + [len(text)] * bool(vowels)
     weights = []
     for vowel, end in zip(vowels, ends, strict=True):
         consonants = text[vowel.end() : end]

@@ -9,7 +9,10 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 @registry.register
 class CombinedReward(RewardFunction):
-    """The sum of weighted rewards; `normalization` "sum" divides by the weights' total, "minmax" stretches each batch to 0..1."""
+    """The sum of weighted rewards, in the range that their weighted ranges add up to.
+
+    `normalization` "sum" divides by the weights' total, "minmax" stretches each batch to 0..1.
+    """
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ GRAM = 3
 
 @registry.register
 class CosineScaledReward(RewardFunction):
-    """Cosine of the character trigrams of completion and solution, mapped from 0..1 to `min_reward`..`max_reward`.
+    """`min_reward` to `max_reward`: the cosine (0 to 1) of the trigrams of completion and solution, mapped to these.
 
     The ancestor embeds by a neural model (`model_name`); this library holds none, so the argument is refused rather than ignored.
     """

@@ -1,11 +1,11 @@
 """Tagged parts."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
+from atroposlib.grading.extraction import all_tagged
 
 
 @registry.register
@@ -30,5 +30,5 @@ class FormatReward(RewardFunction):
         return [float(needed(self._has(tag, self.get_content(each)) for tag in self.preferred_tags)) for each in completions]
 
     def _has(self, tag: str, text: str) -> bool:
-        flags = re.DOTALL if self.case_sensitive else re.DOTALL | re.IGNORECASE
-        return re.search(rf"<{re.escape(tag)}>\s*\S.*?</{re.escape(tag)}>", text, flags) is not None
+        found = all_tagged(text, tag) if self.case_sensitive else all_tagged(text.lower(), tag.lower())
+        return any(content.strip() for content in found)

@@ -7,7 +7,7 @@ from atroposlib.envs.reward_fns.base_reward import BaseReward, register_reward
 
 @register_reward
 class LengthReward(BaseReward):
-    """Words of the completion over `target_words`, between 0 and 1."""
+    """0 to 1: words of the completion over `target_words`."""
 
     def __init__(self, target_words: int = 200, weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(weight, **kwargs)

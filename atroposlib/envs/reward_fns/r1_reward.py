@@ -3,16 +3,17 @@
 import re
 from typing import Any
 
-from atroposlib.envs.reward_fns.accuracy_reward import answer_of, same_answer
+from atroposlib.envs.reward_fns.accuracy_reward import answer_of, is_number, marked_answer, same_answer
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_each
+from atroposlib.grading.extraction import all_tagged
+from atroposlib.grading.grader import BlockingGrader
 
-THOUGHTS = re.compile(r"<think>(.*?)</think>", re.DOTALL)
-
+TAIL_CHARS = 8
 
 @registry.register
 class FormatReasoningReward(RewardFunction):
-    """`reward_value` for thoughts in <think> and a response after them, as far as each is required; else 0."""
+    """`reward_value` or 0: for thoughts in <think> and a response after them, as far as each is required; else 0."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class FormatReasoningReward(RewardFunction):
         return [self.reward_value if self._fits(self.get_content(completion)) else 0.0 for completion in completions]
 
     def _fits(self, text: str) -> bool:
-        thoughts = [found for found in THOUGHTS.findall(text) if found.strip()]
+        thoughts = [found for found in all_tagged(text, "think") if found.strip()]
         if self.require_thinking and not thoughts or len(thoughts) > 1 and not self.allow_multiple_thinking:
             return False
         return not self.require_response or bool(text.rpartition("</think>")[2].strip())
@@ -41,12 +42,17 @@ class FormatReasoningReward(RewardFunction):
 
 @registry.register
 class AccuracyXReward(RewardFunction):
-    """`reward_value` when the response after the thoughts contains the solution, or with `exact_match` is it; or has its value."""
+    """`reward_value` or 0: for a response after the thoughts that is the solution, or without `exact_match` answers it.
+
+    A response has one answer, so it cannot name several: what it marks (####, \\boxed{}, <answer>), else its last number
+    or the words that it ends with. Raises Unscored when math-verify failed.
+    """
 
     def __init__(
         self, exact_match: bool = False, case_sensitive: bool = False, reward_value: float = 1.0, weight: float = 1.0, **kwargs: Any
     ) -> None:
         super().__init__(weight, **kwargs)
+        self._grader = BlockingGrader()
         self.exact_match = exact_match
         self.case_sensitive = case_sensitive
         self.reward_value = reward_value
@@ -66,12 +72,21 @@ class AccuracyXReward(RewardFunction):
             return True
         if self.exact_match:
             return False
-        return re.search(rf"(?<!\w){re.escape(gold.strip())}(?!\w)", response) is not None or same_answer(answer_of(response), gold, 1e-6)
+        gold = (marked_answer(gold) or gold).strip()
+        if marked_answer(response) is None and not is_number(gold) and _ends_with(response, gold):
+            return True
+        return same_answer(answer_of(response), gold, 1e-6, self._grader)
+
+
+def _ends_with(response: str, gold: str) -> bool:
+    """Whether `gold` stands by itself at the end: after a word, a mark such as a colon, or nothing."""
+    end = response[-len(gold) - TAIL_CHARS :]
+    return re.search(rf"(?:\A|[^\W\d_]\s|[:=\"'(*]\s?){re.escape(gold)}\W{{0,3}}\Z", end) is not None
 
 
 @registry.register
 class R1Reward(RewardFunction):
-    """`format_weight` for the format and `accuracy_weight` for the answer, added."""
+    """0 to `format_weight` + `accuracy_weight`: the one for the format and the other for the answer, added."""
 
     def __init__(self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any) -> None:
         super().__init__(weight, **kwargs)

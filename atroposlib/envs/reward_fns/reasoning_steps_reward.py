@@ -8,8 +8,8 @@ from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 PATTERNS = {
-    "numbered_steps": re.compile(r"(?im)^\s*(?:step\s+\d+|\d+[.)])"),
-    "bullet_points": re.compile(r"(?m)^\s*[-*•]\s+\S"),
+    "numbered_steps": re.compile(r"(?im)^[ \t]*(?:step[ \t]+[0-9]+|[0-9]+[.)])"),
+    "bullet_points": re.compile(r"(?m)^[ \t]*[-*•][ \t]+\S"),
     "sequence_indicators": re.compile(r"(?i)\b(?:first|second|third|then|next|finally|lastly)\b"),
     "logical_connectors": re.compile(r"(?i)\b(?:because|therefore|thus|hence|since|so that|which means|it follows)\b"),
 }
@@ -18,7 +18,7 @@ WEIGHTS = {"numbered_steps": 0.5, "bullet_points": 0.3, "sequence_indicators": 0
 
 @registry.register
 class ReasoningStepsReward(RewardFunction):
-    """0 below `min_words` words; else `base_score`, and for each pattern its weight times its count over `min_steps`, at most 1 in all."""
+    """0 to 1: 0 below `min_words` words, else `base_score`, and for each pattern its weight times count over `min_steps`."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ PHRASE_WORDS = 4
 
 @registry.register
 class RepetitionPenaltyReward(RewardFunction):
-    """0 for text that repeats nothing, down to -1; a text too short to tell costs `short_text_penalty`.
+    """-1 to 0: 0 for text that repeats nothing; a text too short to tell costs `short_text_penalty`.
 
     The weighted share of repeated paragraphs, sentences, words (without `stopwords`, beyond a third) and phrases of four words counts from
     `threshold` on. A repeated paragraph costs at least `paragraph_repetition_base_penalty`.
@@ -47,7 +47,7 @@ class RepetitionPenaltyReward(RewardFunction):
 
     def _score(self, text: str) -> float:
         words = re.findall(r"\w+", text.lower())
-        sentences = _parts(r"[.!?]+\s", text)
+        sentences = _parts(r"(?<=[.!?])\s", text)
         if len(words) < self.min_words or len(sentences) < self.min_sentences:
             return self.short_text_penalty
         content = [word for word in words if word not in self.stopwords]

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from atroposlib.envs.errors import Unscored
+
 
 class RewardFunction(ABC):
     """Scores completions. A call is `compute` times `weight`; what `compute` raises is raised, naming the reward."""
@@ -24,9 +26,14 @@ class RewardFunction(ABC):
         """One reward a completion, before the weight. Keyword arguments are what the caller knows, e.g. `solution`."""
 
     def __call__(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        """The weighted rewards. Raises RuntimeError when `compute` failed: a zero would be a reward that nobody gave."""
+        """The weighted rewards. Raises RuntimeError when `compute` failed: a zero would be a reward that nobody gave.
+
+        Raises Unscored when an answer could not be scored.
+        """
         try:
             rewards = self.compute(completions, **kwargs)
+        except Unscored:
+            raise
         except Exception as error:
             raise RuntimeError(f"the reward '{self.name}' failed on {len(completions)} completions: {error}") from error
         if len(rewards) != len(completions):

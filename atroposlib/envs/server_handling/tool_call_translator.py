@@ -67,7 +67,7 @@ def _json_values(text: str) -> Iterator[Any]:
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # no JSON, a number of more than 4300 digits, or nested too deep
             return
         yield from value if isinstance(value, list) else [value]
         while position < len(text) and text[position] in " \n\t\r;":
@@ -117,7 +117,10 @@ class ToolCallTranslator:
         content, found = self.parser(raw_text)
         if not found:
             return raw_text, None, "stop"
-        calls = [_tool_call(name, arguments) for name, arguments in found]
+        try:
+            calls = [_tool_call(name, arguments) for name, arguments in found]
+        except RecursionError:  # nested just below what could be read
+            return raw_text, None, "stop"
         self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
         return content.strip() or None, calls, "tool_calls"
 
@@ -156,7 +159,7 @@ def _hermes_text(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments") or "{}"
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass  # arguments that are no JSON are shown as the text they are
     body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"
