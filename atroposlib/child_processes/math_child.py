@@ -54,7 +54,7 @@ def _equations(statements: list[Any]) -> list[Any]:
 
 
 def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
-    """Whether `left = right` can state what `right` is: y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot."""
+    """Whether `left = right` can state `right`: y = 18 and 17 + 1 = 18 can; 17 = 18, 2x = 18 and x^2 = x^3 cannot."""
     from sympy import Expr, Mul
     from sympy.core.function import AppliedUndef
 

@@ -49,7 +49,7 @@ def extract_tagged(text: str, tag: str = "answer") -> str | None:
 
 
 def all_tagged(text: str, tag: str) -> list[str]:
-    """What stands in each closed <tag>...</tag> of `text`, from the left; opening tags inside one belong to its content."""
+    """What stands in each closed <tag>...</tag> of `text`, from the left; opening tags inside one are its content."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     found: list[str] = []
     end = 0

@@ -59,7 +59,7 @@ def answer_of(text: str) -> str | None:
 
 
 def same_answer(answer: str | None, gold: str, tolerance: float, grader: BlockingGrader) -> bool:
-    """Whether two answers are equal: whole numbers exactly, others within `tolerance` (relative above 1), else by `grader`.
+    """Whether two answers are equal: integers exactly, others within `tolerance` (relative above 1), else by `grader`.
 
     Raises Unscored when the grader failed.
     """

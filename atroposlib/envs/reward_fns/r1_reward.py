@@ -44,7 +44,7 @@ class FormatReasoningReward(RewardFunction):
 class AccuracyXReward(RewardFunction):
     """`reward_value` or 0: for a response after the thoughts that is the solution, or without `exact_match` answers it.
 
-    A response has one answer, so it cannot name several: what it marks (####, \\boxed{}, <answer>), else its last number
+    A response has one answer and cannot name several: what it marks (####, \\boxed{}, <answer>), else its last number
     or the words that it ends with. Raises Unscored when math-verify failed.
     """
 

@@ -18,7 +18,7 @@ WEIGHTS = {"numbered_steps": 0.5, "bullet_points": 0.3, "sequence_indicators": 0
 
 @registry.register
 class ReasoningStepsReward(RewardFunction):
-    """0 to 1: 0 below `min_words` words, else `base_score`, and for each pattern its weight times count over `min_steps`."""
+    """0 to 1: 0 below `min_words` words, else `base_score`, and per pattern its weight times count over `min_steps`."""
 
     def __init__(
         self,

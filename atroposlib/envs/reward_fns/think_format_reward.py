@@ -10,7 +10,7 @@ THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thoughts>.+?)</think>(?P<answer>.
 
 @register_reward
 class ThinkFormatReward(BaseReward):
-    """0 to 1: 1 for `<think>thoughts</think> answer`, half of it without an answer, 0 for anything else or more tags."""
+    """0 to 1: 1 for `<think>thoughts</think> answer`, half without an answer, 0 for anything else or more tags."""
 
     def score(self, completion: str, **kwargs: Any) -> float:
         found = THINK_THEN_ANSWER.fullmatch(completion)
