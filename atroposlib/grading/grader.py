@@ -82,7 +82,7 @@ class Grader:
 
 
 class BlockingGrader:
-    """A `Grader` for code without an event loop: `grade` waits. Thread and child process start with the first answer."""
+    """A `Grader` for code without an event loop: `grade` waits. Its child starts with the first answer."""
 
     def __init__(self, settings: GraderSettings | None = None) -> None:
         self._grader = Grader(settings)
