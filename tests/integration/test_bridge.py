@@ -273,3 +273,14 @@ def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Serv
                 assert "access-control-allow-origin" not in reply.headers
     named = {"Host": "vllm.cluster.local:80"}
     assert requests.get(f"{vllm_server.url}/health", headers=named | AUTHORIZED, timeout=30).status_code == 200
+
+
+def test_what_a_request_brings_is_escaped_in_the_log(vllm_server: Server) -> None:
+    """uvicorn takes the client's address from a header, and a terminal takes the byte 0x9b for the start of a command."""
+    headers = AUTHORIZED | {"X-Forwarded-For": b"1.2.3.4\x9b31m"}
+    requests.post(f"{vllm_server.url}/v1/bridge/session/none/heartbeat", headers=headers, timeout=30)
+    deadline = time.monotonic() + 30
+    while r"1.2.3.4\x9b31m" not in (text := vllm_server.log.read_text()):
+        assert time.monotonic() < deadline, text[-2000:]
+        time.sleep(0.1)
+    assert "\x9b" not in text
