@@ -276,7 +276,7 @@ def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Serv
 
 
 def test_what_a_request_brings_is_escaped_in_the_log(vllm_server: Server) -> None:
-    """uvicorn takes the client's address from a header, and a terminal takes the byte 0x9b for the start of a command."""
+    """uvicorn takes the client's address from a header, and for a terminal the byte 0x9b starts a command."""
     headers = AUTHORIZED | {"X-Forwarded-For": b"1.2.3.4\x9b31m"}
     requests.post(f"{vllm_server.url}/v1/bridge/session/none/heartbeat", headers=headers, timeout=30)
     deadline = time.monotonic() + 30
