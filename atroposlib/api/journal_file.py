@@ -168,7 +168,7 @@ class JournalReader:
         try:
             if path.stat().st_size == 0:  # SQLite would take it for a new one, and delete its log
                 raise damaged(path, "the file is empty")
-            self._db = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
+            self._db = sqlite3.connect(f"file:{quote(os.fsencode(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
         except (OSError, sqlite3.Error) as error:
             raise JournalError(
                 f"--journal {path} cannot be opened ({error}); give another path, or --in-memory"

@@ -288,6 +288,14 @@ def test_a_start_that_was_killed_while_it_made_the_journal_is_made_up_for(path: 
     assert outcome(path) == "0 groups"
 
 
+@pytest.mark.parametrize("name", [b"a?b%20c#d&mode=rwc.db", b"\xff\xfe.db", b"quo'te\".db"])
+def test_a_journal_may_have_any_name(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / os.fsdecode(name)
+    for found in ("0 groups", "0 groups"):
+        assert outcome(path) == found
+    assert sorted(map(os.fsencode, os.listdir(tmp_path))) == [name, name + b".head"]
+
+
 def test_every_acknowledged_change_is_in_the_head(path: Path) -> None:
     with TestClient(create_app(journal=path)) as client:
         register(client, batch_size=4)
