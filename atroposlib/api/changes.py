@@ -69,6 +69,12 @@ class EnvironmentLeft(Change):
     env_id: int
 
 
+class EnvironmentsForgotten(Change):
+    """These environments gave no sign of life for so long that their ids are not known any more."""
+
+    env_ids: list[int]
+
+
 class GroupsPosted(Change):
     """One post. Its groups have the ids `first`, `first` + 1, ...; `key` is its idempotency key."""
 
@@ -141,6 +147,7 @@ AnyChange = (
     | TrainerReported
     | EnvironmentJoined
     | EnvironmentLeft
+    | EnvironmentsForgotten
     | GroupsPosted
     | BatchTaken
     | LeasesTaken

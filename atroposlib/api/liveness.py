@@ -31,6 +31,11 @@ class Liveness:
         """Whether it was told as silent and has given no sign since."""
         return peer in self._silent
 
+    def forget(self, peer: int) -> None:
+        """It will not come back."""
+        self._heard.pop(peer, None)
+        self._silent.discard(peer)
+
     def clear(self) -> None:
         """Forget everyone."""
         self._heard.clear()

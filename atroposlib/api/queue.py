@@ -11,7 +11,7 @@ and by `clear_groups`. `dump` and `load` carry the state across a restart.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -29,7 +29,7 @@ class NotRegistered(Exception):
 
 
 class UnknownEnvironment(Exception):
-    """An environment id that was never given out (or before a reset)."""
+    """An environment id that was never given out, or whose environment was forgotten."""
 
 
 class GroupTooLarge(Exception):
@@ -38,7 +38,7 @@ class GroupTooLarge(Exception):
 
 @dataclass
 class Environment:
-    """A registered environment server; `env_id` is its place in the order of registration."""
+    """A registered environment server; `env_id` counts registrations."""
 
     env_id: int
     name: str
@@ -105,6 +105,8 @@ class QueueDump(Struct, Generic[R], array_like=True):
     waiting: list[Group[R]]
     buffered: list[Group[R]]
     evaluations: list[Evaluation]
+    identities: list[tuple[int, str]] = []  # id and name of each environment; without them they count from 0
+    next_env_id: int = 0
 
 
 class BatchQueue(Generic[R]):
@@ -117,7 +119,9 @@ class BatchQueue(Generic[R]):
     def reset(self) -> None:
         """Forget everything: groups, registrations, evaluations, steps."""
         self.registration: Registration | None = None
-        self.environments: list[Environment] = []
+        self._environments: dict[int, Environment] = {}
+        self._next_env_id = 0
+        self._shares: tuple[dict[int, float], float] | None = None  # as `_counted` gives them, until one changes
         self._namesakes: Counter[str] = Counter()
         self.latest: R | None = None
         self.current_step = 0
@@ -155,28 +159,73 @@ class BatchQueue(Generic[R]):
         return self._add_environment(request)
 
     def _add_environment(self, request: EnvRegistration) -> Environment:
-        self._namesakes[request.desired_name] += 1
-        environment = Environment(len(self.environments), f"{request.desired_name}_{self._namesakes[request.desired_name] - 1}", request)
-        self.environments.append(environment)
+        name = f"{request.desired_name}_{self._namesakes[request.desired_name]}"
+        return self._keep_environment(Environment(self._next_env_id, name, request))
+
+    def _keep_environment(self, environment: Environment) -> Environment:
+        self._environments[environment.env_id] = environment
+        self._next_env_id = max(self._next_env_id, environment.env_id + 1)
+        self._note_name(environment)
+        self._claims_changed()
         return environment
+
+    def _claims_changed(self) -> None:
+        """Another set of environments counts."""
+        self._shares = None
+        self._exhausted = False
+
+    @property
+    def environments(self) -> Collection[Environment]:
+        """All that are registered, in order of registration."""
+        return self._environments.values()
+
+    def forget_envs(self, env_ids: Iterable[int]) -> list[Group[R]]:
+        """Environments that will not come back: their ids are unknown from here on, and their names may be given again.
+
+        Their groups stay; those that were buffered are queued, and come back.
+        """
+        queued = []
+        for env_id in env_ids:
+            if self._environments.pop(env_id, None) is not None:
+                buffer = self._buffers.pop(env_id, _Buffer())
+                queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffer.groups]
+        self._namesakes = Counter()
+        for environment in self.environments:
+            self._note_name(environment)
+        self._claims_changed()
+        return queued
+
+    def _note_name(self, environment: Environment) -> None:
+        """The next of the same name gets a higher number."""
+        name, number = environment.request.desired_name, int(environment.name.rpartition("_")[2])
+        self._namesakes[name] = max(self._namesakes[name], number + 1)
 
     def set_silent(self, env_id: int, silent: bool) -> None:
         """Let a silent environment's weight, minimum and announced evaluations lapse, or count again. Raises UnknownEnvironment."""
         self.environment(env_id).silent = silent
-        self._exhausted = False
+        self._claims_changed()
 
     def disconnect_env(self, env_id: int) -> None:
         """Its groups stay; its weight, minimum and announced evaluations no longer count. Raises UnknownEnvironment."""
         self.environment(env_id).connected = False
-        self._exhausted = False
+        self._claims_changed()
 
     def environment(self, env_id: int) -> Environment:
         """Raises UnknownEnvironment."""
-        if not 0 <= env_id < len(self.environments):
+        if (found := self._environments.get(env_id)) is None:
             raise UnknownEnvironment(
                 f"no environment has env_id {env_id}: {len(self.environments)} are registered; POST /register-env first"
             )
-        return self.environments[env_id]
+        return found
+
+    def knows(self, env_id: int) -> bool:
+        """Whether this environment is registered."""
+        return env_id in self._environments
+
+    def name_of(self, env_id: int | None) -> str:
+        """Of an environment, as far as it is known."""
+        environment = None if env_id is None else self._environments.get(env_id)
+        return "unknown" if environment is None else environment.name
 
     # --- groups in ------------------------------------------------------------------------------------------------------
 
@@ -201,11 +250,12 @@ class BatchQueue(Generic[R]):
         self.check_size(sequences)
         arrival = self._arrivals
         self._arrivals += 1
-        if env_id is None or not 0 <= env_id < len(self.environments) or sequences >= self.environments[env_id].request.group_size:
+        environment = None if env_id is None else self._environments.get(env_id)
+        if env_id is None or environment is None or sequences >= environment.request.group_size:
             return None, [self._enqueue(sequences, env_id, record)]
         buffer = self._buffers.setdefault(env_id, _Buffer())
         buffer.add(Group(arrival, sequences, env_id, record))
-        filled = buffer.take_subset(self.environments[env_id].request.group_size)
+        filled = buffer.take_subset(environment.request.group_size)
         return buffer.sequences, [self._enqueue(group.sequences, env_id, group.record) for group in filled]
 
     def _enqueue(self, sequences: int, env_id: int | None, record: R) -> Group[R]:
@@ -271,12 +321,20 @@ class BatchQueue(Generic[R]):
         return gone
 
     def minimums(self) -> dict[int, float]:
-        """Connected environment -> least share of each batch, of those that declared one, in order of registration."""
-        return {
-            environment.env_id: environment.request.min_batch_allocation
-            for environment in self.environments
-            if environment.counts and environment.request.min_batch_allocation is not None
-        }
+        """Environment that counts -> least share of each batch, of those that declared one, in order of registration."""
+        return self._counted()[0]
+
+    def _counted(self) -> tuple[dict[int, float], float]:
+        """The minimums and the sum of all weights, of the environments that count."""
+        if self._shares is None:
+            counting = [environment for environment in self.environments if environment.counts]
+            minimums = {
+                environment.env_id: environment.request.min_batch_allocation
+                for environment in counting
+                if environment.request.min_batch_allocation is not None
+            }
+            self._shares = minimums, sum(_pull(environment.request) for environment in counting)
+        return self._shares
 
     def obstacle(self) -> str | None:
         """Why no batch can be formed although enough sequences wait; None when a batch is possible or too few wait."""
@@ -285,7 +343,7 @@ class BatchQueue(Generic[R]):
         batch_size = self.registration.batch_size
         for env_id, share in self.minimums().items():
             if int(batch_size * share) and not self._lanes.largest_of(env_id):
-                name = self.environments[env_id].name
+                name = self.name_of(env_id)
                 return f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again or disconnect it"
         return f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple of all group sizes"
 
@@ -336,7 +394,7 @@ class BatchQueue(Generic[R]):
         """Share of the work by weight x context length among connected environments; 1 when the environment is unweighted."""
         if environment.request.weight < 0:
             return 1.0
-        total = sum(_pull(other.request) for other in self.environments if other.counts)
+        total = self._counted()[1]
         return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
     # --- training progress and evaluations --------------------------------------------------------------------------------
@@ -355,7 +413,7 @@ class BatchQueue(Generic[R]):
         posted = {env_id: value for (version, env_id), value in self._evaluations.items() if version == policy_version}
         num_steps = self.registration.num_steps if self.registration is not None else 0
         results = [
-            EvaluationResult(env_id, self.environments[env_id].name, policy_version, posted[env_id].accuracy, posted[env_id].metrics)
+            EvaluationResult(env_id, self.name_of(env_id), policy_version, posted[env_id].accuracy, posted[env_id].metrics)
             for env_id in sorted(posted)
         ]
         pending = [
@@ -380,14 +438,21 @@ class BatchQueue(Generic[R]):
             waiting=sorted(self._lanes),
             buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
             evaluations=list(self._evaluations.values()),
+            identities=[(environment.env_id, environment.name) for environment in self.environments],
+            next_env_id=self._next_env_id,
         )
 
     def load(self, dump: QueueDump[R]) -> None:
         """Take over a dumped state in place of the present one."""
         self.reset()
         self.registration = dump.registration
-        for request, connected in dump.environments:
-            self._add_environment(request).connected = connected
+        if dump.identities:
+            for (request, connected), (env_id, name) in zip(dump.environments, dump.identities, strict=True):
+                self._keep_environment(Environment(env_id, name, request, connected))
+        else:
+            for request, connected in dump.environments:
+                self._add_environment(request).connected = connected
+        self._next_env_id = max(self._next_env_id, dump.next_env_id)
         self.current_step, self.started = dump.current_step, dump.started
         self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
         self._lanes = Lanes(dump.waiting)

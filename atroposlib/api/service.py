@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from atroposlib.api import changes
@@ -79,6 +80,7 @@ class RolloutService:
         self._unwritten_groups = 0
         self._deciding = asyncio.Lock()
         self._environments = Liveness(settings.env_timeout_s)
+        self._remembered = Liveness(settings.env_forget_s)
         self._trainers = Liveness(settings.trainer_timeout_s)
         self._number = self._applied = self._since_snapshot = 0
         if journal is None:
@@ -253,9 +255,7 @@ class RolloutService:
         return told
 
     def _letter(self, identity: int, group: Group[Rollout], reason: str) -> DeadLetter:
-        body, environments = replace(self._bodies[group.record.id], id=identity), self.state.queue.environments
-        known = group.env_id is not None and 0 <= group.env_id < len(environments)
-        name = environments[group.env_id].name if known and group.env_id is not None else "unknown"
+        body, name = replace(self._bodies[group.record.id], id=identity), self.state.queue.name_of(group.env_id)
         return DeadLetter(time.time(), group.env_id, name, reason, body)
 
     @property
@@ -273,9 +273,15 @@ class RolloutService:
     # --- environments -------------------------------------------------------------------------------------------------------
 
     async def join(self, request: EnvRegistration) -> Environment | None:
-        """The new environment; None while no trainer has polled."""
+        """The new environment; None while no trainer has polled. Raises QueueFull."""
         if not self.state.queue.started:
             return None
+        self.hear_silence()
+        if len(self.state.queue.environments) >= self.settings.max_environments:
+            raise QueueFull(
+                f"{self.settings.max_environments} environments are registered, and no more may be (--max-environments); "
+                f"those that are silent are forgotten after {self.settings.env_forget_s:.0f} s"
+            )
         environment: Environment | None = await self._commit(changes.EnvironmentJoined(request))
         if environment is not None:
             self.hear_environment(environment.env_id)
@@ -289,23 +295,41 @@ class RolloutService:
 
     def hear_environment(self, env_id: int | None) -> None:
         """A sign of life; of an unknown environment it means nothing."""
-        if env_id is not None and 0 <= env_id < len(self.state.queue.environments) and self._environments.heard(env_id, self._clock()):
+        if env_id is None or not self.state.queue.knows(env_id):
+            return
+        self._remembered.heard(env_id, self._clock())
+        if self._environments.heard(env_id, self._clock()):
             log.info("Environment %s is back", self.state.queue.environment(env_id).name)
             self.state.queue.set_silent(env_id, False)
 
     def hear_silence(self) -> None:
-        """Let the claims of environments lapse that gave no sign of life for too long."""
+        """Let the claims of environments lapse that gave no sign of life for too long; forget them after longer."""
         now = self._clock()
         self._trainers.newly_silent(now)
-        for env_id in self._environments.newly_silent(now):
-            environment = self.state.queue.environment(env_id)
-            if environment.connected:
-                log.warning(
-                    "Environment %s gave no sign of life for %.0f s: its minimum and weight lapse until it does",
-                    environment.name,
-                    self.settings.env_timeout_s,
-                )
+        silent = [env_id for env_id in self._environments.newly_silent(now) if self.state.queue.knows(env_id)]
+        for env_id in silent:
             self.state.queue.set_silent(env_id, True)
+        lapsed = [env_id for env_id in silent if self.state.queue.environment(env_id).connected]
+        for env_id in lapsed[:MAX_LOGGED]:
+            log.warning(
+                "Environment %s gave no sign of life for %.0f s: its minimum and weight lapse until it does",
+                self.state.queue.name_of(env_id),
+                self.settings.env_timeout_s,
+            )
+        if len(lapsed) > MAX_LOGGED:
+            log.warning("%d more environments gave no sign of life", len(lapsed) - MAX_LOGGED)
+        if gone := [env_id for env_id in self._remembered.newly_silent(now) if self.state.queue.knows(env_id)]:
+            self._submit(changes.EnvironmentsForgotten(gone)).add_done_callback(partial(self._forgotten, gone))
+
+    def _forgotten(self, env_ids: Sequence[int], done: asyncio.Future[Any]) -> None:
+        if done.exception() is not None:  # it could not be written: again after another such time
+            for env_id in env_ids:
+                self._remembered.heard(env_id, self._clock())
+            return
+        for env_id in env_ids:
+            self._environments.forget(env_id)
+            self._remembered.forget(env_id)
+        log.info("Forgot %d environment(s) without a sign of life for %.0f s", len(env_ids), self.settings.env_forget_s)
 
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
@@ -384,6 +408,7 @@ class RolloutService:
             await self._commit(changes.Founded(_instance()))
         self.latest = None
         self._environments.clear()
+        self._remembered.clear()
         self._trainers.clear()
 
     # --- changes ------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class ApiSettings:
     max_sequences: int = 65_536  # of one group
     vocab_size: int | None = None  # token ids are below it; a trainer may register it too
     env_timeout_s: float = 120.0  # without a sign of life from an environment
+    env_forget_s: float = 3600.0  # without one until it is forgotten
+    max_environments: int = 100_000
     trainer_timeout_s: float = 120.0  # without a sign of life from a trainer that holds batches
     max_staleness: int | None = None  # policy versions
     stale_groups: Literal["drop", "down-weight"] = "drop"

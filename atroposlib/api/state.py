@@ -68,6 +68,9 @@ class RolloutState:
                 return self._on_joined(change)
             case changes.EnvironmentLeft():
                 self.queue.disconnect_env(change.env_id)
+            case changes.EnvironmentsForgotten():
+                for group in self.queue.forget_envs(change.env_ids):
+                    self._versions.add(group.order, group.record.version)
             case changes.EvaluationPosted():
                 self.queue.add_evaluation(change.evaluation)
             case changes.Founded():

@@ -77,6 +77,7 @@ class RunApiConfig(Config):
     max_client_mb: int = Field(1024, ge=1, description="MiB of one client's bodies under way; more are answered 429.")
     max_requests_per_second: float = Field(2000.0, gt=0, description="Of one client; more are answered 429.")
     max_connections: int = Field(4096, ge=1, description="Open connections; of more, those that wait are closed.")
+    max_environments: int = Field(100_000, ge=1, description="Registered environments; more are answered 429.")
     max_queued_groups: int = Field(200_000, ge=1, description="Groups that wait or are leased; more are answered 429.")
     max_queued_mb: int = Field(16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429.")
     max_sequences: int = Field(65_536, ge=1, description="Sequences of one group.")
@@ -85,6 +86,7 @@ class RunApiConfig(Config):
     # --- patience ------------------------------------------------------------------------------------------------------
     body_timeout: float = Field(120.0, gt=0, description="Seconds in which a body must be complete.")
     env_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse.")
+    env_forget: float = Field(3600.0, gt=0, description="Seconds of silence after which an environment is forgotten.")
     trainer_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again.")
     max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
     stale_groups: Literal["drop", "down-weight"] = Field("drop", description="What becomes of groups above --max-staleness.")
@@ -153,6 +155,8 @@ class RunApiConfig(Config):
             max_sequences=self.max_sequences,
             vocab_size=self.vocab_size,
             env_timeout_s=self.env_timeout,
+            env_forget_s=max(self.env_forget, self.env_timeout),
+            max_environments=self.max_environments,
             trainer_timeout_s=self.trainer_timeout,
             max_staleness=self.max_staleness,
             stale_groups=self.stale_groups,

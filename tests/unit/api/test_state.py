@@ -74,6 +74,14 @@ class AnyHistory(RuleBasedStateMachine):
         if self.state.queue.started:
             self.happen(changes.EnvironmentJoined(env(size, min_batch_allocation=minimum)))
 
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        known = [environment.env_id for environment in self.state.queue.environments]
+        chosen = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
+        self.happen(changes.EnvironmentsForgotten([*chosen, 99]))
+        assert [environment.env_id for environment in self.state.queue.environments] == sorted({*known} - {*chosen})
+        assert len({environment.name for environment in self.state.queue.environments}) == len(known) - len(chosen)
+
     @rule(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3), owner=st.none() | st.integers(0, 2), data=st.data())
     def post(self, sizes: list[int], owner: int | None, data: st.DataObject) -> None:
         key = data.draw(st.none() | st.sampled_from(["k1", "k2", "k3"]))
