@@ -25,7 +25,7 @@ from tests.unit.api.support import DEADLINE_S, command, group, marks, register, 
 
 GROUPS = 400
 TRIES = 25  # of each kind of damage; the nightly form has more
-NIGHTLY_TRIES = 1500
+NIGHTLY_TRIES = 400
 NOTHING = hashlib.sha256(b"").hexdigest()
 
 Damage = Callable[[Path, random.Random], None]
