@@ -31,6 +31,7 @@ from atroposlib.api.journal_file import (
 )
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
 from atroposlib.api.replay import Replayed, bodies_of, groups_of, replay
+from atroposlib.logs import escape
 
 
 class _Parser(argparse.ArgumentParser):
@@ -134,7 +135,7 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
     letters = list(reader.dead_letters())
     for letter in letters:
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(letter.at))
-        print(f"{letter.body.id}\t{at}\t{letter.environment}\t{letter.reason}")
+        print(f"{letter.body.id}\t{at}\t{escape(str(letter.environment))}\t{escape(letter.reason)}")
     if arguments.output is not None:
         with _lines(arguments.output) as lines:
             for letter in letters:

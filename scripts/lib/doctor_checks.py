@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from atroposlib.logs import escape
 from vllm_patching.protocol import DTYPE_BYTES, Manifest, ManifestMismatch, compare
 
 GIB = 1 << 30
@@ -31,7 +32,8 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.level:<4}  {self.check:<15} {self.found}" + (f": {self.remedy}" if self.remedy else "")
+        line = f"{self.level:<4}  {self.check:<15} {self.found}" + (f": {self.remedy}" if self.remedy else "")
+        return escape(line)  # servers are quoted
 
 
 @dataclass(frozen=True)

@@ -216,3 +216,17 @@ def test_a_pipe_that_closes_early_is_no_failure(path: Path, client: TestClient) 
     )
     os.close(writer)
     assert (exported.returncode, exported.stderr) == (0, "")
+
+
+def test_a_reason_cannot_forge_the_lines_of_the_list(
+    client: TestClient, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client.post("/scored_data", json=group(4, 7))
+    trainer = client.post("/register", json=registration(4)).json()["uuid"]
+    leased = client.post("/batch/lease", json={"trainer": trainer, "holding": [], "ids": True}).json()
+    letter = {"id": leased["ids"][0], "reason": "odd\n99\t2026-01-01T00:00:00Z\tmath\tforged\x1b[2J"}
+    rejection = {"trainer": trainer, "lease": leased["lease"], "groups": [letter]}
+    assert client.post("/batch/reject", json=rejection).is_success
+    run("dead-letters", path)
+    shown = capsys.readouterr().out
+    assert r"odd\n99\t2026" in shown and r"\x1b[2J" in shown and len(shown.splitlines()) == 2
