@@ -135,8 +135,8 @@ class ReasoningGymEnv(QuestionEnv):
         except ChildFailed as error:
             reply = {"error": str(error)}
         score = reply.get("score")
-        if not isinstance(score, float):
-            problem = reply.get("error", "its child process gave no score")
+        if not (isinstance(score, float) and 0.0 <= score <= 1.0):
+            problem = reply.get("error", f"{score} is no score from 0 to 1")
             log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, problem)
             return None
         if reply["rejected"]:

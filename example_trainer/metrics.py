@@ -4,11 +4,12 @@ metrics.jsonl holds one JSON object a step, written whole and flushed at the end
 null where a value was not measured at that step, and may have more.
 """
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.records import append_line
@@ -52,6 +53,12 @@ Row = Mapping[str, float | int | None]
 log = get_logger(__name__)
 
 
+class StepOfRow(msgspec.Struct):
+    """What is read of a row."""
+
+    step: int
+
+
 class MetricSink(Protocol):
     """Somewhere a step's row goes."""
 
@@ -72,8 +79,7 @@ class JsonlSink:
             path.rename(earlier)
             log.info("Moved the metrics of an earlier run to %s", earlier)
         elif path.exists():
-            kept = [line for line in path.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] < first_step]
-            write_whole(path, "".join(line + "\n" for line in kept).encode())
+            write_whole(path, _rows_before(path, first_step))
         self._file = open_regular(path, "ab", buffering=0)
 
     def write(self, row: Row) -> None:
@@ -86,6 +92,24 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _rows_before(path: Path, first_step: int) -> bytes:
+    """The lines of steps before `first_step`, without a last line that was cut. Raises TrainerError for a file of anything else."""
+    kept = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line or number == len(lines) and not line.endswith(b"}"):
+            continue
+        try:
+            step = msgspec.json.decode(line, type=StepOfRow).step
+        except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
+            raise TrainerError(
+                f"{path}:{number} is no row of metrics ({error}); move the file away, or give another --metrics-path"
+            ) from None
+        if step < first_step:
+            kept.append(line + b"\n")
+    return b"".join(kept)
 
 
 class TensorBoardSink:

@@ -26,14 +26,15 @@ printable() {
   printf '%s' "$*" | LC_ALL=C tr -d '\000-\037\177' | iconv -c -f UTF-8 -t UTF-8 | LC_ALL=C sed 's/\xc2[\x80-\x9f]//g'
 }
 
-# check_records: ends with an error where DIR/pids holds what no launcher writes: links, which would lead elsewhere, or odd names and values.
+# check_records: ends with an error where DIR/pids holds what no launcher of this user writes: another user's records, which could name
+# our processes with their true start times, links, which would lead elsewhere, or odd names and values.
 check_records() {
   local entry name key value
   if [[ -L $run_dir/pids ]]; then die "$(printable "$run_dir")/pids is a link; no launcher made it, so remove it by hand"; fi
   for entry in "$run_dir"/pids/* "$run_dir"/pids/.[!.]*; do
     [[ -e $entry || -L $entry ]] || continue
     name=${entry##*/}
-    if [[ -L $entry || ! -f $entry || ! $name =~ ^\.?[A-Za-z0-9_.-]{1,64}$ ]]; then
+    if [[ -L $entry || ! -f $entry || ! -O $entry || ! $name =~ ^\.?[A-Za-z0-9_.-]{1,64}$ ]]; then
       die "$(printable "$entry") was not written by a launcher; remove it by hand"
     fi
     [[ $name != shared.memory* && $name != .* ]] || continue
@@ -386,10 +387,11 @@ require_free_port() {
   if port_is_taken "$2"; then die "$1 $2 is taken by $(port_holder "$2"); end that (scripts/stop.sh ends what a launcher started) or choose another port"; fi
 }
 
-# recorded_runs RUNS_DIR: the run folders below it that hold records, newest first.
+# recorded_runs RUNS_DIR: the run directories below it that hold records, newest first. A name with control characters, of which one line
+# could be another directory's, is left out.
 recorded_runs() {
   local folder
   for folder in "$1"/*/pids; do
-    if [[ -d $folder ]]; then printf '%s %s\n' "$(stat -c %Y "$folder")" "${folder%/pids}"; fi
+    if [[ -d $folder && $folder != *[[:cntrl:]]* ]]; then printf '%s %s\n' "$(stat -c %Y "$folder")" "${folder%/pids}"; fi
   done | sort -rn | cut -d' ' -f2-
 }

@@ -3,7 +3,9 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,3 +155,40 @@ def test_tasks_that_evaluate_answers_need_a_sandbox_or_the_users_word(
 
 def test_the_tasks_that_evaluate_answers_are_all_known() -> None:
     assert printed_by("evaluating_tasks.py") == sorted(EVALUATED)
+
+
+HOSTILE = [
+    *("9" * 5000, "1e999", "nan", "-inf", "٣", "\x00", "\ud800", "1/0", "9**9**9**9"),
+    *("[" * 5000, "{" * 5000, "a" * 100_000, "\n" * 20_000),
+]
+
+
+async def ask_hostile(env: ReasoningGymEnv, names: Sequence[str]) -> None:
+    for name in names:
+        for answer in HOSTILE:
+            score = await env.score(Task(name, 3, ""), f"<answer>{answer}</answer>")
+            assert score is None or 0.0 <= score <= 1.0, (name, answer[:30], score)
+
+
+async def test_hostile_answers_raise_nothing_and_score_from_0_to_1(tmp_path: Path) -> None:
+    fields = {"tasks": "countdown,chain_sum,polynomial_multiplication", "heldout_size": 1, "scorer_timeout": 2}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        await ask_hostile(env, list(env.weights))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+async def test_hostile_answers_to_every_task_raise_nothing_and_score_from_0_to_1(tmp_path: Path) -> None:
+    fields = {"heldout_size": 1, "scorer_timeout": 5}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        await ask_hostile(env, list(env.weights))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 1.5, -0.1])
+async def test_a_score_outside_of_0_to_1_is_no_score(tmp_path: Path, score: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(request: Any) -> dict[str, Any]:
+        return {"score": score, "rejected": False}
+
+    env = ReasoningGymEnv.__new__(ReasoningGymEnv)
+    env.config, env.pool = ReasoningGymEnv.env_config_cls(), SimpleNamespace(ask=ask)  # type: ignore[assignment]
+    assert await env.score(Task("chain_sum", 3, ""), "<answer>1</answer>") is None

@@ -139,7 +139,7 @@ def test_extraction_and_the_calculator_take_linear_time() -> None:
             assert_linear(read, text)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=500)
 @given(hostile_answers)
 @example('<tool_call>{"name": "calculator", "arguments": {"expression": "1' + "0" * 320 + '/3"}}</tool_call>')
 @example("<tool_call>" + "[" * 100_000 + "</tool_call>")
@@ -169,7 +169,7 @@ def test_hostile_tool_calls_are_parsed_or_left_as_text_in_linear_time(parser: st
         assert_linear(PARSERS[parser], f"[TOOL_CALLS]{text}")
 
 
-@pytest.mark.parametrize("depth", range(940, 1000))
+@pytest.mark.parametrize("depth", range(940, 1000, 5))
 def test_a_tool_call_nested_as_deep_as_can_be_read_raises_nothing(depth: int) -> None:
     text = f'<tool_call>{{"name": "a", "arguments": {"[" * depth}{"]" * depth}}}</tool_call>'
     ToolCallTranslator(None).parse_model_output(text, tools=[{}])

@@ -284,6 +284,31 @@ def test_a_link_among_the_records_is_not_followed(tmp_path: Path, name: str) -> 
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", ["api", "launcher", "shared.memory"])
+def test_another_users_records_are_refused(tmp_path: Path, name: str) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        start = Path(f"/proc/{sleeper.pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+        lines = f"name=api\npid={sleeper.pid}\nstart={start}\nboot={boot_id()}\nlog=o.log\nurl=\ncommand=x\n"
+        (tmp_path / "pids").mkdir()
+        (tmp_path / "pids" / name).write_text(lines)
+        os.chown(tmp_path / "pids" / name, 65534, 65534)
+        done = stop(tmp_path)
+        assert done.returncode == 1 and f"pids/{name} was not written by a launcher" in done.stderr
+        assert sleeper.poll() is None
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
+def test_a_run_whose_name_holds_a_newline_leads_to_no_other_directory(tmp_path: Path) -> None:
+    (tmp_path / "runs/good/pids").mkdir(parents=True)
+    (tmp_path / f"runs/evil\n{str(tmp_path).replace('/', '_')}/pids").mkdir(parents=True)
+    status, output = shell('recorded_runs "$1/runs"', tmp_path)
+    assert status == 0 and output.splitlines() == [f"{tmp_path}/runs/good"]
+
+
 def test_a_link_in_place_of_the_records_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/thesis.txt").write_text("mine")

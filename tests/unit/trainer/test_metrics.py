@@ -42,3 +42,12 @@ def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> Non
     sink.write({"step": 3, "loss": 1.0})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("line", [b"}", b"[]", b'{"loss": 1}', b'{"step": "3"}', b"\xff}", b"[" * 100_000, b"{}"])
+def test_a_file_that_holds_no_rows_is_one_line_and_left_as_it_was(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(TrainerError, match=r"metrics.jsonl:2 is no row of metrics .* --metrics-path") as refused:
+        JsonlSink(path, first_step=3)
+    assert "\n" not in str(refused.value) and path.read_bytes() == b'{"step": 1}\n' + line + b"\n"
