@@ -95,7 +95,7 @@ class JsonlSink:
 
 
 def _rows_before(path: Path, first_step: int) -> bytes:
-    """The lines of steps before `first_step`, without a last line that was cut. Raises TrainerError for a file of anything else."""
+    """The lines of steps before `first_step`, without a last line that was cut. Raises TrainerError for other files."""
     kept = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):

@@ -26,8 +26,8 @@ printable() {
   printf '%s' "$*" | LC_ALL=C tr -d '\000-\037\177' | iconv -c -f UTF-8 -t UTF-8 | LC_ALL=C sed 's/\xc2[\x80-\x9f]//g'
 }
 
-# check_records: ends with an error where DIR/pids holds what no launcher of this user writes: another user's records, which could name
-# our processes with their true start times, links, which would lead elsewhere, or odd names and values.
+# check_records: ends with an error where DIR/pids holds what no launcher of this user writes: another user's records
+# (they could name our processes with their true start times), links (they would lead elsewhere), odd names and values.
 check_records() {
   local entry name key value
   if [[ -L $run_dir/pids ]]; then die "$(printable "$run_dir")/pids is a link; no launcher made it, so remove it by hand"; fi
@@ -387,11 +387,13 @@ require_free_port() {
   if port_is_taken "$2"; then die "$1 $2 is taken by $(port_holder "$2"); end that (scripts/stop.sh ends what a launcher started) or choose another port"; fi
 }
 
-# recorded_runs RUNS_DIR: the run directories below it that hold records, newest first. A name with control characters, of which one line
-# could be another directory's, is left out.
+# recorded_runs RUNS_DIR: the run directories below it that hold records, newest first, one per line. A name with
+# control characters is left out: a line of it could be another directory's name.
 recorded_runs() {
   local folder
   for folder in "$1"/*/pids; do
-    if [[ -d $folder && $folder != *[[:cntrl:]]* ]]; then printf '%s %s\n' "$(stat -c %Y "$folder")" "${folder%/pids}"; fi
+    if [[ -d $folder && $folder != *[[:cntrl:]]* ]]; then
+      printf '%s %s\n' "$(stat -c %Y "$folder")" "${folder%/pids}"
+    fi
   done | sort -rn | cut -d' ' -f2-
 }

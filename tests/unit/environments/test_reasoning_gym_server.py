@@ -185,7 +185,7 @@ async def test_hostile_answers_to_every_task_raise_nothing_and_score_from_0_to_1
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), 1.5, -0.1])
-async def test_a_score_outside_of_0_to_1_is_no_score(tmp_path: Path, score: float, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_score_outside_of_0_to_1_is_no_score(score: float) -> None:
     async def ask(request: Any) -> dict[str, Any]:
         return {"score": score, "rejected": False}
 
