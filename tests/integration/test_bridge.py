@@ -20,6 +20,8 @@ import requests
 from tests.integration.bridge_child import held_by
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members, workers_of
 from tests.integration.namespaces import tied
+from tests.integration.test_hostile_requests import OFFER
+from vllm_patching.protocol import Manifest
 
 PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
 PROMPT = [5, 6, 7, 8]
@@ -187,8 +189,12 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
     read_until(child, "MID-TRANSFER")
     frozen = time.monotonic()
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
-    code, _, err = finish(start_child(server, "sync"))
-    assert code != 0 and "holds session" in err and "wait for its lease to end" in err
+    # the offer alone: a whole trainer may take longer to start than the lease lasts
+    digest = Manifest.from_json(server.request("GET", "/v1/bridge/manifest").json()).digest()
+    offer = OFFER | {"world_size": 1 + server.status()["tp_size"], "manifest_digest": digest}
+    newcomer = server.request("POST", "/v1/bridge/session", json=offer)
+    assert newcomer.status_code == 409
+    assert "holds session" in newcomer.text and "wait for its lease to end" in newcomer.text
     while server.status()["lease_left_s"] > 0:
         assert time.monotonic() - frozen < 60
         time.sleep(0.5)
