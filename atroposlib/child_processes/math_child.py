@@ -8,7 +8,9 @@ from typing import Any
 
 from atroposlib.child_processes.loop import answer_requests
 
-CHOICE = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|\\text\s*\{\s*(?:or|not)\b")
+WORDS = r"\\(?:text[a-z]*|mathrm|mbox)\s*\{[^{}]*"
+CHOICE = re.compile(rf"\\(?:lor|vee)(?![A-Za-z])|\\text\s*\{{\s*not\b|{WORDS}\bor\b")
+WORDS_OR_UNIT = re.compile(WORDS + r"\}(?:\s*\^\s*\{?\s*-?\d+\s*\}?)?")  # with its exponent: \text{cm}^2
 
 
 def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
@@ -42,9 +44,10 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
 
 
 def _offers_choice(text: str) -> bool:
-    """Whether `text` gives one variable two values, or connects two answers."""
+    """Whether `text` gives one variable two values, connects two answers, or has numbers before and after a word."""
     names = re.findall(r"([A-Za-z])\s*(?:=|≈|\\approx)", text)
-    return len(names) > len(set(names)) or CHOICE.search(text) is not None
+    numbered = [part for part in WORDS_OR_UNIT.split(text) if re.search(r"\d", part)]
+    return len(names) > len(set(names)) or CHOICE.search(text) is not None or len(numbered) > 1
 
 
 def _equations(statements: list[Any]) -> list[Any]:

@@ -7,6 +7,9 @@
 An entry is made anew for every request from task, options, seed and index, so that any process can score what another one asked.
 Some scorers evaluate the answer, which is why this process can be killed and has no rights. `evaluated_answers.py`
 limits them to the task's mathematics; "rejected" names what else an answer holds.
+
+The scorers of countdown and puzzle24 look for the numbers in the text of the answer, where `0x18`, `2_4` and a comment
+deceive them, and puzzle24's takes any four numbers. An answer that they take for right is computed once more.
 """
 
 import functools
@@ -18,6 +21,7 @@ from reasoning_gym.factory import DATASETS
 
 from atroposlib.child_processes.evaluated_answers import EVALUATED, Guard
 from atroposlib.child_processes.loop import answer_requests
+from atroposlib.grading.arithmetic import ExpressionError, compute
 
 # Some tasks make all their entries at once, so each source holds few; the next source has the next entries.
 CHUNK = 100
@@ -27,6 +31,19 @@ NOT_TASKS = {"composite"}
 
 guard = Guard()
 guard.install(DATASETS[task][0].__module__ for task in EVALUATED)
+
+
+def false_solution(task: str, answer: str, metadata: dict[str, Any]) -> str | None:
+    """Why `answer` does not solve a puzzle of numbers; None if it does, and for other tasks."""
+    if task not in ("countdown", "puzzle24"):
+        return None
+    try:
+        computed = compute(answer)
+    except ExpressionError as error:
+        return f"it is no arithmetic: {error}"
+    if sorted(computed.numbers) != sorted(metadata["numbers"]):
+        return "its numbers are not those of the puzzle"
+    return None if computed.value == metadata.get("target", 24) else "its value is not the target"
 
 
 @functools.lru_cache(maxsize=512)
@@ -49,7 +66,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         given = request["answer"].strip()
         with guard.scoring(request["task"], given, entry["answer"]):
             score = float(entries.score_answer(answer=given, entry=entry))
-        return {"score": 0.0 if guard.rejected else score, "rejected": guard.rejected}
+        rejected = guard.rejected or (false_solution(request["task"], given, entry["metadata"]) if score == 1.0 else None)
+        return {"score": 0.0 if rejected else score, "rejected": rejected}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}
 

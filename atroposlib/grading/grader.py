@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.math_child"
 INTEGER = re.compile(r"-?[0-9]{1,18}")
-INNER_DOLLAR = re.compile(r"(?<!\\)\$")
+OTHER_ANSWER = re.compile(r"(?<!\\)\$|\\fbox")
 MAX_ANSWER_CHARS = 1000
 
 
@@ -67,7 +67,7 @@ class Grader:
             return Outcome.UNPARSEABLE
         closes_the_box = extract_boxed(f"\\boxed{{{answer}}}") != answer.strip()
         # math-verify would read another box, or 5$3 as 53
-        if closes_the_box or INNER_DOLLAR.search(answer.strip(" $")):
+        if closes_the_box or OTHER_ANSWER.search(answer.strip(" $")):
             return Outcome.UNPARSEABLE
         if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # where math-verify says the same, and a process is not needed
             return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG

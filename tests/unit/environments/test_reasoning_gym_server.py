@@ -12,6 +12,7 @@ import pytest
 
 from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.envs.errors import DataError
+from atroposlib.grading.arithmetic import compute
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.reasoning_gym_server import ReasoningGymEnv, Task, weights_by_name
 from tests.unit.common.refusals import without
@@ -75,6 +76,7 @@ CODE = [
 ]
 # Code to some scorers, and no expression or a list of variables to the others.
 HALF_CODE = ["5! + open('{file}', 'w').write('x')", "[oracle_answer, 1]"]
+PUZZLES_OF_NUMBERS = ("countdown", "puzzle24")
 
 
 def printed_by(script: str, *arguments: str, stdin: str = "") -> Any:
@@ -124,6 +126,27 @@ async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_pat
             answer = form.format(unguarded[task]["known"][0])
             assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0
         assert env.counts["answers_rejected"] == 0
+
+
+async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path: Path) -> None:
+    known = {task: found["known"][0] for task, found in printed_by("unguarded_scores.py", *PUZZLES_OF_NUMBERS, stdin="[]").items()}
+    fields = {"heldout_size": 1, "scorer_timeout": 60}
+    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
+        for task, solution in known.items():
+            value, numbers = int(compute(solution).value), ", ".join(str(number) for number in compute(solution).numbers)
+            hidden = "_".join(str(value))
+            deceptions = [
+                f"({numbers}) and {hidden}",
+                f"{hidden} if ({numbers}) else 0x0",
+                f"{hex(value)} # {numbers}",
+                f"{hex(value)} + 0x0*({numbers.replace(', ', ' + ')})",
+                "4*3*2*1",
+            ]
+            for answer in deceptions:
+                assert (await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") or 0) <= 0.05, (task, answer)
+            for answer in (solution, f"({solution})"):
+                assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0, (task, answer)
+        assert env.counts["answers_rejected"] >= 2 * (len(deceptions) - 1)
 
 
 async def test_an_answer_that_takes_too_long_to_evaluate_is_unscored_and_the_next_is_scored(tmp_path: Path) -> None:

@@ -242,6 +242,8 @@ HEDGES = [
         r"{a} \mid {b}",
     ),
     *(r"x={a} \lor y={b}", "{a}}} \\boxed{{{b}", r"{a} \boxed{{{b}}}", "{a} & {b}", "{a} | {b}"),
+    *(r"{a} \text{{ m or }} {b} \text{{ m}}", r"{a} \text{{ km}}, {b} \text{{ km}}", r"{a} \text{{ cats }} {b} \text{{ dogs}}"),
+    *(r"{a} \mathrm{{ cm}}^2 {b} \mathrm{{ cm}}^2", r"\fbox{{{a}}} {b}"),
 ]
 
 
@@ -266,6 +268,7 @@ async def test_an_answer_that_names_two_results_is_right_for_neither() -> None:
         (r"\frac{100}{7} \approx 14.29", r"\frac{100}{7}"),
         ("(x+1)^2 = x^2 + 2x + 1", "x^2 + 2x + 1"),
         (r"18 \text{ dollars}", "18"),
+        (r"18 \text{ cm}^2", "18"),
         ("f(x) = x^2", "x^2"),
         ("1, 2", r"\{1, 2\}"),
         ("x=2, x=3", "x=2, x=3"),
