@@ -66,7 +66,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         given = request["answer"].strip()
         with guard.scoring(request["task"], given, entry["answer"]):
             score = float(entries.score_answer(answer=given, entry=entry))
-        rejected = guard.rejected or (false_solution(request["task"], given, entry["metadata"]) if score == 1.0 else None)
+        rejected = guard.rejected
+        if score == 1.0:
+            rejected = rejected or false_solution(request["task"], given, entry["metadata"])
         return {"score": 0.0 if rejected else score, "rejected": rejected}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]}

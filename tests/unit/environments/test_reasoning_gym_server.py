@@ -129,11 +129,13 @@ async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_pat
 
 
 async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path: Path) -> None:
-    known = {task: found["known"][0] for task, found in printed_by("unguarded_scores.py", *PUZZLES_OF_NUMBERS, stdin="[]").items()}
+    unguarded = printed_by("unguarded_scores.py", *PUZZLES_OF_NUMBERS, stdin="[]")
     fields = {"heldout_size": 1, "scorer_timeout": 60}
     async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
-        for task, solution in known.items():
-            value, numbers = int(compute(solution).value), ", ".join(str(number) for number in compute(solution).numbers)
+        for task, alone in unguarded.items():
+            solution = alone["known"][0]
+            value = int(compute(solution).value)
+            numbers = ", ".join(str(number) for number in compute(solution).numbers)
             hidden = "_".join(str(value))
             deceptions = [
                 f"({numbers}) and {hidden}",

@@ -242,7 +242,7 @@ HEDGES = [
         r"{a} \mid {b}",
     ),
     *(r"x={a} \lor y={b}", "{a}}} \\boxed{{{b}", r"{a} \boxed{{{b}}}", "{a} & {b}", "{a} | {b}"),
-    *(r"{a} \text{{ m or }} {b} \text{{ m}}", r"{a} \text{{ km}}, {b} \text{{ km}}", r"{a} \text{{ cats }} {b} \text{{ dogs}}"),
+    *(r"{a} \text{{ m or }} {b} \text{{ m}}", r"{a} \text{{ km}}, {b} \text{{ km}}"),
     *(r"{a} \mathrm{{ cm}}^2 {b} \mathrm{{ cm}}^2", r"\fbox{{{a}}} {b}"),
 ]
 
