@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -191,12 +192,19 @@ def _step_of(folder: Path) -> int:
 
 def verify(folder: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size and digest."""
+    try:
+        _compare_with_manifest(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}); resume from another step_N folder") from None
+
+
+def _compare_with_manifest(folder: Path) -> None:
     manifest_path = folder / MANIFEST
     if not manifest_path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume")
     try:
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=dict[str, FileRecord])
-    except (OSError, UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
+    except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
         raise CheckpointError(f"{manifest_path} is damaged ({error}); resume from another step_N folder") from None
     for name, expected in manifest.items():
         path = folder / name
@@ -215,9 +223,13 @@ def verify(folder: Path) -> None:
 def restore(folder: Path, optimizer: Optimizer) -> Progress:
     """Load the optimizer's moments and the generators from a verified checkpoint; rates and other settings stay as configured now.
 
-    Raises CheckpointError if the moments are another optimizer's or another model's.
+    Raises CheckpointError if the moments are another optimizer's or another model's, or cannot be loaded.
     """
-    state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        problem = f"{folder / STATE} cannot be loaded ({_first_line(error)[:200]})"
+        raise CheckpointError(f"{problem}; resume from another step_N folder") from None
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "

@@ -1,11 +1,14 @@
 """What --resume makes of a damaged `latest` or manifest.json: one line with the remedy, and never a fresh start beside old steps."""
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
+from torch.optim import AdamW
 
-from example_trainer.checkpoint import STATE, CheckpointError, find_checkpoint, write_folder
+from example_trainer.checkpoint import STATE, CheckpointError, find_checkpoint, restore, verify, write_folder
 
 
 @pytest.fixture
@@ -47,6 +50,21 @@ def test_a_damaged_manifest_is_one_line(saved: Path, damage: str) -> None:
     (saved / "step_10/manifest.json").write_bytes(MANIFESTS[damage])
     with pytest.raises(CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N folder") as refused:
         find_checkpoint("latest", saved)
+    assert str(refused.value).isprintable()
+
+
+def test_a_manifest_of_impossible_names_is_one_line(saved: Path) -> None:
+    (saved / "step_10/manifest.json").write_text(json.dumps({"n" * 300: {"bytes": 7, "sha256": ""}}))
+    with pytest.raises(CheckpointError, match=r"step_10 cannot be read \(.*; resume from another step_N folder"):
+        find_checkpoint("latest", saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Path("/tmp"), protocol=2), b"PK\x03\x04" + bytes(100)])
+def test_a_state_that_is_as_the_manifest_says_but_cannot_be_loaded_is_one_line(tmp_path: Path, content: bytes) -> None:
+    write_folder(tmp_path / "step_1", lambda folder: (folder / STATE).write_bytes(content), 100)
+    verify(tmp_path / "step_1")
+    with pytest.raises(CheckpointError, match=r"trainer_state.pt cannot be loaded \(.*; resume from") as refused:
+        restore(tmp_path / "step_1", AdamW([torch.nn.Parameter(torch.zeros(2))]))
     assert str(refused.value).isprintable()
 
 
