@@ -3,6 +3,7 @@
 uvicorn closes a connection that is idle after its first reply. This adds what it leaves open:
 
     nothing sent, or half a head     closed after `head_s`
+    a head that does not end         400 after `MAX_HEAD_BYTES`
     half a body                      408 after `body_s`, or after `stall_s` without a byte
     a reply that nobody reads        cut after `stall_s` without progress, once the connection would be closed
     more than `most` connections     those that wait for a request are closed, of the busiest address and oldest first
@@ -22,6 +23,7 @@ from atroposlib.logs import get_logger
 
 RESERVED_FILES = 64  # descriptors for the journal, the log, the event loop
 LOG_EVERY_S = 10.0
+MAX_HEAD_BYTES = 65_536  # of a head, or of what follows a body; uvicorn keeps it all
 
 log = get_logger(__name__)
 
@@ -95,6 +97,7 @@ class Connection(HttpToolsProtocol):
         self._connections = connections
         self._receiving: str | None = "head"  # or "body"; None: a request is being answered, or none has begun
         self._since = self._heard = 0.0
+        self._unframed = 0  # bytes since a message or a piece of its body came
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -125,12 +128,20 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
+        self._unframed += len(data)
         super().data_received(data)
+        if self._unframed > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._connections.note(f"closed, as a head had more than {MAX_HEAD_BYTES} bytes")
+            self.send_400_response(f"The head of a request has at most {MAX_HEAD_BYTES} bytes.")
         self._watch()
 
     def on_message_begin(self) -> None:
-        self._receiving, self._since = "head", self._heard
+        self._receiving, self._since, self._unframed = "head", self._heard, 0
         super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._unframed = 0
+        super().on_body(body)
 
     def on_headers_complete(self) -> None:
         self._receiving = "body"

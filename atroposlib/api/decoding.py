@@ -81,14 +81,18 @@ class BodyDecoder(Generic[T]):
         try:
             decoded = self._lax.decode(body)
         except msgspec.ValidationError as error:
-            decoded = self._counted(_leniently(body), error, body)
+            decoded = self._counted(error, body)
         except UNREADABLE as error:
             raise not_json(body, error) from None
         refuse_unsayable(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
         return decoded
 
-    def _counted(self, tree: Any, error: Exception, body: bytes) -> T:
-        """From a tree, with booleans as 0 and 1 in the fields that hold numbers."""
+    def _counted(self, error: Exception, body: bytes) -> T:
+        """With booleans as 0 and 1 in the fields that hold numbers."""
+        try:
+            tree = msgspec.json.decode(body)  # all of it: the error may be in front of half a surrogate pair
+        except UNREADABLE as unreadable:
+            raise not_json(body, unreadable) from None
         counted: set[str] = set()
         while True:
             _, message, location = kind_message_and_location(error)

@@ -212,6 +212,10 @@ async def _store(
             ) from None
     contents = [(group.item, packed) for group in groups]
     answer = await service.post([group.posted for group in groups], contents, key, needs)
+    if len(answer) != len(groups):
+        raise RefusedBody(
+            422, f"{KEY_HEADER} is that of a post of {len(answer)} groups, not {len(groups)}: each post needs its own"
+        )
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
     for group in groups:

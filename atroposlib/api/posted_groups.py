@@ -33,7 +33,8 @@ from atroposlib.api.wire import PostedData, ScoredData
 MAX_NODES = (
     2**21
 )  # arrays of numbers, and values of any kind in free-form fields, of one body: about 80 bytes of memory each
-MAX_LISTED = 2**18  # groups of a MessagePack list
+MAX_LISTED = 2**14  # groups of a list, all of which are stored in one step of the event loop
+_FLOAT_BYTES = 4  # of a number as it is usually posted; in memory it takes 32
 _LOOKED_AT = 1024  # numbers
 SMALL_BYTES = 65_536  # of a field that is cheap to look through
 
@@ -45,7 +46,7 @@ _FREE = ("messages", "generation_params", "overrides", "group_overrides", "image
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
 _NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}
 _NESTED = frozenset({"distill_token_ids", "distill_logprobs"})  # arrays of arrays of arrays
-_FLOATS = frozenset({"scores", "advantages", "ref_logprobs", "inference_logprobs", "distill_logprobs"})
+_FLOATS = {"scores": 1, "advantages": 2, "ref_logprobs": 2, "inference_logprobs": 2, "distill_logprobs": 3}  # depths
 
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _NOT_FINITE = re.compile(rb"-?(?:NaN|Infinity)")
@@ -265,11 +266,14 @@ class _Reader:
         left = MAX_NODES - self._nodes
         if name in _NUMBERS:
             self._nodes += _packed_arrays(name, raw, left) if self._packed else raw.count(b"[")
+            if name in _FLOATS and self._nodes <= MAX_NODES:
+                numbers = _packed_numbers(raw, _FLOATS[name]) if self._packed else raw.count(b",")
+                self._nodes += max(0, numbers - len(raw) // _FLOAT_BYTES)
         else:
             self._nodes += _packed_values(raw, left) if self._packed else _json_values(raw, left)
         if self._nodes > MAX_NODES:
             message = (
-                f"the body has more than {MAX_NODES} arrays and free-form values; post its groups in several requests"
+                f"the body has more than {MAX_NODES} arrays, free-form values and short numbers; post its groups in several requests"
             )
             raise RefusedBody(413, message, location=(name,), kind="too_large")
 
@@ -357,7 +361,14 @@ def _packed_arrays(name: str, raw: bytes, limit: int) -> int:
         raise not_msgpack(error) from None
 
 
-def _entries(raw: bytes) -> int:
+def _packed_numbers(raw: bytes | memoryview, depth: int) -> int:
+    """Numbers in arrays that are nested so deep, by what the heads of the innermost say."""
+    if depth == 1 or not _entries(raw):
+        return _entries(raw)
+    return sum(_packed_numbers(memoryview(row), depth - 1) for row in _rows_of(raw))
+
+
+def _entries(raw: bytes | memoryview) -> int:
     """Of the array that begins here; 0 where none does."""
     first = raw[0]
     if first == 0xDC or first == 0xDD:

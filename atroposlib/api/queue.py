@@ -72,7 +72,7 @@ class _Buffer(Generic[R]):
 
     def take_subset(self, sequences: int) -> list[Group[R]]:
         """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is exact."""
-        if not can_sum(self.sizes, sequences):
+        if self.sequences < sequences or not can_sum(self.sizes, sequences):
             return []
         chosen = set(indices_summing_to([group.sequences for group in self.groups], sequences))
         taken = [group for index, group in enumerate(self.groups) if index in chosen]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import requests
 import uvicorn
@@ -150,6 +151,35 @@ def test_a_body_that_nobody_reads_does_not_hold_its_connection() -> None:
         unread.sendall((HEAD % 1_000_000).replace(b"scored_data", b"nowhere"))
         assert unread.recv(65_536).startswith(b"HTTP/1.1 404")
         trickle(unread)
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"", b"\r\n" * 1000),
+        (b"GET /", b"a" * 10_000),
+        (b"GET /status HTTP/1.1\r\n", b"X: a\r\n" * 1000),
+        (b"GET /status HTTP/1.1\r\nX: ", b"a" * 10_000),
+        (HEAD.replace(b"Content-Length: %d", b"Transfer-Encoding: chunked") + b"1\r\n{\r\n0\r\n", b"X: a\r\n" * 1000),
+    ],
+    ids=["no head", "path", "fields", "field", "fields behind a body"],
+)
+def test_a_head_without_end_is_refused_before_it_fills_memory(begun: bytes, more: bytes) -> None:
+    with serving(Limits()) as port, connect(port) as endless:
+        endless.sendall(begun)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 50_000_000:
+                sent += endless.send(more)
+        assert sent < 20_000_000  # what the kernel holds included
+        assert requests.get(f"http://127.0.0.1:{port}/health", timeout=DEADLINE_S).ok
+
+
+def test_a_large_body_in_small_chunks_is_no_long_head() -> None:
+    with serving(Limits()) as port:
+        body = msgspec.json.encode(group(1, messages=[[{"role": "user", "content": "x" * 200_000}]]))
+        pieces = (body[start : start + 100] for start in range(0, len(body), 100))
+        assert requests.post(f"http://127.0.0.1:{port}/scored_data", data=pieces, timeout=DEADLINE_S).status_code == 200
 
 
 def test_requests_on_one_connection_are_answered_beyond_the_deadlines() -> None:

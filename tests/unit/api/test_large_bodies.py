@@ -188,6 +188,36 @@ def test_20_megabytes_of_empty_maps_are_refused_with_little_memory(process: tupl
     assert reply.status_code == 413 and peak_kb < 300_000, (reply.text, peak_kb)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("field", ["scores", "advantages", "inference_logprobs", "distill_logprobs"])
+def test_short_numbers_that_would_take_much_memory_are_refused_before_they_do(
+    few_nodes: int, field: str, packed: bool
+) -> None:
+    count = 50 * few_nodes
+    numbers: Any = [1] * count
+    for _ in range({"scores": 0, "distill_logprobs": 2}.get(field, 1)):
+        numbers = [numbers]
+    body = ENCODE[packed](group(1) | {field: numbers})
+    tracemalloc.start()
+    try:
+        refusal = refusal_of(body, packed)
+        assert refusal.status == 413 and refusal.location == (field,)
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(body) + 1e6  # floats would be 32 times as large
+    finally:
+        tracemalloc.stop()
+    usual = 0.5 if packed else 1.0
+    assert read_group(ENCODE[packed](group(1, inference_logprobs=[[usual] * count])), packed)
+
+
+def test_a_list_of_more_groups_than_are_stored_at_once_is_refused(client: TestClient) -> None:
+    body = [{"tokens": [[1]], "masks": [[1]], "scores": [1]}] * (posted_groups.MAX_LISTED + 1)
+    for packed, headers in ((False, {}), (True, MSGPACK)):
+        refused = client.post("/scored_data_list", content=ENCODE[packed](body), headers=headers)
+        assert refused.status_code == 422 and "16384" in refused.text
+        stored = client.post("/scored_data_list", content=ENCODE[packed](body[1:]), headers=headers)
+        assert stored.json()["groups_processed"] == 16_384
+
+
 def test_the_groups_of_a_list_share_the_bound(few_nodes: int) -> None:
     part = group(1, images=[1] * (few_nodes // 4))
     with pytest.raises(RefusedBody, match="more than"):

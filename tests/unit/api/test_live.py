@@ -221,6 +221,15 @@ def test_a_repeated_post_is_answered_alike_and_stored_once(client: TestClient, f
     assert "idempotency_key" not in client.get("/latest_example").json()
 
 
+def test_a_key_of_a_post_of_another_number_of_groups_is_refused(client: TestClient) -> None:
+    key = {"Idempotency-Key": "a"}
+    assert client.post("/scored_data_list", json=[group(4), group(4)], headers=key).status_code == 200
+    for path, body in (("/scored_data", group(4)), ("/scored_data_list", [group(4)] * 3)):
+        refused = client.post(path, json=body, headers=key)
+        assert refused.status_code == 422 and "each post needs its own" in refused.text
+    assert client.get("/status").json()["queue_size"] == 2
+
+
 @pytest.mark.parametrize("key", ["", "x" * 201])
 def test_a_key_that_is_none_is_refused(client: TestClient, key: str) -> None:
     assert client.post("/scored_data", json=group(4), headers={"Idempotency-Key": key}).status_code == 422

@@ -1,5 +1,6 @@
 """The state machine: registrations, buffering, delivery, status, evaluations. No server, no clock."""
 
+import tracemalloc
 from collections import Counter
 from typing import Any
 
@@ -195,6 +196,17 @@ def test_parts_of_a_group_leave_together_once_they_fill_the_group_size() -> None
     assert queue.latest == "third"
     assert queue.next_batch() == ["first", "third"]
     assert queue.accept(8, 0, "whole") is None
+
+
+def test_a_huge_group_size_costs_nothing_before_as_many_sequences_wait() -> None:
+    queue = started(batch_size=8)
+    queue.register_env(env(group_size=2**31 - 1))
+    tracemalloc.start()
+    try:
+        assert [queue.accept(size, 0, "x") for size in (3, 2, 5)] == [3, 5, 10]
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_group_above_its_environments_size_is_queued_rather_than_kept_for_ever() -> None:

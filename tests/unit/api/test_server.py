@@ -130,6 +130,11 @@ def test_a_boolean_does_not_hide_what_else_is_wrong(client: TestClient) -> None:
     assert (status, location) == (422, ["body", "generation_params"])
 
 
+def test_half_a_surrogate_pair_behind_a_boolean_is_refused(client: TestClient) -> None:
+    body = json.dumps(registration(True, checkpoint_dir="half \ud800"))
+    assert client.post("/register", content=body).status_code == 422
+
+
 def test_a_minimum_is_a_share(client: TestClient) -> None:
     register(client)
     status, location, _ = refusal(client.post("/register-env", json=environment(min_batch_allocation=1.5)))
