@@ -11,7 +11,7 @@ and by `clear_groups`. `dump` and `load` carry the state across a restart.
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -313,6 +313,10 @@ class BatchQueue(Generic[R]):
             dropped += buffer.drop(orders)
         self._exhausted = False
         return dropped
+
+    def waiting(self) -> Iterator[Group[R]]:
+        """All groups that are queued, lane by lane."""
+        return iter(self._lanes)
 
     def clear_groups(self) -> list[Group[R]]:
         """Remove every group; they come back."""

@@ -10,9 +10,10 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from atroposlib.api import changes
@@ -47,6 +48,7 @@ RETRY_AFTER_S = 2
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
 MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
 MAX_LOGGED = 10  # of the groups set aside together
+MAX_AHEAD = 4096  # groups that are checked before they are about to be delivered
 
 log = get_logger(__name__)
 Content = tuple[bytes, bool, float]  # a group's bytes, whether they are MessagePack, its staleness weight
@@ -212,17 +214,24 @@ class RolloutService:
             log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
 
     async def _next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
-        """As the state's, but groups that came before the trainer registered and that it cannot use are set aside."""
+        """As the state's, but groups that came before the trainer registered and that it cannot use are set aside.
+
+        More and more of those behind them are looked at, too: each time that some are set aside costs time in the
+        length of the queue.
+        """
+        ahead = 1
         while (delivery := self.state.next_delivery(trainer, new_lease)) is not None:
             if not (unusable := await self._unusable(delivery[1])):
                 return delivery
             self._untold += await self._set_aside(unusable, "delivery")
+            ahead = min(2 * ahead, MAX_AHEAD)
+            if unusable := await self._unusable(list(islice(self._unread(self.state.queue.waiting()), ahead))):
+                self._untold += await self._set_aside(unusable, "delivery")
         return None
 
     async def _unusable(self, groups: Sequence[Group[Rollout]]) -> list[tuple[Group[Rollout], str]]:
         """Those that do not meet the trainer's needs, each with the reason. A group that met them is not read again."""
-        needs = self.needs
-        unread = [group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs]
+        needs, unread = self.needs, list(self._unread(groups))
         if not unread:
             return []
         bodies = [self._bodies[group.record.id] for group in unread]
@@ -231,6 +240,11 @@ class RolloutService:
             if reason is None:
                 self._bodies[body.id] = replace(body, checked=needs)
         return [(group, reason) for group, reason in zip(unread, reasons, strict=True) if reason is not None]
+
+    def _unread(self, groups: Iterable[Group[Rollout]]) -> Iterator[Group[Rollout]]:
+        """Those of which it is not known whether they meet the trainer's needs."""
+        needs = self.needs
+        return (group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs)
 
     async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
         """Make dead letters of groups that wait or are leased."""

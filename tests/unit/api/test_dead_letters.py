@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api import dead_letters
+from atroposlib.api.selection import Lanes
 from atroposlib.api.server import create_app
 from tests.unit.api.support import environment, registration
 
@@ -143,6 +144,25 @@ def test_a_batch_is_formed_of_the_groups_that_pass(client_of: TestClient) -> Non
             and letter["bytes"] > 0
             and letter["reason"].startswith("masks[1][1]: 9 is neither")
         )
+
+
+def test_many_groups_from_before_the_trainer_cost_time_in_their_number(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drops: list[int] = []
+    drop = Lanes.drop
+
+    def counted(lanes: Lanes[Any], orders: set[int]) -> list[Any]:
+        drops.append(lanes.groups)
+        return drop(lanes, orders)
+
+    monkeypatch.setattr(Lanes, "drop", counted)
+    too_large = trainable() | {"tokens": [[1]] * 9, "masks": [[1]] * 9, "scores": [1] * 9}
+    too_large["inference_logprobs"] = [[-1.0]] * 9
+    posted = [too_large] * 2000 + [trainable(**HOPELESS)] * 5000 + [trainable(7)] * 2
+    assert client.post("/scored_data_list", json=posted).status_code == 200
+    assert marks(lease(client, start(client))) == [7, 7]
+    assert sum(drops) < 20 * len(posted)  # for each batch of two groups anew it would be 1700 times
 
 
 def test_get_batch_passes_them_over_too(client: TestClient) -> None:
