@@ -273,7 +273,8 @@ class _Reader:
             self._nodes += _packed_values(raw, left) if self._packed else _json_values(raw, left)
         if self._nodes > MAX_NODES:
             message = (
-                f"the body has more than {MAX_NODES} arrays, free-form values and short numbers; post its groups in several requests"
+                f"the body has more than {MAX_NODES} arrays, free-form values and short numbers; "
+                "post its groups in several requests"
             )
             raise RefusedBody(413, message, location=(name,), kind="too_large")
 
