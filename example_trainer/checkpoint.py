@@ -228,8 +228,9 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
     try:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        problem = f"{folder / STATE} cannot be loaded ({_first_line(error)[:200]})"
-        raise CheckpointError(f"{problem}; resume from another step_N folder") from None
+        # torch's own text tells how to load a pickle that runs code
+        problem = f"{folder / STATE} cannot be loaded ({type(error).__name__})"
+        raise CheckpointError(f"{problem}; resume from another step_N folder") from error
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "

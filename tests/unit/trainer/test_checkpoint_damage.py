@@ -59,7 +59,10 @@ def test_a_manifest_of_impossible_names_is_one_line(saved: Path) -> None:
         find_checkpoint("latest", saved)
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps(Path("/tmp"), protocol=2), b"PK\x03\x04" + bytes(100)])
+STATES = [b"", b"garbage", pickle.dumps(Path("/tmp"), protocol=2), b"PK\x03\x04" + bytes(100)]
+
+
+@pytest.mark.parametrize("content", STATES, ids=["empty", "garbage", "pickle", "archive"])
 def test_a_state_that_is_as_the_manifest_says_but_cannot_be_loaded_is_one_line(tmp_path: Path, content: bytes) -> None:
     write_folder(tmp_path / "step_1", lambda folder: (folder / STATE).write_bytes(content), 100)
     verify(tmp_path / "step_1")
