@@ -104,7 +104,7 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
     copy, unfinished = arguments.destination, Path(f"{arguments.destination}.new")
     expect_regular_files(copy)
     for file in (copy, wal_path(copy), shm_path(copy), head_path(copy), unfinished):
-        if file.exists():
+        if os.path.lexists(file):
             raise JournalError(f"{file} exists; name another destination, or remove it")
     groups = sum(1 for _ in bodies_of(reader, replayed.state))
     try:

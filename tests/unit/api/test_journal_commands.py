@@ -123,6 +123,15 @@ def test_a_backup_of_a_running_apis_journal_is_a_journal_by_itself(
     run("verify", copy)
 
 
+@pytest.mark.parametrize("suffix", ["", "-wal", ".head", ".new"])
+def test_a_backup_follows_no_link(
+    path: Path, tmp_path: Path, client: TestClient, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    (tmp_path / f"copy.db{suffix}").symlink_to(tmp_path / "elsewhere")
+    refusal(capsys, "backup", path, tmp_path / "copy.db")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_backups_taken_while_groups_come_in_are_whole(path: Path, tmp_path: Path) -> None:
     posting = threading.Event()
     posting.set()
