@@ -12,8 +12,8 @@ NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-\u2212\u2013\uff0d][$€£]?)?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?)"
 )
-# What stands before digits that only end a longer number: 1e5, 1/5, 2^5, 2^{-5}, 3.4.5, 1_000.
-LONGER = re.compile(r"\d(?:[eE][-+]?|[/._][-+]?|\^\{?[-+]?)\Z")
+# What stands before digits that only end a longer number: 1e5, 1/5, 2^5, 2**5, 2^{-5}, 3.4.5, 1_000, 1'000.
+LONGER = re.compile(r"\d(?:[eE][-+]?|[/._'\u2019\u2044\u2215\u066b\u2009\u202f][-+]?|(?:\^|\*\*)\{?[-+]?)\Z")
 
 
 def last_number(text: str) -> str | None:
