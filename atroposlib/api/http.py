@@ -1,6 +1,7 @@
 """Reading bodies and writing replies of the batching API."""
 
 import functools
+import gc
 import ipaddress
 import zlib
 from collections.abc import Callable
@@ -86,7 +87,16 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
     """Do heavy work on a thread, one piece at a time: two would keep the event loop waiting twice as long."""
-    return await anyio.to_thread.run_sync(work, limiter=request.app.state.heavy_work)
+    return await anyio.to_thread.run_sync(_uncollected, work, limiter=request.app.state.heavy_work)
+
+
+def _uncollected(work: Callable[[], T]) -> T:
+    """The collector would walk through all that is being built, again and again, and everything waits for it."""
+    gc.disable()
+    try:
+        return work()
+    finally:
+        gc.enable()
 
 
 def reply(content: Any, status: int = 200) -> Response:

@@ -1,7 +1,7 @@
 """Posted groups: from the bytes of a body to `PostedData` and the item that a trainer gets.
 
-    body ── split into fields ──▶ nodes counted ──▶ each field decoded to its type ──▶ PostedData
-                                                 └── bytes of the fields, nulls for the absent ──▶ item
+    body ── split into fields ──▶ values counted ──▶ each field decoded to its type ──▶ PostedData
+                                                  └── bytes of the fields, nulls for the absent ──▶ item
 
 A body is bounded by what it would build as well as by its bytes. Only a field that fails is read again, so that
 refusing costs no more than accepting. Items keep the format and the bytes in which their fields were posted. Large
@@ -30,9 +30,8 @@ from atroposlib.api.decoding import (
 )
 from atroposlib.api.wire import PostedData, ScoredData
 
-MAX_NODES = (
-    2**21
-)  # arrays of numbers, and values of any kind in free-form fields, of one body: about 80 bytes of memory each
+MAX_ARRAYS = 2**20  # of numbers, of all groups of a body: about 80 bytes of memory each
+MAX_VALUES = 2**19  # of any kind in the free-form fields of a body, which take as much, and longer to build
 MAX_LISTED = 2**14  # groups of a list, all of which are stored in one step of the event loop
 _FLOAT_BYTES = 4  # of a number as it is usually posted; in memory it takes 32
 _LOOKED_AT = 1024  # numbers
@@ -93,7 +92,7 @@ _rows_of = _CODEC[True].Decoder(list[Raw]).decode
 def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
     """A posted group, and the item that a trainer gets. Raises RefusedBody (422, 413)."""
     fields, mark = _split(body, packed, _split_one[packed])
-    group = _Reader(packed, mark).read(fields)
+    group = _Reader(len(body), packed, mark).read(fields)
     _refuse_mark(mark)
     return group
 
@@ -101,7 +100,7 @@ def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
 def read_groups(body: bytes, packed: bool) -> list[tuple[PostedData, bytes]]:
     """The groups of a posted list, and the item of each. Raises RefusedBody (422, 413)."""
     listed, mark = _split(body, packed, _split_list[packed])
-    reader, groups = _Reader(packed, mark), []
+    reader, groups = _Reader(len(body), packed, mark), []
     for index, fields in enumerate(listed):
         try:
             groups.append(reader.read(fields))
@@ -184,19 +183,21 @@ def _not_json(error: Exception) -> RefusedBody:
 
 
 class _Reader:
-    """Reads the groups of one body, which share `MAX_NODES`. `mark`: what stood where `_MARK` stands now."""
+    """Reads the groups of one body, which share its bounds. `mark`: what stood where `_MARK` stands now."""
 
-    def __init__(self, packed: bool, mark: str | None) -> None:
+    def __init__(self, size: int, packed: bool, mark: str | None) -> None:
         self._packed = packed
         self._mark = mark
-        self._nodes = 0
+        self._arrays = self._values = 0
+        self._may_be_many = size > min(MAX_ARRAYS, MAX_VALUES) * (1 if packed else 2)  # each takes a byte, in JSON two
 
     def read(self, fields: msgspec.Struct) -> tuple[PostedData, bytes]:
         """The group, and its item. Raises RefusedBody."""
         null = _NULL[self._packed]
         present: dict[str, Raw] = {name: raw for name in _TYPES if (raw := getattr(fields, name)) is not null}
-        for name, raw in present.items():
-            self._count(name, bytes(raw))
+        if self._may_be_many:
+            for name, raw in present.items():
+                self._count(name, bytes(raw))
         values = {}
         for name, raw in present.items():
             values[name], present[name] = (
@@ -263,19 +264,19 @@ class _Reader:
 
     def _count(self, name: str, raw: bytes) -> None:
         """Raises RefusedBody (413) before a body is built that is much larger than its bytes."""
-        left = MAX_NODES - self._nodes
         if name in _NUMBERS:
-            self._nodes += _packed_arrays(name, raw, left) if self._packed else raw.count(b"[")
-            if name in _FLOATS and self._nodes <= MAX_NODES:
+            left = MAX_ARRAYS - self._arrays
+            self._arrays += _packed_arrays(name, raw, left) if self._packed else raw.count(b"[")
+            if name in _FLOATS and self._arrays <= MAX_ARRAYS:
                 numbers = _packed_numbers(raw, _FLOATS[name]) if self._packed else raw.count(b",")
-                self._nodes += max(0, numbers - len(raw) // _FLOAT_BYTES)
+                self._arrays += max(0, numbers - len(raw) // _FLOAT_BYTES)
         else:
-            self._nodes += _packed_values(raw, left) if self._packed else _json_values(raw, left)
-        if self._nodes > MAX_NODES:
-            message = (
-                f"the body has more than {MAX_NODES} arrays, free-form values and short numbers; "
-                "post its groups in several requests"
-            )
+            left = MAX_VALUES - self._values
+            self._values += _packed_values(raw, left) if self._packed else _json_values(raw, left)
+        if self._arrays > MAX_ARRAYS or self._values > MAX_VALUES:
+            is_numbers = name in _NUMBERS
+            limit = f"{MAX_ARRAYS} arrays and short numbers" if is_numbers else f"{MAX_VALUES} free-form values"
+            message = f"the body has more than {limit}; post its groups in several requests"
             raise RefusedBody(413, message, location=(name,), kind="too_large")
 
 

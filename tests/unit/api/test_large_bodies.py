@@ -156,7 +156,8 @@ def json_array(field: str, entry: bytes, count: int) -> bytes:
 @pytest.fixture
 def few_nodes(monkeypatch: pytest.MonkeyPatch) -> int:
     """The bound on what a body builds, lowered so that small bodies pass it."""
-    monkeypatch.setattr(posted_groups, "MAX_NODES", 20_000)
+    monkeypatch.setattr(posted_groups, "MAX_ARRAYS", 20_000)
+    monkeypatch.setattr(posted_groups, "MAX_VALUES", 20_000)
     return 20_000
 
 
