@@ -170,8 +170,8 @@ def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> Non
     wait_until(lambda: log.exists() and "deaf" in log.read_text())
     started = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=15)
-    assert time.monotonic() - started < 10
+    output, _ = launcher.communicate(timeout=50)
+    assert time.monotonic() - started < 40  # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
     assert "Killed after 5 s without an end: deaf" in output
     assert not runs(deaf)
 
