@@ -31,6 +31,7 @@ INLINE_GROUP_BYTES = 262_144  # larger bodies are read beside the event loop: ea
 INLINE_LIST_BYTES = 32_768  # of small groups, which cost more for each byte
 KEY_HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 200
+MAX_METRICS = 256  # of one evaluation
 _KEY = {KEY_HEADER: {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH}}
 
 
@@ -143,6 +144,8 @@ async def heartbeat(request: Request) -> Response:
 async def evaluation(request: Request) -> Response:
     """Post held-out results of a policy version; a second post for the same environment and version replaces the first."""
     posted = _evaluation.decode(await read_body(request))
+    if len(posted.metrics) > MAX_METRICS:
+        raise RefusedBody(422, f"{len(posted.metrics)} metrics; at most {MAX_METRICS} are taken", location=("metrics",))
     for metric in posted.metrics:
         check_names(metrics=metric)
     await service_of(request).add_evaluation(posted)

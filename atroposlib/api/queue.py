@@ -21,6 +21,7 @@ from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, ind
 from atroposlib.api.wire import EnvRegistration, EnvStatus, Evaluation, EvaluationResult, Evaluations, Registration, Status
 
 MAX_OVERTAKEN = 4  # batches with a younger group that may pass a waiting group before it goes first
+MAX_EVALUATIONS = 4096  # results that are kept: the trainer asks for that of its newest policy
 MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
 
 
@@ -408,9 +409,14 @@ class BatchQueue(Generic[R]):
         self._progress = (step, policy_version)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep a result; a second one of the same environment and version replaces the first. Raises UnknownEnvironment."""
+        """Keep a result; a second one of the same environment and version replaces the first. The newest MAX_EVALUATIONS are kept.
+
+        Raises UnknownEnvironment.
+        """
         self.environment(evaluation.env_id)
         self._evaluations[evaluation.policy_version, evaluation.env_id] = evaluation
+        if len(self._evaluations) > MAX_EVALUATIONS:
+            del self._evaluations[next(iter(self._evaluations))]
 
     def evaluations(self, policy_version: int) -> Evaluations:
         """Results of a policy version, and the connected environments whose announced result is still missing."""

@@ -11,12 +11,13 @@ Nothing is written to it.
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn
 
 import msgspec
 
@@ -58,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
             flag = "--output" if name == "export" else "--export"
             command.add_argument(flag, dest="output", type=Path, help="file of JSON lines, which must not exist")
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name is no failure of a terminal that cannot show it
     try:
         with _opened(arguments.journal) as (reader, replayed):
             arguments.run(reader, replayed, arguments)
@@ -148,16 +151,17 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
 
 
 @contextlib.contextmanager
-def _lines(path: Path | None) -> Iterator[TextIO]:
+def _lines(path: Path | None) -> Iterator[IO[bytes]]:
+    """JSON lines are UTF-8 whatever the locale."""
     if path is None:
-        yield sys.stdout
+        yield sys.stdout.buffer
         return
-    with path.open("x") as file:
+    with path.open("xb") as file:
         yield file
 
 
-def _write(lines: TextIO, fields: dict[str, Any]) -> None:
-    lines.write(msgspec.json.encode(fields).decode() + "\n")
+def _write(lines: IO[bytes], fields: dict[str, Any]) -> None:
+    lines.write(msgspec.json.encode(fields) + b"\n")
 
 
 def _content(body: Body) -> Any:

@@ -166,6 +166,15 @@ def test_export_writes_each_group_with_where_it_is(client: TestClient, path: Pat
     assert {**lines[1]["group"], **group(4, 3)} == lines[1]["group"] and lines[0]["id"] == 2
 
 
+def test_groups_are_exported_to_a_terminal_that_cannot_show_them(client: TestClient, path: Path) -> None:
+    client.post("/scored_data", json=group(4, 5) | {"messages": [[{"role": "user", "content": "é\u2028"}]] * 4})
+    exported = subprocess.run(
+        [sys.executable, "-m", "atroposlib.cli.run_api", "journal", "export", path],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
+    assert any("é" in json.dumps(json.loads(line), ensure_ascii=False) for line in exported.stdout.decode().split("\n") if line)
+
+
 def test_a_file_that_exists_is_not_written_over(
     client: TestClient, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

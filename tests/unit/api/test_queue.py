@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import UNSET
 
-from atroposlib.api.queue import MAX_OVERTAKEN, BatchQueue, GroupTooLarge, NotRegistered, UnknownEnvironment
+from atroposlib.api.queue import MAX_EVALUATIONS, MAX_OVERTAKEN, BatchQueue, GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
 
 
@@ -302,6 +302,15 @@ def test_pending_names_connected_environments_that_announced_the_version() -> No
     found = queue.evaluations(7)
     assert found.pending == []
     assert [(result.env_name, result.accuracy, result.metrics) for result in found.results] == [("math_0", 0.5, {"loss": 1.0})]
+
+
+def test_only_the_newest_evaluations_are_kept() -> None:
+    queue = started()
+    queue.register_env(env())
+    for version in range(MAX_EVALUATIONS + 10):
+        queue.add_evaluation(Evaluation(0, version, 0.5))
+    assert len(queue.dump().evaluations) == MAX_EVALUATIONS
+    assert not queue.evaluations(9).results and queue.evaluations(10).results
 
 
 def test_a_second_evaluation_replaces_the_first() -> None:

@@ -305,6 +305,9 @@ def test_evaluations_are_pending_until_posted(client: TestClient) -> None:
         "pending": [],
     }
     assert client.post("/evaluation", json={**posted, "env_id": 3}).status_code == 404
+    many = {f"metric {number}": 0.5 for number in range(257)}
+    refused = client.post("/evaluation", json={**posted, "metrics": many})
+    assert refused.status_code == 422 and "257 metrics; at most 256 are taken" in refused.text
     assert client.get("/evaluations").status_code == 422
 
 
