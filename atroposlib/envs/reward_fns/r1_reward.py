@@ -9,7 +9,10 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_each
 from atroposlib.grading.extraction import all_tagged
 from atroposlib.grading.grader import BlockingGrader
 
-TAIL_CHARS = 8
+TAIL_CHARS = 16
+# words before an answer; after others, such as "not" and "or", it is none, or one of several
+GIVING = ("is", "are", "was", "be", "becomes", "equals", "answer", "option", "choice", "choose", "pick", "it's")
+
 
 @registry.register
 class FormatReasoningReward(RewardFunction):
@@ -79,9 +82,10 @@ class AccuracyXReward(RewardFunction):
 
 
 def _ends_with(response: str, gold: str) -> bool:
-    """Whether `gold` stands by itself at the end: after a word, a mark such as a colon, or nothing."""
+    """Whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or nothing."""
     end = response[-len(gold) - TAIL_CHARS :]
-    return re.search(rf"(?:\A|[^\W\d_]\s|[:=\"'(*]\s?){re.escape(gold)}\W{{0,3}}\Z", end) is not None
+    before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=\"'(*]\s?)"
+    return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", end) is not None
 
 
 @registry.register
