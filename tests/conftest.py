@@ -24,8 +24,9 @@ settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
 LANES = (
-    {"test_bridge", "test_single_copy", "test_lora", "test_restart"},  # one server for all
-    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts", "test_bit_exact", "test_server_death", "test_two_hosts"},
+    {"test_bridge", "test_single_copy", "test_lora", "test_restart", "test_hostile_requests"},  # one server for all
+    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts", "test_bit_exact", "test_server_death", "test_two_hosts",
+     "test_engine_watch"},
 )
 
 
