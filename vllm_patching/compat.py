@@ -78,7 +78,7 @@ def end_engine_with_its_threads() -> None:
         def watched(self: Any, *arguments: Any, run: Callable[..., None] = stock, **named: Any) -> None:
             try:
                 run(self, *arguments, **named)
-            except Exception:
+            except Exception:  # whatever ended the thread: the engine acts on it, by ending in its own orderly way
                 init_logger("vllm.atropos_bridge").exception("The engine ends: %s died", run.__name__)
                 self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
