@@ -5,10 +5,10 @@ Every process declares a `Config` subclass and calls `load_config` before it tou
     flags  >  --config FILE.yaml  >  environment  >  `defaults` argument  >  field defaults
 
 A flag is the field's name with dashes or underscores, nested trees with dots (`--env.group-size 8`); a boolean
-stands alone (`--use-wandb`), takes a value (`--use-wandb false`) or is negated (`--no-use-wandb`). `--dry-run` prints the
-resolved tree as YAML and exits 0. Wrong input is one line on stderr and exit code 2: it names the value, what was
-expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is never named,
-and a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
+stands alone (`--use-wandb`), takes a value (`--use-wandb false`) or is negated (`--no-use-wandb`). `--dry-run`
+prints the resolved tree as YAML and exits 0. Wrong input is one line on stderr and exit code 2: it names the value,
+what was expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is
+never named, and a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
 """
 
 import difflib
@@ -63,7 +63,9 @@ def load_config(
     Exits 0 after `--help` or `--dry-run`, 2 on wrong input.
     """
     try:
-        config, dry_run = resolve_config(config_cls, sys.argv[1:] if argv is None else argv, prog=prog, env=env, defaults=defaults)
+        config, dry_run = resolve_config(
+            config_cls, sys.argv[1:] if argv is None else argv, prog=prog, env=env, defaults=defaults
+        )
     except ConfigError as error:
         _exit(f"{prog}: error: {error}")
     if dry_run:
@@ -84,7 +86,11 @@ def resolve_config(
     flags = dict(_flag_fields(config_cls))
     arguments, yaml_path, dry_run = _normalise(argv, flags)
     tree: dict[str, Any] = {}
-    for layer in (defaults or {}, _from_environment(config_cls, os.environ if env is None else env), _from_yaml(yaml_path)):
+    for layer in (
+        defaults or {},
+        _from_environment(config_cls, os.environ if env is None else env),
+        _from_yaml(yaml_path),
+    ):
         tree = _merge(tree, layer, config_cls)
     tree = _merge(tree, _from_flags(config_cls, arguments, prog), config_cls)
     try:
@@ -116,12 +122,18 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean '{found[0]}'?" if found else ""
 
 
-# --- flags -----------------------------------------------------------------------------------------------------------
+# --- flags ----------------------------------------------------------------------------------------------------------
 
 
 def _names(name: str, field: FieldInfo) -> list[str]:
     alias = field.validation_alias
-    choices = [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [alias] if isinstance(alias, str) else []
+    choices = (
+        [str(choice) for choice in alias.choices]
+        if isinstance(alias, AliasChoices)
+        else [alias]
+        if isinstance(alias, str)
+        else []
+    )
     return list(dict.fromkeys([name, *choices]))
 
 
@@ -191,7 +203,9 @@ def _from_flags(config_cls: type[BaseModel], arguments: list[str], prog: str) ->
         (config_cls, BaseSettings),
         {
             "__doc__": config_cls.__doc__,
-            "model_config": SettingsConfigDict(extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True),
+            "model_config": SettingsConfigDict(
+                extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True
+            ),
         },
     )
     try:
@@ -201,7 +215,7 @@ def _from_flags(config_cls: type[BaseModel], arguments: list[str], prog: str) ->
         raise ConfigError(f"{error} ({error.__cause__})") from None
 
 
-# --- the other layers -------------------------------------------------------------------------------------------------
+# --- the other layers -----------------------------------------------------------------------------------------------
 
 
 def _from_environment(config_cls: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Files that a flag names: written and replaced only where there is a regular file, or nothing.
 
-Whoever runs as root, in a container say, would otherwise rename /dev/null for `--metrics-path /dev/null`, and a link in a directory that
-others write to would choose the file. Directories on the way may be links.
+Whoever runs as root, in a container say, would otherwise rename /dev/null for `--metrics-path /dev/null`, and a link
+in a directory that others write to would choose the file. Directories on the way may be links.
 """
 
 import errno
@@ -43,11 +43,15 @@ def expect_regular(path: Path) -> Path:
 
 def open_regular(path: Path, mode: str, **options: Any) -> IO[Any]:
     """`open` for writing, which follows no link. Raises NotRegularFile."""
-    return open(expect_regular(path), mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)
+    return open(
+        expect_regular(path), mode, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options
+    )
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write `path` so that it is either the old file or the new one, on the disk, whatever happens meanwhile. Raises OSError."""
+    """Write `path` so that it is either the old file or the new one, on the disk, whatever happens meanwhile. Raises
+    OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = expect_regular(path).with_name(f".{path.name}.partial-{os.getpid()}")
     try:

@@ -52,7 +52,9 @@ def configure_logging(process: str, json_lines: bool = False, level: int = loggi
     """Send this process's log to stderr, one line per record, named by `process`. Call once, at start."""
     escape_records()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines(process) if json_lines else logging.Formatter(_FORMAT.format(process=process), datefmt="%H:%M:%S"))
+    handler.setFormatter(
+        _JsonLines(process) if json_lines else logging.Formatter(_FORMAT.format(process=process), datefmt="%H:%M:%S")
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

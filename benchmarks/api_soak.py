@@ -1,10 +1,12 @@
-"""Whether the batching API loses or repeats groups when it is killed: many environments, one trainer, a ledger on the clients' side.
+"""Whether the batching API loses or repeats groups when it is killed: many environments, one trainer, a ledger on the
+clients' side.
 
     python benchmarks/api_soak.py --seconds 600
 
-The API serves from a journal and is ended by SIGKILL at random moments, and started again. Environments post numbered groups until
-each post is acknowledged. The trainer leases batches, forgets some replies, trains, acknowledges, and now and then dies: then it goes on
-from its last checkpoint. At the end the ledger must show every acknowledged group trained on exactly once.
+The API serves from a journal and is ended by SIGKILL at random moments, and started again. Environments post
+numbered groups until each post is acknowledged. The trainer leases batches, forgets some replies, trains,
+acknowledges, and now and then dies: then it goes on from its last checkpoint. At the end the ledger must show every
+acknowledged group trained on exactly once.
 """
 
 import asyncio
@@ -69,7 +71,9 @@ class Ledger:
     def line(self) -> str:
         """The outcome."""
         faults = ", ".join(f"{count} {name}" for name, count in self.faults().items())
-        return f"{len(self.acknowledged)} groups acknowledged, {self.kills} kills, {self.deaths} trainer deaths: {faults}"
+        return (
+            f"{len(self.acknowledged)} groups acknowledged, {self.kills} kills, {self.deaths} trainer deaths: {faults}"
+        )
 
 
 class Api:
@@ -78,7 +82,15 @@ class Api:
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
-        self._command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port), "--journal", str(folder / "groups.db")]
+        self._command = [
+            sys.executable,
+            "-m",
+            "atroposlib.cli.run_api",
+            "--port",
+            str(self.port),
+            "--journal",
+            str(folder / "groups.db"),
+        ]
         self._log = (folder / "api.log").open("ab")
         self._process: subprocess.Popen[bytes] | None = None
         self.url = f"http://127.0.0.1:{self.port}"
@@ -147,11 +159,21 @@ async def environment(client: Client, ledger: Ledger, number: int, chance: rando
         marks = list(range(mark, mark + chance.choice([1, 1, 2]) * GROUP // size))
         mark += len(marks)
         groups = [
-            {"tokens": [[one, 7]] * size, "masks": [[-100, 7]] * size, "scores": [0.5] * size, "env_id": joined["env_id"]} for one in marks
+            {
+                "tokens": [[one, 7]] * size,
+                "masks": [[-100, 7]] * size,
+                "scores": [0.5] * size,
+                "env_id": joined["env_id"],
+            }
+            for one in marks
         ]
         for sent in [groups] if chance.random() < 0.5 else [[group] for group in groups]:
             key = f"{number}-{sent[0]['tokens'][0][0]}"
-            await (client.post("/scored_data_list", sent, key) if len(sent) > 1 else client.post("/scored_data", sent[0], key))  # type: ignore[arg-type]
+            await (
+                client.post("/scored_data_list", sent, key)
+                if len(sent) > 1
+                else client.post("/scored_data", sent[0], key)
+            )  # type: ignore[arg-type]
             ledger.acknowledged.update(group["tokens"][0][0] for group in sent)
         await asyncio.sleep(chance.random() * 0.5)
 
@@ -175,7 +197,13 @@ class Trainer:
         """Go on from the last checkpoint."""
         self._step -= len(self._since)
         self._since, self._holding = [], []
-        body = {"wandb_group": "soak", "wandb_project": "soak", "batch_size": BATCH, "max_token_len": 8, "checkpoint_dir": ""}
+        body = {
+            "wandb_group": "soak",
+            "wandb_project": "soak",
+            "batch_size": BATCH,
+            "max_token_len": 8,
+            "checkpoint_dir": "",
+        }
         body |= {"save_checkpoint_interval": 3, "starting_step": self._step, "num_steps": 10**6, "run": "soak"}
         self._fresh = True
         self._uuid = (await self._client.post("/register", body | {"trained_leases": self._contained}))["uuid"]
@@ -254,7 +282,10 @@ async def soak(settings: Settings, folder: Path) -> Ledger:
             trainer = Trainer(client, ledger, chances[-1], settings.trainer_dies)
             training = asyncio.create_task(train(trainer, everything_in))
             killing = asyncio.create_task(kill_now_and_then(api, ledger, settings.kill_every, chances[-2]))
-            posting = [asyncio.create_task(environment(client, ledger, number, chances[number])) for number in range(settings.environments)]
+            posting = [
+                asyncio.create_task(environment(client, ledger, number, chances[number]))
+                for number in range(settings.environments)
+            ]
             await asyncio.wait([training, killing], timeout=settings.seconds, return_when=asyncio.FIRST_EXCEPTION)
             ledger.posting = False
             await asyncio.gather(killing, *posting)

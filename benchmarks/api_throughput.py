@@ -1,13 +1,15 @@
-"""How fast the batching API takes groups and gives batches, beside the archived ancestor's server (`atroposlib==0.4.0`).
+"""How fast the batching API takes groups and gives batches, beside the archived ancestor's server
+(`atroposlib==0.4.0`).
 
     python benchmarks/api_throughput.py [--accept-encoding identity]
 
-All servers run as uvicorn processes of their own on free loopback ports, with the same versions of FastAPI, uvicorn, pydantic, uvloop
-and httptools: this one in memory, this one with its journal, the ancestor. One client posts the same encoded groups to each over one
-kept-alive connection, then fetches all batches; replies are decompressed where the server compressed them, and checked against what was
-posted outside the timed part. Then: the same with MessagePack, which the ancestor does not read; /status-env beside many queued small
-groups; posts by many writers at once, each at a steady pace; memory beside the bytes posted. The ancestor lives in a virtual environment
-in a temporary folder, made by pip unless --peer-python names one. Prints Markdown tables.
+All servers run as uvicorn processes of their own on free loopback ports, with the same versions of FastAPI, uvicorn,
+pydantic, uvloop and httptools: this one in memory, this one with its journal, the ancestor. One client posts the
+same encoded groups to each over one kept-alive connection, then fetches all batches; replies are decompressed where
+the server compressed them, and checked against what was posted outside the timed part. Then: the same with
+MessagePack, which the ancestor does not read; /status-env beside many queued small groups; posts by many writers at
+once, each at a steady pace; memory beside the bytes posted. The ancestor lives in a virtual environment in a
+temporary folder, made by pip unless --peer-python names one. Prints Markdown tables.
 """
 
 import asyncio
@@ -56,13 +58,17 @@ class Settings(Config):
     tokens: int = Field(512, ge=1, description="Tokens per sequence.")
     groups_per_batch: int = Field(40, ge=1, description="Groups per fetched batch.")
     repeats: int = Field(3, ge=1, description="Runs of each server, in turn; the table shows medians.")
-    accept_encoding: str = Field("gzip, deflate", description="What the client says it accepts; requests and aiohttp send this and more.")
+    accept_encoding: str = Field(
+        "gzip, deflate", description="What the client says it accepts; requests and aiohttp send this and more."
+    )
     status_groups: int = Field(100_000, ge=1, description="Groups of two tokens that wait while /status-env is asked.")
     status_asks: int = Field(20, ge=1, description="Requests to /status-env.")
     writers: int = Field(64, ge=1, description="Connections that post at the same time.")
     writer_posts: int = Field(20, ge=1, description="Posts of each writer.")
     writer_pace: float = Field(2.0, gt=0, description="Seconds between two posts of one writer.")
-    peer_python: Path | None = Field(None, description="Interpreter of an environment that has the ancestor; default: make one.")
+    peer_python: Path | None = Field(
+        None, description="Interpreter of an environment that has the ancestor; default: make one."
+    )
 
 
 @dataclass
@@ -78,11 +84,13 @@ class Rates:
         return self.post_s + self.fetch_s
 
 
-# --- load -----------------------------------------------------------------------------------------------------------------
+# --- load -----------------------------------------------------------------------------------------------------------
 
 
 def make_groups(settings: Settings) -> list[bytes]:
-    """Encoded groups like an environment's: tokens, masks of the completion, scores, log-probabilities of the sampler."""
+    """Encoded groups like an environment's: tokens, masks of the completion, scores, log-probabilities of the
+    sampler.
+    """
     draw = random.Random(0)
     prompt = settings.tokens // 4
 
@@ -93,7 +101,8 @@ def make_groups(settings: Settings) -> list[bytes]:
             "masks": [[-100] * prompt + sequence[prompt:] for sequence in tokens],
             "scores": [float(draw.random() < 0.5) for _ in tokens],
             "inference_logprobs": [
-                [1.0] * prompt + [-draw.expovariate(2.0) for _ in range(settings.tokens - prompt)] for _ in range(settings.sequences)
+                [1.0] * prompt + [-draw.expovariate(2.0) for _ in range(settings.tokens - prompt)]
+                for _ in range(settings.sequences)
             ],
         }
 
@@ -126,7 +135,9 @@ class Client:
             self.get("/reset_data")
 
     def ask_status(self, env_id: int) -> bytes:
-        self._connection.request("GET", "/status-env", orjson.dumps({"env_id": env_id}), {"Content-Type": "application/json"})
+        self._connection.request(
+            "GET", "/status-env", orjson.dumps({"env_id": env_id}), {"Content-Type": "application/json"}
+        )
         return self._answer("/status-env")
 
     def _answer(self, path: str) -> bytes:
@@ -189,7 +200,9 @@ async def write_at_once(port: int, bodies: list[bytes], settings: Settings) -> l
             await asyncio.sleep(max(0.0, settings.writer_pace - times[-1]))
 
     connector = aiohttp.TCPConnector(limit=settings.writers)
-    async with aiohttp.ClientSession(connector=connector, headers={"Content-Type": "application/json"}, trust_env=False) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, headers={"Content-Type": "application/json"}, trust_env=False
+    ) as session:
         await asyncio.gather(*(writer(session, number) for number in range(settings.writers)))
     return times
 
@@ -229,7 +242,7 @@ def _registration(settings: Settings) -> bytes:
     )
 
 
-# --- servers --------------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -243,15 +256,31 @@ class Server:
 
 @contextmanager
 def served(name: str, python: Path, folder: Path, journal: Path | None = None) -> Iterator[Server]:
-    """`atroposlib.api:app`, as the interpreter finds it from `folder`, in a uvicorn process of its own; ours with a journal by run-api."""
+    """`atroposlib.api:app`, as the interpreter finds it from `folder`, in a uvicorn process of its own; ours with a
+    journal by run-api.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
-    command = [str(python), "-m", "uvicorn", "atroposlib.api:app", "--port", str(port), "--no-access-log", "--log-level", "warning"]
+    command = [
+        str(python),
+        "-m",
+        "uvicorn",
+        "atroposlib.api:app",
+        "--port",
+        str(port),
+        "--no-access-log",
+        "--log-level",
+        "warning",
+    ]
     command += ["--timeout-keep-alive", "75"]  # s, as run-api has; writers pause between two posts
     if journal is not None:
         command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal)]
-    surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # it would find ours for theirs
-    process = subprocess.Popen(command, cwd=folder, env=surroundings, stderr=subprocess.DEVNULL if journal is not None else None)
+    surroundings = {
+        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
+    }  # it would find ours for theirs
+    process = subprocess.Popen(
+        command, cwd=folder, env=surroundings, stderr=subprocess.DEVNULL if journal is not None else None
+    )
     try:
         with waiting(log, name, peer=f"http://127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
             _wait_for(port, process)
@@ -285,19 +314,28 @@ def make_peer(folder: Path) -> Path:
     return python
 
 
-# --- table ----------------------------------------------------------------------------------------------------------------
+# --- table ----------------------------------------------------------------------------------------------------------
 
 
 def throughput_table(rates: dict[str, list[Rates]], settings: Settings) -> str:
     """Medians of all repeats, in groups per second, and how many times the ancestor's."""
 
     def median_of(name: str, what: str) -> float:
-        return settings.groups / max(statistics.median(getattr(rate, what) for rate in rates[name]), 0.01)  # a tick of the CPU clock
+        return settings.groups / max(
+            statistics.median(getattr(rate, what) for rate in rates[name]), 0.01
+        )  # a tick of the CPU clock
 
     lines = ["| groups/s | " + " | ".join(rates) + " |", "|---" + "|---:" * len(rates) + "|"]
-    rows = {"posted": "post_s", "fetched": "fetch_s", "posted and fetched": "total_s", "posted and fetched, by CPU seconds": "cpu_s"}
+    rows = {
+        "posted": "post_s",
+        "fetched": "fetch_s",
+        "posted and fetched": "total_s",
+        "posted and fetched, by CPU seconds": "cpu_s",
+    }
     for label, what in rows.items():
-        cells = [f"{median_of(name, what):.0f} ({median_of(name, what) / median_of(PEER, what):.1f} x)" for name in rates]
+        cells = [
+            f"{median_of(name, what):.0f} ({median_of(name, what) / median_of(PEER, what):.1f} x)" for name in rates
+        ]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -306,7 +344,9 @@ def other_table(figures: dict[str, dict[str, str]]) -> str:
     """One row a figure, one column a server."""
     rows = next(iter(figures.values()))
     lines = ["| | " + " | ".join(figures) + " |", "|---" + "|---:" * len(figures) + "|"]
-    return "\n".join(lines + [f"| {row} | " + " | ".join(column.get(row, "") for column in figures.values()) + " |" for row in rows])
+    return "\n".join(
+        lines + [f"| {row} | " + " | ".join(column.get(row, "") for column in figures.values()) + " |" for row in rows]
+    )
 
 
 def percentile(times: list[float], share: float) -> float:
@@ -317,16 +357,21 @@ def percentile(times: list[float], share: float) -> float:
 def machine() -> str:
     """Processor, cores and Python, in a line."""
     cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+    ]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores, Python {platform.python_version()}"
 
 
-def measure(servers: list[Server], bodies: list[bytes], settings: Settings) -> tuple[dict[str, list[Rates]], dict[str, dict[str, str]]]:
+def measure(
+    servers: list[Server], bodies: list[bytes], settings: Settings
+) -> tuple[dict[str, list[Rates]], dict[str, dict[str, str]]]:
     """Rates and other figures of each server."""
     rates: dict[str, list[Rates]] = {}
     packed = [msgspec.msgpack.encode(orjson.loads(body)) for body in bodies]
     grown = {
-        server.name: memory_ratio(Client(server.port, settings.accept_encoding), server.process, bodies, settings) for server in servers
+        server.name: memory_ratio(Client(server.port, settings.accept_encoding), server.process, bodies, settings)
+        for server in servers
     }
     for repeat in range(settings.repeats):
         for server in servers:
@@ -337,7 +382,12 @@ def measure(servers: list[Server], bodies: list[bytes], settings: Settings) -> t
             for name, rate in done:
                 rates.setdefault(name, []).append(rate)
                 log.info(
-                    "Run %d of %s: posted in %.2f s, fetched in %.2f s, CPU %.2f s", repeat + 1, name, rate.post_s, rate.fetch_s, rate.cpu_s
+                    "Run %d of %s: posted in %.2f s, fetched in %.2f s, CPU %.2f s",
+                    repeat + 1,
+                    name,
+                    rate.post_s,
+                    rate.fetch_s,
+                    rate.cpu_s,
                 )
     figures: dict[str, dict[str, str]] = {}
     for server in servers:
@@ -367,11 +417,14 @@ def main() -> None:
         ]
         rates, figures = measure(servers, bodies, settings)
     print("Command: `" + shlex.join(["python", "benchmarks/api_throughput.py", *sys.argv[1:]]) + "`")
-    print(f"Machine: {machine()}; fastapi {version('fastapi')}, uvicorn {version('uvicorn')}, pydantic {version('pydantic')}")
     print(
-        f"Load: {settings.groups} groups of {settings.sequences} x {settings.tokens} tokens ({len(bodies[0]) / 1e3:.0f} kB each), "
-        f"batches of {settings.groups_per_batch} groups, client accepts '{settings.accept_encoding}', median of {settings.repeats} runs; "
-        f"a writer posts every {settings.writer_pace:g} s\n"
+        f"Machine: {machine()}; fastapi {version('fastapi')}, uvicorn {version('uvicorn')}, pydantic"
+        f" {version('pydantic')}"
+    )
+    print(
+        f"Load: {settings.groups} groups of {settings.sequences} x {settings.tokens} tokens ({len(bodies[0]) / 1e3:.0f}"
+        f" kB each), batches of {settings.groups_per_batch} groups, client accepts '{settings.accept_encoding}', median"
+        f" of {settings.repeats} runs; a writer posts every {settings.writer_pace:g} s\n"
     )
     print(throughput_table(rates, settings), other_table(figures), sep="\n\n")
 

@@ -1,4 +1,5 @@
-"""What bit-exactness and exchangeable weights cost: generation and trainer step against stock, taking turns on the same cores.
+"""What bit-exactness and exchangeable weights cost: generation and trainer step against stock, taking turns on the
+same cores.
 
     stock    vLLM as it comes; plain transformers
     server   vLLM with weights that a trainer can exchange, which is what every bridge but restart serves
@@ -6,8 +7,9 @@
 
     python benchmarks/bit_exact_cost.py --rounds 3
 
-Each arm is a process of its own (the switch must precede vLLM's import); the parent lets one work at a time, alternating, and takes
-each arm's best round. Generation: greedy, `--tokens` tokens for each of N prompts. Trainer: gradient of one packed row.
+Each arm is a process of its own (the switch must precede vLLM's import); the parent lets one work at a time,
+alternating, and takes each arm's best round. Generation: greedy, `--tokens` tokens for each of N prompts. Trainer:
+gradient of one packed row.
 """
 
 import json
@@ -72,7 +74,9 @@ def generate(engine: Any, batch: int, tokens: int) -> float:
 
     settings = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     start = time.perf_counter()
-    engine.generate([{"prompt_token_ids": [10 + index, 20, 30, 40]} for index in range(batch)], settings, use_tqdm=False)
+    engine.generate(
+        [{"prompt_token_ids": [10 + index, 20, 30, 40]} for index in range(batch)], settings, use_tqdm=False
+    )
     return time.perf_counter() - start
 
 
@@ -84,7 +88,9 @@ def train(model: Any, tokens: int) -> float:
     ids = torch.arange(sum(lengths))[None] % 1000
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     start = time.perf_counter()
-    hidden = model.base_model(input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False).last_hidden_state
+    hidden = model.base_model(
+        input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False
+    ).last_hidden_state
     logits = model.get_output_embeddings()(hidden[0, ::2])
     logits.log_softmax(-1)[:, 7].sum().backward()
     model.zero_grad(set_to_none=True)
@@ -108,7 +114,9 @@ def measure(config: CostConfig) -> dict[str, dict[str, float]]:
     flags = ["--rounds", str(config.rounds), "--tokens", str(config.tokens), "--trained", str(config.trained)]
     command = [sys.executable, str(Path(__file__).resolve()), "--model", str(config.model), *flags, "--arm"]
     arms = {
-        name: subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        name: subprocess.Popen(
+            [*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         for name in ARMS
     }
     try:
@@ -140,7 +148,9 @@ def main() -> None:
     best = measure(config)
     for batch in BATCHES:
         rate = {name: batch * config.tokens / seconds for name, seconds in best[str(batch)].items()}
-        shown = ", ".join(f"{name} {tokens:.1f} tokens/s ({tokens / rate['stock']:.2f})" for name, tokens in rate.items())
+        shown = ", ".join(
+            f"{name} {tokens:.1f} tokens/s ({tokens / rate['stock']:.2f})" for name, tokens in rate.items()
+        )
         print(f"generation, batch {batch}: {shown}")
     stock, exact = best["train"]["stock"], best["train"]["exact"]
     print(f"trainer, {config.trained} tokens: stock {stock:.2f} s, exact {exact:.2f} s, ratio {exact / stock:.2f}")

@@ -1,12 +1,14 @@
-"""One GRPO step of this trainer against one of TRL's GRPOTrainer, on the same batch, model, threads and precision, in one run.
+"""One GRPO step of this trainer against one of TRL's GRPOTrainer, on the same batch, model, threads and precision, in
+one run.
 
     python benchmarks/trainer_step.py [--model FOLDER] [--steps 5] [--threads 2]
 
-A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping, fused AdamW. Each
-arm is a process of its own; both hold their model at the same time and take turns, so that a noisy machine disturbs both alike. CPU time of
-the process is shown beside wall time: on a machine with other work it is the steadier of the two.
-TRL goes into a virtual environment of its own in a cache folder, layered on this one's PyTorch and transformers.
-The first step of each arm is a warm-up, from which loss and gradient norm must agree: both do the same work.
+A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
+fused AdamW. Each arm is a process of its own; both hold their model at the same time and take turns, so that a noisy
+machine disturbs both alike. CPU time of the process is shown beside wall time: on a machine with other work it is
+the steadier of the two. TRL goes into a virtual environment of its own in a cache folder, layered on this one's
+PyTorch and transformers. The first step of each arm is a warm-up, from which loss and gradient norm must agree: both
+do the same work.
 """
 
 import argparse
@@ -35,7 +37,9 @@ TRL_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_items(vocabulary: int, groups: int, group_size: int, prompt: tuple[int, int], total: tuple[int, int]) -> list[dict[str, Any]]:
+def make_items(
+    vocabulary: int, groups: int, group_size: int, prompt: tuple[int, int], total: tuple[int, int]
+) -> list[dict[str, Any]]:
     """Groups that share a prompt, with whole lengths spread evenly over `total`; half of each group is rewarded."""
     generator = random.Random(0)
     count = groups * group_size
@@ -59,7 +63,7 @@ def make_items(vocabulary: int, groups: int, group_size: int, prompt: tuple[int,
     return items
 
 
-# --- arms: each waits for a line on stdin, does one step, answers one JSON line -----------------------------------------------
+# --- arms: each waits for a line on stdin, does one step, answers one JSON line -------------------------------------
 
 
 def answer(**values: Any) -> None:
@@ -91,11 +95,19 @@ def our_arm(work: Path, threads: int) -> None:
         start, cpu = time.perf_counter(), time.process_time()
         batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
-            model, micro_batches(batch.rollouts, config.micro_batch_tokens, device), settings, chunk_mb=config.logits_chunk_mb
+            model,
+            micro_batches(batch.rollouts, config.micro_batch_tokens, device),
+            settings,
+            chunk_mb=config.logits_chunk_mb,
         )
         grad_norm = clip_gradients(optimizer, config.max_grad_norm)
         update(optimizer, scheduler)
-        answer(seconds=time.perf_counter() - start, cpu_seconds=time.process_time() - cpu, loss=figures.loss, grad_norm=grad_norm)
+        answer(
+            seconds=time.perf_counter() - start,
+            cpu_seconds=time.process_time() - cpu,
+            loss=figures.loss,
+            grad_norm=grad_norm,
+        )
 
 
 def prepare_logprobs(work: Path, threads: int) -> None:
@@ -112,7 +124,9 @@ def prepare_logprobs(work: Path, threads: int) -> None:
     model = load_model(str(work / "model"), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for group in items:
-        group["inference_logprobs"] = [[1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]]
+        group["inference_logprobs"] = [
+            [1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]
+        ]
         batch = make_batch([group], seq_len=10**6, divide_by_std=True, policy_version=0)
         for row, rollout in zip(group["inference_logprobs"], batch.rollouts, strict=True):
             (micro,) = micro_batches([rollout], 1, torch.device("cpu"))
@@ -123,7 +137,9 @@ def prepare_logprobs(work: Path, threads: int) -> None:
 
 
 def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
-    """GRPOTrainer.train() with generation and scoring replaced by the given batch; steps are timed between its own callbacks."""
+    """GRPOTrainer.train() with generation and scoring replaced by the given batch; steps are timed between its own
+    callbacks.
+    """
     import numpy as np
     import torch
     from datasets import Dataset
@@ -137,14 +153,17 @@ def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
     def padded(rows: list[list[Any]], value: float, dtype: torch.dtype, left: bool) -> torch.Tensor:
         width = max(len(row) for row in rows)
         return torch.tensor(
-            [[value] * (width - len(row)) + row if left else row + [value] * (width - len(row)) for row in rows], dtype=dtype
+            [[value] * (width - len(row)) + row if left else row + [value] * (width - len(row)) for row in rows],
+            dtype=dtype,
         )
 
     def generated() -> dict[str, torch.Tensor]:
         prompts = [group["tokens"][i][: group["prompt_tokens"]] for group, i in rollouts]
         completions = [group["tokens"][i][group["prompt_tokens"] :] for group, i in rollouts]
         logprobs = [group["inference_logprobs"][i][group["prompt_tokens"] :] for group, i in rollouts]
-        advantages = [(group["scores"][i] - np.mean(group["scores"])) / (np.std(group["scores"]) + 1e-4) for group, i in rollouts]
+        advantages = [
+            (group["scores"][i] - np.mean(group["scores"])) / (np.std(group["scores"]) + 1e-4) for group, i in rollouts
+        ]
         return {
             "prompt_ids": padded(prompts, 0, torch.long, left=True),
             "prompt_mask": padded([[1] * len(row) for row in prompts], 0, torch.long, left=True),
@@ -172,7 +191,9 @@ def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **other: Any) -> None:
             if logs and "grad_norm" in logs:
-                answer(seconds=self.seconds, cpu_seconds=self.cpu_seconds, loss=logs["loss"], grad_norm=logs["grad_norm"])
+                answer(
+                    seconds=self.seconds, cpu_seconds=self.cpu_seconds, loss=logs["loss"], grad_norm=logs["grad_norm"]
+                )
 
     tokenizer = AutoTokenizer.from_pretrained(work / "model") if (work / "model" / "tokenizer.json").exists() else None
     micro = settings["per_device_train_batch_size"]
@@ -208,7 +229,7 @@ def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
     trainer.train()
 
 
-# --- parent --------------------------------------------------------------------------------------------------------------
+# --- parent ---------------------------------------------------------------------------------------------------------
 
 
 class Arm:
@@ -217,7 +238,9 @@ class Arm:
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
         self.log = log
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
+        )
 
     def step(self) -> dict[str, float]:
         """Seconds, loss and gradient norm of one step."""
@@ -243,7 +266,10 @@ def trl_python(folder: Path) -> Path:
         print(f"Installing trl=={TRL_VERSION} into {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         site = subprocess.run(
-            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True
+            [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         (Path(site.stdout.strip()) / "layered.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-deps", f"trl=={TRL_VERSION}"], check=True)
@@ -288,13 +314,21 @@ def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, fl
             yield arm, arm.step()
 
 
-def compare(name: str, settings: dict[str, Any], work: Path, options: argparse.Namespace, tokens: int) -> tuple[float, float, float]:
-    """Median tokens/s of ours and of TRL with `settings`, taking turns, and their ratio by least CPU time. Exits if the losses disagree."""
+def compare(
+    name: str, settings: dict[str, Any], work: Path, options: argparse.Namespace, tokens: int
+) -> tuple[float, float, float]:
+    """Median tokens/s of ours and of TRL with `settings`, taking turns, and their ratio by least CPU time. Exits if
+    the losses disagree.
+    """
     this = str(Path(__file__).resolve())
     common = ["--work", str(work), "--threads", str(options.threads)]
     arms = [
         Arm("ours", [sys.executable, this, "--arm", "ours", *common], work / "ours.log"),
-        Arm(name, [str(trl_python(options.trl_venv)), this, "--arm", "trl", "--settings", json.dumps(settings), *common], work / "trl.log"),
+        Arm(
+            name,
+            [str(trl_python(options.trl_venv)), this, "--arm", "trl", "--settings", json.dumps(settings), *common],
+            work / "trl.log",
+        ),
     ]
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     cpu_seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
@@ -318,7 +352,10 @@ def compare(name: str, settings: dict[str, Any], work: Path, options: argparse.N
         times = seconds[arm.name]
         each = " ".join(f"{value:.2f}" for value in times)
         cpu = min(cpu_seconds[arm.name])
-        print(f"  {arm.name}: steps {each} s; median {statistics.median(times):.2f}, least CPU time {cpu:.2f} s", flush=True)
+        print(
+            f"  {arm.name}: steps {each} s; median {statistics.median(times):.2f}, least CPU time {cpu:.2f} s",
+            flush=True,
+        )
     medians = [tokens / statistics.median(seconds[arm.name]) for arm in arms]
     return medians[0], medians[1], min(cpu_seconds[name]) / min(cpu_seconds["ours"])
 
@@ -333,11 +370,18 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(50, 80), metavar=("MIN", "MAX"))
     parser.add_argument("--sequence-tokens", type=int, nargs=2, default=(100, 250), metavar=("MIN", "MAX"))
-    parser.add_argument("--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}")
-    parser.add_argument("--only", help="comparisons whose name contains this")
-    parser.add_argument("--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported")
     parser.add_argument(
-        "--agreement", type=float, default=2e-2, help="relative difference allowed between the arms' first loss and gradient norm"
+        "--trl-venv", type=Path, default=Path(tempfile.gettempdir()) / f"atropos-bench-trl-{TRL_VERSION}"
+    )
+    parser.add_argument("--only", help="comparisons whose name contains this")
+    parser.add_argument(
+        "--bf16", action="store_true", help="also TRL under bfloat16 autocast, which is its default where supported"
+    )
+    parser.add_argument(
+        "--agreement",
+        type=float,
+        default=2e-2,
+        help="relative difference allowed between the arms' first loss and gradient norm",
     )
     parser.add_argument("--arm", choices=("ours", "trl", "prepare"), help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
@@ -360,11 +404,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="trainer-step-") as folder:
         work = Path(folder)
         items = make_items(
-            prepare_model(options.model, work), options.groups, options.group_size, options.prompt_tokens, options.sequence_tokens
+            prepare_model(options.model, work),
+            options.groups,
+            options.group_size,
+            options.prompt_tokens,
+            options.sequence_tokens,
         )
         (work / "items.json").write_text(json.dumps(items))
         subprocess.run(
-            [sys.executable, str(Path(__file__).resolve()), "--arm", "prepare", "--work", folder, "--threads", str(options.threads)],
+            [
+                sys.executable,
+                str(Path(__file__).resolve()),
+                "--arm",
+                "prepare",
+                "--work",
+                folder,
+                "--threads",
+                str(options.threads),
+            ],
             check=True,
         )
         tokens = sum(len(sequence) for group in items for sequence in group["tokens"])

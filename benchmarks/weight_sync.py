@@ -1,13 +1,15 @@
-"""What handing weights to vLLM costs in every bridge mode, on one model, in one run, beside the limits of this machine.
+"""What handing weights to vLLM costs in every bridge mode, on one model, in one run, beside the limits of this
+machine.
 
-    python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy] [--syncs 10]
-        [--out docs/benchmarks/weight_sync.md]
+    python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy]
+        [--syncs 10] [--out docs/benchmarks/weight_sync.md]
 
-For each mode it starts a real vLLM server (legacy and lora_restart: the trainer does), then a trainer process of its own that takes one
-fused AdamW step on given gradients a sync: one to warm up, one during which memory is watched, then timed ones, first with nothing else
-going on, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of the model's bytes in one
-thread, and a bare Gloo broadcast of them between two processes over loopback. Memory is the sum of PSS over the server's and the
-trainer's processes, so that shared pages count once. `--out` is the page that the tables are written to.
+For each mode it starts a real vLLM server (legacy and lora_restart: the trainer does), then a trainer process of its
+own that takes one fused AdamW step on given gradients a sync: one to warm up, one during which memory is watched,
+then timed ones, first with nothing else going on, then with `--clients` generations in flight. Around the modes it
+measures the limits: a memcpy of the model's bytes in one thread, and a bare Gloo broadcast of them between two
+processes over loopback. Memory is the sum of PSS over the server's and the trainer's processes, so that shared pages
+count once. `--out` is the page that the tables are written to.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
@@ -110,7 +112,9 @@ MODES = {
     "single_copy": Mode({"weight_bridge_mode": "shared_vllm", "single_copy": True}),
     "lora": Mode({"weight_bridge_mode": "lora_only"}, ["--enable-lora", "--max-lora-rank", "16"]),
     "legacy": Mode({"weight_bridge_mode": "none", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False),
-    "lora_restart": Mode({"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False),
+    "lora_restart": Mode(
+        {"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False
+    ),
 }
 KINDS = ("idle", "under load")  # of timed syncs
 PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
@@ -170,7 +174,9 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "mode": mode.trainer,
         }
         command = [sys.executable, __file__, "--model", "-", "--arm", json.dumps(arm)]
-        trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT)
+        trainer = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
+        )
         try:
             return _read_arm(trainer, [trainer.pid, *([server.pid] if server else [])]) | {"server_alone": alone}
         finally:
@@ -203,12 +209,16 @@ def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any
             trainer.stdin.write("\n")
             trainer.stdin.flush()
     if trainer.wait() != 0:
-        raise RuntimeError(f"the trainer of this mode ended with exit status {trainer.returncode}; its messages are above")
+        raise RuntimeError(
+            f"the trainer of this mode ended with exit status {trainer.returncode}; its messages are above"
+        )
     return result
 
 
 def _train(arm: dict[str, Any]) -> None:
-    """The trainer of one mode: connect, sync, tell each on stdout; after the messages other than "synced" a line on stdin lets it go on."""
+    """The trainer of one mode: connect, sync, tell each on stdout; after the messages other than "synced" a line on
+    stdin lets it go on.
+    """
     configure_logging("trainer")
     config = TrainerConfig(
         model_name=arm["model"],
@@ -318,7 +328,9 @@ def _trees(roots: list[int]) -> list[psutil.Process]:
 
 
 def _pss(roots: list[int], mapping: str | None = None) -> int:
-    """Bytes held by the process trees, shared pages once; of the mappings whose name starts with `mapping` alone if it is given."""
+    """Bytes held by the process trees, shared pages once; of the mappings whose name starts with `mapping` alone if it
+    is given.
+    """
     total = 0
     for process in _trees(roots):
         try:
@@ -392,9 +404,15 @@ def _goals(figures: dict[str, dict[str, Any]], limits: dict[str, float]) -> Iter
     for kind, stall in medians("broadcast", "stall_s"):
         yield at_most(f"broadcast, {kind}: stall ≤ 1.5 memcpy + 60 ms", stall, 1.5 * limits["memcpy"] + 0.060)
     for kind, stall in medians("single_copy", "stall_s"):
-        yield at_most(f"single copy, {kind}: stall ≤ update + 60 ms", stall, dict(medians("single_copy", "update_s"))[kind] + 0.060)
+        yield at_most(
+            f"single copy, {kind}: stall ≤ update + 60 ms",
+            stall,
+            dict(medians("single_copy", "update_s"))[kind] + 0.060,
+        )
     if "single_copy" in figures:
-        moved = sum(report["bytes_moved"] for reports in figures["single_copy"]["reports"].values() for report in reports)
+        moved = sum(
+            report["bytes_moved"] for reports in figures["single_copy"]["reports"].values() for report in reports
+        )
         yield "single copy: bytes moved", str(moved), "0", moved == 0
     for kind, served_after in medians("lora", "served_after_s"):
         yield at_most(f"LoRA, {kind}: served after its file is written", served_after, 0.5)
@@ -431,7 +449,9 @@ def _bare_gloo(nbytes: int, repeats: int = 3) -> float:
     """Best of `repeats` broadcasts between this process and a fresh one; first touches excluded."""
     store, port = transport.host_store("127.0.0.1", 0, 60)
     session = uuid.uuid4().hex
-    peer = subprocess.Popen([sys.executable, __file__, "--model", "-", "--gloo-peer", json.dumps([port, session, nbytes, repeats])])
+    peer = subprocess.Popen(
+        [sys.executable, __file__, "--model", "-", "--gloo-peer", json.dumps([port, session, nbytes, repeats])]
+    )
     seconds = _broadcasts(store, session, 0, nbytes, repeats)
     peer.wait(60)
     return min(seconds)
@@ -459,7 +479,11 @@ def _start_server(model: str, port: int, flags: list[str], folder: str) -> subpr
     command = [sys.executable, "-u", str(SERVER), "--model", model, "--port", str(port), *SERVER_FLAGS, *flags]
     output = (Path(folder) / "vllm.log").open("wb")
     server = subprocess.Popen(
-        command, env=os.environ | ENVIRONMENT | {"LOGDIR": folder}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        env=os.environ | ENVIRONMENT | {"LOGDIR": folder},
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     with waiting(log, "the vLLM server", peer=f"127.0.0.1:{port}", deadline_s=START_DEADLINE_S):
         deadline = time.monotonic() + START_DEADLINE_S
@@ -474,7 +498,11 @@ def _start_server(model: str, port: int, flags: list[str], folder: str) -> subpr
 
 
 def _cpu_name() -> str:
-    lines = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    lines = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return lines[0] if lines else platform.machine()
 
 

@@ -6,9 +6,9 @@
     user: What is ...? ─▶ <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>
     tool: 391          ─▶ <answer>391</answer>
 
-What the model wrote is trained on, over all turns; the question, the calculator's replies and what the template puts around them
-are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`), in a child process without rights.
-With `tool_cost` each call lowers the score.
+What the model wrote is trained on, over all turns; the question, the calculator's replies and what the template puts
+around them are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`), in a child
+process without rights. With `tool_cost` each call lowers the score.
 """
 
 import re
@@ -59,7 +59,9 @@ class CalculatorConfig(QuestionEnvConfig):
     tool_cost: float = Field(
         default=0.0, ge=0, lt=1, description="What each call of the calculator takes from the score of a right answer."
     )
-    tool_role: str = Field(default="tool", description="Role of the calculator's messages; 'user' for templates that know no tool.")
+    tool_role: str = Field(
+        default="tool", description="Role of the calculator's messages; 'user' for templates that know no tool."
+    )
 
 
 class CalculatorEnv(QuestionEnv):
@@ -74,7 +76,10 @@ class CalculatorEnv(QuestionEnv):
 
     async def setup(self) -> None:
         """Hold questions out."""
-        self.held_out = [make_question(Random(f"{self.config.seed} held out {n}"), self.config) for n in range(self.config.heldout_size)]
+        self.held_out = [
+            make_question(Random(f"{self.config.seed} held out {n}"), self.config)
+            for n in range(self.config.heldout_size)
+        ]
         # With tool_cost a right answer may score less than 1; one that cost everything scores as a wrong one.
         self.right_from = max(MIN_RIGHT, 1.0 - self.config.tool_cost * (self.config.max_turns - 1))
 
@@ -87,7 +92,10 @@ class CalculatorEnv(QuestionEnv):
 
     def prompt(self, item: Question) -> list[dict[str, Any]]:
         """The question, and how to call the calculator."""
-        return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": f"What is {item.expression}?"}]
+        return [
+            {"role": "system", "content": SYSTEM_PROMPT},
+            {"role": "user", "content": f"What is {item.expression}?"},
+        ]
 
     async def rollouts(self, item: Question, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
         """`n` conversations, each going its own way."""
@@ -98,7 +106,11 @@ class CalculatorEnv(QuestionEnv):
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(self.config.max_turns):
                 reply = await managed.chat_completion(
-                    messages=messages, max_tokens=self.config.max_new_tokens, temperature=temperature, top_p=top_p, split=split
+                    messages=messages,
+                    max_tokens=self.config.max_new_tokens,
+                    temperature=temperature,
+                    top_p=top_p,
+                    split=split,
                 )
                 text = reply.choices[0].message.content or ""
                 messages = with_reply(messages, text)
@@ -107,7 +119,8 @@ class CalculatorEnv(QuestionEnv):
                 if result is None or turn + 1 == self.config.max_turns:
                     break
                 messages.append({"role": self.config.tool_role, "content": result})
-            # One node, in which each turn extended the one before; the last of several if the template rewrites earlier turns.
+            # One node, in which each turn extended the one before; the last of several if the template rewrites earlier
+            # turns.
             node = managed.get_state()["nodes"][-1]
         turns = [message["content"] for message in messages if message["role"] == "assistant"]
         if self.config.thinking_mode:  # of each turn, or what the last one thinks would hide the calls before it

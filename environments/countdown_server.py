@@ -4,8 +4,8 @@
     python environments/countdown_server.py serve --env.max_numbers 3 --env.largest_number 20
     python environments/countdown_server.py process --env.dataset_path puzzles.jsonl      {"nums": [1, 2, 3], "target": 9} a line
 
-The equation is read from the last <answer> tags, computed exactly by a parser (`atroposlib.grading.arithmetic`), and may use
-each number once. Puzzles are generated, each from the seed and its own number, or come from a file.
+The equation is read from the last <answer> tags, computed exactly by a parser (`atroposlib.grading.arithmetic`), and
+may use each number once. Puzzles are generated, each from the seed and its own number, or come from a file.
 """
 
 import json
@@ -23,9 +23,7 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import ExpressionError, compute
 
-SYSTEM_PROMPT = (
-    "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user with the answer."
-)
+SYSTEM_PROMPT = "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user with the answer."
 PREFILL = "Let me solve this step by step.\n<think>"
 
 
@@ -68,11 +66,15 @@ class CountdownEnv(QuestionEnv):
         self.puzzles = read_puzzles(Path(config.dataset_path)) if config.dataset_path is not None else []
         if self.puzzles:
             if config.heldout_size >= len(self.puzzles):
-                raise DataError(f"{config.dataset_path} has {len(self.puzzles)} puzzles: --env.heldout_size must be below that")
+                raise DataError(
+                    f"{config.dataset_path} has {len(self.puzzles)} puzzles: --env.heldout_size must be below that"
+                )
             Random(config.seed).shuffle(self.puzzles)
             self.held_out, self.puzzles = self.puzzles[: config.heldout_size], self.puzzles[config.heldout_size :]
         else:
-            self.held_out = [make_puzzle(Random(f"{config.seed} held out {number}"), config) for number in range(config.heldout_size)]
+            self.held_out = [
+                make_puzzle(Random(f"{config.seed} held out {number}"), config) for number in range(config.heldout_size)
+            ]
 
     async def training_item(self, number: int) -> Puzzle:
         """Puzzle `number`, none of those held out."""
@@ -121,12 +123,19 @@ def equation_value(equation: str, puzzle: Puzzle, use_all: bool) -> Fraction | N
 
 
 def make_puzzle(generator: Random, config: CountdownConfig) -> Puzzle:
-    """A puzzle that has a solution with all its numbers: random operations on random numbers that come to a possible target."""
+    """A puzzle that has a solution with all its numbers: random operations on random numbers that come to a possible
+    target.
+    """
     while True:
         count = generator.randint(config.min_numbers, config.max_numbers)
         numbers = [generator.randint(1, config.largest_number) for _ in range(count)]
         value = _combine(generator, [Fraction(number) for number in numbers])
-        if value is not None and value.denominator == 1 and 1 <= value <= config.largest_target and value not in numbers:
+        if (
+            value is not None
+            and value.denominator == 1
+            and 1 <= value <= config.largest_target
+            and value not in numbers
+        ):
             return Puzzle(tuple(numbers), int(value))
 
 
@@ -138,7 +147,9 @@ def _combine(generator: Random, values: list[Fraction]) -> Fraction | None:
         operator = generator.choice("+-*/")
         if operator == "/" and right == 0:
             return None
-        values.append({"+": left + right, "-": left - right, "*": left * right}[operator] if operator != "/" else left / right)
+        values.append(
+            {"+": left + right, "-": left - right, "*": left * right}[operator] if operator != "/" else left / right
+        )
     return values[0]
 
 
@@ -156,7 +167,9 @@ def _puzzle(line: str, where: str) -> Puzzle:
         record = json.loads(line)
         return Puzzle(tuple(int(number) for number in record["nums"]), int(record["target"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f'{where} is no puzzle ({error}); expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}') from error
+        raise DataError(
+            f'{where} is no puzzle ({error}); expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}'
+        ) from error
 
 
 if __name__ == "__main__":

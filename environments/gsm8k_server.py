@@ -4,9 +4,9 @@
     python environments/gsm8k_server.py serve --env.group_size 8 --openai.base_url http://localhost:9001/v1
     python environments/gsm8k_server.py serve --env.dataset_path problems.jsonl
 
-Problems come from the hub (openai/gsm8k), from local files, or are generated (145 sums and products that a small model learns in
-minutes). An answer is graded by math-verify. A group in which the grader failed is dropped and counted: to score that
-sample as wrong would teach the model from the grader's fault.
+Problems come from the hub (openai/gsm8k), from local files, or are generated (145 sums and products that a small
+model learns in minutes). An answer is graded by math-verify. A group in which the grader failed is dropped and
+counted: to score that sample as wrong would teach the model from the grader's fault.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ log = get_logger(__name__)
 
 HUB_DATASET = ("openai/gsm8k", "main")
 BOXED_PROMPT = (
-    "You solve grade-school mathematics. Work through the problem in short steps, then write the final result, a number without its "
-    "unit, inside \\boxed{}."
+    "You solve grade-school mathematics. Work through the problem in short steps, then write the final result, a number"
+    " without its unit, inside \\boxed{}."
 )
 
 
@@ -45,18 +45,28 @@ class GSM8kEnvConfig(BaseEnvConfig):
     """What this environment can be told beside the fields of every environment."""
 
     dataset: Literal["auto", "gsm8k", "arithmetic"] = Field(
-        default="auto", description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it can be reached."
+        default="auto",
+        description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it can be reached.",
     )
-    dataset_path: str | None = Field(default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset.")
-    dataset_test_path: str | None = Field(default=None, description="JSONL file to measure with; else part of dataset_path is held out.")
+    dataset_path: str | None = Field(
+        default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset."
+    )
+    dataset_test_path: str | None = Field(
+        default=None, description="JSONL file to measure with; else part of dataset_path is held out."
+    )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")
     heldout_size: int = Field(default=64, ge=1, description="Problems to measure with, at most.")
     seed: int = Field(default=0, description="Order of the problems and choice of the held-out ones.")
     prompt_style: Literal["auto", "boxed", "plain"] = Field(
         default="auto",
-        description="boxed: instructions, result in \\boxed{}; plain: the question alone, last number counts; auto: plain for arithmetic.",
+        description=(
+            "boxed: instructions, result in \\boxed{}; plain: the question alone, last number counts; auto: plain for"
+            " arithmetic."
+        ),
     )
-    max_new_tokens: int | None = Field(default=None, ge=1, description="Tokens of an answer; if unset 24 for plain prompts, 512 for boxed.")
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Tokens of an answer; if unset 24 for plain prompts, 512 for boxed."
+    )
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
     grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
@@ -104,7 +114,10 @@ class GSM8kEnv(BaseEnv):
         config: GSM8kEnvConfig = self.config
         if config.dataset_path is not None:
             test_path = Path(config.dataset_test_path) if config.dataset_test_path else None
-            return read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed), config.dataset_path
+            return (
+                read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed),
+                config.dataset_path,
+            )
         if config.dataset == "arithmetic":
             return arithmetic_problems(config.heldout_size), "arithmetic"
         try:
@@ -137,7 +150,12 @@ class GSM8kEnv(BaseEnv):
         """Texts and tokens of `n` answers."""
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             reply = await managed.chat_completion(
-                messages=self.prompt(problem), n=n, max_tokens=self.max_new_tokens, temperature=temperature, top_p=top_p, split=split
+                messages=self.prompt(problem),
+                n=n,
+                max_tokens=self.max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                split=split,
             )
             return [choice.message.content or "" for choice in reply.choices], managed.get_state()["nodes"]
 
@@ -148,7 +166,9 @@ class GSM8kEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
         """A group of graded samples; None when the grader failed on one of them."""
-        texts, nodes = await self.sample(item, self.config.group_size, "train", self.config.temperature, self.config.top_p)
+        texts, nodes = await self.sample(
+            item, self.config.group_size, "train", self.config.temperature, self.config.top_p
+        )
         outcomes = await asyncio.gather(*(self.grade(item, text) for text in texts))
         self.outcomes.update(outcomes)
         if Outcome.GRADER_FAILED in outcomes:
@@ -158,7 +178,9 @@ class GSM8kEnv(BaseEnv):
             return None, []
         return self.group(item, texts, nodes, outcomes), []
 
-    def group(self, problem: Problem, texts: Sequence[str], nodes: Sequence[SequenceNode], outcomes: Sequence[Outcome]) -> ScoredDataGroup:
+    def group(
+        self, problem: Problem, texts: Sequence[str], nodes: Sequence[SequenceNode], outcomes: Sequence[Outcome]
+    ) -> ScoredDataGroup:
         """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
         versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
         return ScoredDataGroup(
@@ -174,7 +196,9 @@ class GSM8kEnv(BaseEnv):
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Greedy accuracy on the held-out problems; an answer on which the grader failed is left out of it, and counted."""
+        """Greedy accuracy on the held-out problems; an answer on which the grader failed is left out of it, and
+        counted.
+        """
         graded = await asyncio.gather(*(self._evaluate_one(problem) for problem in self.problems.held_out))
         outcomes = Counter(outcome for _, _, outcome in graded)
         total = len(graded) - outcomes[Outcome.GRADER_FAILED]
@@ -187,7 +211,10 @@ class GSM8kEnv(BaseEnv):
         }
         if self.config.data_dir_to_save_evals is not None:
             fields = ("question", "known", "answer", "outcome")
-            samples = [dict(zip(fields, (each.question, each.result, text, outcome), strict=True)) for each, text, outcome in graded]
+            samples = [
+                dict(zip(fields, (each.question, each.result, text, outcome), strict=True))
+                for each, text, outcome in graded
+            ]
             await self.evaluate_log(metrics, samples=samples, verbose=False)
         return metrics
 

@@ -3,8 +3,8 @@
     python environments/letter_counting_server.py                          API on 8000, vLLM on 9001
     python environments/letter_counting_server.py serve --env.words_path words.txt --env.max_new_tokens 128
 
-Words are made of random syllables, each from the seed and its number, or come from a file with one word a line. Half of the
-questions ask for a letter that occurs. The count is read from the last <answer> tags.
+Words are made of random syllables, each from the seed and its number, or come from a file with one word a line. Half
+of the questions ask for a letter that occurs. The count is read from the last <answer> tags.
 """
 
 import re
@@ -65,7 +65,9 @@ class LetterCountingEnv(QuestionEnv):
         """Read the words, if they come from a file, and hold questions out."""
         config: LetterCountingConfig = self.config
         self.words = read_words(Path(config.words_path)) if config.words_path is not None else []
-        self.held_out = [self._question(Random(f"{config.seed} held out {number}")) for number in range(config.heldout_size)]
+        self.held_out = [
+            self._question(Random(f"{config.seed} held out {number}")) for number in range(config.heldout_size)
+        ]
 
     async def training_item(self, number: int) -> Question:
         """Question `number`; none of those held out, unless a short file of words has no others."""
@@ -76,8 +78,8 @@ class LetterCountingEnv(QuestionEnv):
     def prompt(self, item: Question) -> list[dict[str, Any]]:
         """The question, and where to put the count."""
         question = (
-            f"How many times does the letter '{item.letter}' occur in the word '{item.word}'? Spell the word first, then write the count "
-            "as a number inside <answer> </answer> tags."
+            f"How many times does the letter '{item.letter}' occur in the word '{item.word}'? Spell the word first,"
+            " then write the count as a number inside <answer> </answer> tags."
         )
         return [{"role": "user", "content": question}]
 

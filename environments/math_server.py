@@ -4,9 +4,9 @@ r"""Mathematics with results of any form: fractions, roots, sets, expressions; c
     python environments/math_server.py serve --env.dataset HuggingFaceH4/MATH-500 --env.question_field problem
     python environments/math_server.py serve --env.dataset_path problems.jsonl --env.answer_field solution
 
-A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is the last
-\boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; a group on which it failed is
-dropped, because its reward would be the grader's fault.
+A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is
+the last \boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; a group on
+which it failed is dropped, because its reward would be the grader's fault.
 """
 
 from fractions import Fraction
@@ -33,8 +33,12 @@ class MathConfig(QuestionEnvConfig):
 
     dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
     dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
-    dataset_path: str | None = Field(default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset.")
-    dataset_test_path: str | None = Field(default=None, description="JSONL file to measure with; else part of dataset_path is held out.")
+    dataset_path: str | None = Field(
+        default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset."
+    )
+    dataset_test_path: str | None = Field(
+        default=None, description="JSONL file to measure with; else part of dataset_path is held out."
+    )
     question_field: str = Field(default="question", description="Field of a record that holds the question.")
     answer_field: str = Field(default="answer", description="Field of a record that holds the answer.")
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")

@@ -4,12 +4,13 @@
     python environments/reasoning_gym_server.py serve --env.tasks "chain_sum=3,leg_counting"          three sums to one leg count
     python environments/reasoning_gym_server.py process --env.tasks basic_arithmetic --env.total_steps 4
 
-`task_options` (in a --config file) are passed to a task's own configuration, e.g. {chain_sum: {min_terms: 2, max_terms: 3}}.
-Tasks are made and scored by reasoning-gym itself in child processes that are killed when they are late; a group with an answer
-that could not be scored is dropped. The answer is read from the last <answer> tags.
+`task_options` (in a --config file) are passed to a task's own configuration, e.g. {chain_sum: {min_terms: 2,
+max_terms: 3}}. Tasks are made and scored by reasoning-gym itself in child processes that are killed when they are
+late; a group with an answer that could not be scored is dropped. The answer is read from the last <answer> tags.
 
-Nine tasks evaluate the answer (`evaluated_answers.py`): code in it scores 0 and is counted in `answers_rejected`. Where
-the machine has no sandbox for the child processes, these tasks are left out, or refused if they are named in `tasks`.
+Nine tasks evaluate the answer (`evaluated_answers.py`): code in it scores 0 and is counted in `answers_rejected`.
+Where the machine has no sandbox for the child processes, these tasks are left out, or refused if they are named in
+`tasks`.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ SANDBOX_REMEDY = (
     "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your rights"
 )
 SYSTEM_PROMPT = (
-    "Think step by step about the problem you are given, then write your answer inside <answer> </answer> tags: the answer alone, "
-    "exactly in the form that the problem asks for."
+    "Think step by step about the problem you are given, then write your answer inside <answer> </answer> tags: the"
+    " answer alone, exactly in the form that the problem asks for."
 )
 
 
@@ -54,7 +55,9 @@ class ReasoningGymConfig(QuestionEnvConfig):
     """What this environment can be told beside the fields of every question environment."""
 
     tasks: str = Field(default="all", description="'all', or names with optional weights: chain_sum=3,leg_counting.")
-    task_options: dict[str, dict[str, Any]] = Field(default={}, description="Settings of single tasks, by name (--config file).")
+    task_options: dict[str, dict[str, Any]] = Field(
+        default={}, description="Settings of single tasks, by name (--config file)."
+    )
     scorer_processes: int = Field(default=1, ge=1, le=64, description="Processes that make and score tasks.")
     scorer_timeout: float = Field(default=10.0, gt=0, description="Seconds to make or score one entry.")
     allow_unsandboxed_scorers: bool = Field(
@@ -74,7 +77,9 @@ class ReasoningGymEnv(QuestionEnv):
     name = "reasoning_gym"
     env_config_cls = ReasoningGymConfig
 
-    def __init__(self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         count = config.scorer_processes
         self.pool = ChildPool(CHILD, count=count, time_limit_s=config.scorer_timeout, start_limit_s=START_LIMIT_S)
@@ -145,7 +150,12 @@ class ReasoningGymEnv(QuestionEnv):
         return score
 
     def _entry(self, name: str, index: int) -> dict[str, Any]:
-        return {"task": name, "options": self.config.task_options.get(name, {}), "seed": self.config.seed, "index": index}
+        return {
+            "task": name,
+            "options": self.config.task_options.get(name, {}),
+            "seed": self.config.seed,
+            "index": index,
+        }
 
     async def close(self) -> None:
         """End the child processes, then everything else."""

@@ -2,8 +2,9 @@
 
     Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B starts at zero, so the model starts unchanged
 
-The model stays the transformers model it was (no PeftModel around it), so packed attention and the chunked head work as before. A
-folder is `adapter_config.json` and `adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
+The model stays the transformers model it was (no PeftModel around it), so packed attention and the chunked head work
+as before. A folder is `adapter_config.json` and `adapter_model.safetensors`, as PEFT and vLLM read them; it is
+written whole or not at all.
 """
 
 import json
@@ -32,7 +33,8 @@ class AdapterError(TrainerError):
 
 
 def load_adapted_model(source: str, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
-    """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the model itself.
+    """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the
+    model itself.
 
     Raises AdapterError or ModelError.
     """
@@ -47,12 +49,15 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
 
 
 def add_adapter(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Freeze the model and put a fresh adapter into its `--lora-target-modules`. Raises AdapterError naming those that exist."""
+    """Freeze the model and put a fresh adapter into its `--lora-target-modules`. Raises AdapterError naming those that
+    exist.
+    """
     present = adaptable_modules(model)
     unknown = [name for name in config.lora_target_modules if name not in present]
     if unknown:
         raise AdapterError(
-            f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has {', '.join(present)}"
+            f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has"
+            f" {', '.join(present)}"
         )
     inject_adapter_in_model(peft_config(config), model, NAME)
 
@@ -72,7 +77,11 @@ def peft_config(config: TrainerConfig) -> LoraConfig:
 def adaptable_modules(model: nn.Module) -> list[str]:
     """Names of the linear layers that may get an adapter: all but the head, which may be tied to the embeddings."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    names = [name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    names = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
     return list(dict.fromkeys(names))
 
 
@@ -91,7 +100,9 @@ def adapter_nbytes(model: PreTrainedModel) -> int:
 
 
 def write_adapter(folder: Path, model: PreTrainedModel) -> None:
-    """Write the model's adapter to `folder`, whole or not at all: hidden beside it, flushed, renamed. Raises CheckpointError."""
+    """Write the model's adapter to `folder`, whole or not at all: hidden beside it, flushed, renamed. Raises
+    CheckpointError.
+    """
     write_folder(folder, lambda partial: write_adapter_files(partial, model), adapter_nbytes(model))
 
 
@@ -102,7 +113,9 @@ def write_adapter_files(folder: Path, model: PreTrainedModel) -> None:
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-ADAPTER = Form("adapter_step_", "final_adapter", lambda folder, model, _: write_adapter_files(folder, model), adapter_nbytes)
+ADAPTER = Form(
+    "adapter_step_", "final_adapter", lambda folder, model, _: write_adapter_files(folder, model), adapter_nbytes
+)
 
 
 @torch.no_grad()
@@ -113,9 +126,15 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}; give another folder to --resume") from error
     own = adapter_tensors(model)
-    wrong = [name for name in own.keys() | saved.keys() if name not in own or name not in saved or own[name].shape != saved[name].shape]
+    wrong = [
+        name
+        for name in own.keys() | saved.keys()
+        if name not in own or name not in saved or own[name].shape != saved[name].shape
+    ]
     if wrong:
-        raise AdapterError(f"{folder} holds an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}")
+        raise AdapterError(
+            f"{folder} holds an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}"
+        )
     for name, parameter in own.items():
         parameter.copy_(saved[name])
 
@@ -132,7 +151,13 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
         ("--model-name", saved["base_model_name_or_path"], config.model_name),
         ("--lora-r", saved["r"], config.lora_r),
         ("--lora-alpha", saved["lora_alpha"], config.lora_alpha),
-        ("--lora-target-modules", ",".join(sorted(saved["target_modules"])), ",".join(sorted(config.lora_target_modules))),
+        (
+            "--lora-target-modules",
+            ",".join(sorted(saved["target_modules"])),
+            ",".join(sorted(config.lora_target_modules)),
+        ),
     ]:
         if then != given:
-            raise AdapterError(f"{folder} was trained with {flag} {then}, this run has {given}: give the same, or start afresh")
+            raise AdapterError(
+                f"{folder} was trained with {flag} {then}, this run has {given}: give the same, or start afresh"
+            )

@@ -7,7 +7,8 @@ STD_EPS = 1e-4
 
 
 def group_advantages(scores: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
-    """Score minus the group's mean, over its population standard deviation + 1e-4 if asked. `scores` and result: [sequences].
+    """Score minus the group's mean, over its population standard deviation + 1e-4 if asked. `scores` and result:
+    [sequences].
 
     A group of one has no siblings: its score is its advantage.
     """

@@ -1,11 +1,12 @@
-"""The trainer's side of the batching API: register, fetch batches, report steps, read evaluations. Synchronous, with deadlines.
+"""The trainer's side of the batching API: register, fetch batches, report steps, read evaluations. Synchronous, with
+deadlines.
 
     register ──▶ fetch_batch (leased) ──▶ train ──▶ checkpoint ──▶ acknowledge
 
-A batch that is not acknowledged is given to the next trainer of this run, so that one that resumes from a checkpoint trains on what
-came after it. Every request has a 10 s timeout. An API that is down is waited for, up to `patience_s`; one that was restarted without
-a journal has forgotten its trainer and is registered with again, from the step the trainer has reached. An API without leases (the
-archived ancestor's) gives batches for good.
+A batch that is not acknowledged is given to the next trainer of this run, so that one that resumes from a checkpoint
+trains on what came after it. Every request has a 10 s timeout. An API that is down is waited for, up to
+`patience_s`; one that was restarted without a journal has forgotten its trainer and is registered with again, from
+the step the trainer has reached. An API without leases (the archived ancestor's) gives batches for good.
 """
 
 import time
@@ -82,7 +83,8 @@ class ApiClient:
         self._patiently("GET", "/info", what="the batching API")
 
     def register(self, starting_step: int, **run: Any) -> None:
-        """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps already done.
+        """POST /register: from the next fetch on, environments may join. `starting_step` is the number of steps
+        already done.
 
         `run` is more to register, such as the run's name.
         """
@@ -101,7 +103,9 @@ class ApiClient:
             while True:
                 reply = self._next_batch()
                 if reply.get("status") == "error":
-                    log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.get("message"))
+                    log.warning(
+                        "The batching API at %s has no trainer (%s): registering again", self.url, reply.get("message")
+                    )
                     self._register_again()
                 elif reply.get("batch"):
                     batch: list[dict[str, Any]] = reply["batch"]
@@ -111,11 +115,14 @@ class ApiClient:
                 now = time.monotonic()
                 if now - start >= timeout_s:
                     raise ApiError(
-                        f"no batch of {self._registration['batch_size']} sequences from {self.url} within {timeout_s:.0f} s; check that an "
-                        "environment is running and that its group size divides the batch, or raise --fetch-timeout"
+                        f"no batch of {self._registration['batch_size']} sequences from {self.url} within"
+                        f" {timeout_s:.0f} s; check that an environment is running and that its group size divides the"
+                        " batch, or raise --fetch-timeout"
                     )
                 if now >= reminder:
-                    log.info("Still waiting for a batch from %s, %.0f of at most %.0f s", self.url, now - start, timeout_s)
+                    log.info(
+                        "Still waiting for a batch from %s, %.0f of at most %.0f s", self.url, now - start, timeout_s
+                    )
                     reminder += REMINDER_S
                 self._sleep(pause)
                 pause = min(pause * 1.5, POLL_LAST_S)
@@ -135,28 +142,40 @@ class ApiClient:
         return [Rejection(_environment(of.get(at), self._env_ids[at]), why) for at, why in reasons.items()]
 
     def unacknowledged(self) -> list[int]:
-        """Leases of the batches fetched so far that the API still keeps; a checkpoint holds them, and its resumer registers them."""
+        """Leases of the batches fetched so far that the API still keeps; a checkpoint holds them, and its resumer
+        registers them.
+        """
         return list(self._holding)
 
     def acknowledge(self) -> None:
         """Every batch fetched so far is trained on, and where that is needed in a checkpoint: the API may forget it."""
         if self._holding:
-            self._patiently("POST", "/batch/ack", {"trainer": self._trainer, "leases": self._holding}, what="the acknowledgement")
+            self._patiently(
+                "POST", "/batch/ack", {"trainer": self._trainer, "leases": self._holding}, what="the acknowledgement"
+            )
             self._holding = []
 
     def report_step(self, step: int, policy_version: int) -> None:
         """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""
         self._progress = (step, policy_version)
-        self._patiently("POST", "/trainer-step", {"step": step, "policy_version": policy_version}, what="the step report")
+        self._patiently(
+            "POST", "/trainer-step", {"step": step, "policy_version": policy_version}, what="the step report"
+        )
 
     def evaluation(self, policy_version: int, deadline_s: float) -> float | None:
-        """Mean held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s` seconds have passed.
+        """Mean held-out accuracy of `policy_version`, once all announced evaluations are in, or `deadline_s` seconds
+        have passed.
 
         None without any. With `deadline_s` 0 nothing is waited for.
         """
         results, pending = self._evaluations(policy_version)
         if pending and deadline_s > 0:
-            with waiting(log, f"the evaluation of policy {policy_version} by {', '.join(pending)}", peer=self.url, deadline_s=deadline_s):
+            with waiting(
+                log,
+                f"the evaluation of policy {policy_version} by {', '.join(pending)}",
+                peer=self.url,
+                deadline_s=deadline_s,
+            ):
                 end, pause = time.monotonic() + deadline_s, POLL_FIRST_S
                 while pending and time.monotonic() < end:
                     self._sleep(pause)
@@ -223,7 +242,9 @@ class ApiClient:
             self.report_step(*self._progress)
 
     def _patiently(self, method: str, path: str, body: dict[str, Any] | None = None, *, what: str) -> dict[str, Any]:
-        """One request, repeated while the API is down, up to `patience_s` seconds. Raises ApiError then, or at once on a refusal."""
+        """One request, repeated while the API is down, up to `patience_s` seconds. Raises ApiError then, or at once on
+        a refusal.
+        """
         try:
             return self._request(method, path, body)
         except _Unreachable as error:
@@ -238,8 +259,8 @@ class ApiClient:
                 except _Unreachable as error:
                     last = str(error)
             raise ApiError(
-                f"the batching API at {self.url} did not answer {method} {path} within {self._patience_s:.0f} s ({last}); "
-                "start it with `python -m atroposlib.cli.run_api`, or correct --atropos-url"
+                f"the batching API at {self.url} did not answer {method} {path} within {self._patience_s:.0f} s"
+                f" ({last}); start it with `python -m atroposlib.cli.run_api`, or correct --atropos-url"
             )
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
@@ -258,11 +279,17 @@ class ApiClient:
         if reply.status_code >= 500 or reply.status_code in NOT_NOW:
             raise _Unreachable(f"HTTP {reply.status_code}")
         if reply.status_code in (404, 405):
-            raise _NotFound(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}; is --atropos-url the batching API?")
+            raise _NotFound(
+                f"{method} {self.url}{path} was refused with HTTP {reply.status_code}; is --atropos-url the batching"
+                " API?"
+            )
         if reply.status_code == 401:
             raise ApiError(f"the batching API at {self.url} wants its token: set ATROPOS_API_TOKEN, or --atropos-token")
         if reply.status_code == 409:
-            raise ApiError(f"another trainer has registered with the batching API at {self.url} and has taken over; end one of the two")
+            raise ApiError(
+                f"another trainer has registered with the batching API at {self.url} and has taken over; end one of"
+                " the two"
+            )
         if reply.status_code >= 400:
             raise ApiError(f"{method} {self.url}{path} was refused with HTTP {reply.status_code}: {reply.text[:300]}")
         try:
@@ -270,10 +297,13 @@ class ApiClient:
             # the API's own reader: what it accepted can be read here, such as integers of any length
             content = msgspec.msgpack.decode(reply.content) if packed else msgspec.json.decode(reply.content)
         except msgspec.DecodeError as error:
-            raise ApiError(f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})") from error
+            raise ApiError(
+                f"{method} {self.url}{path} did not answer JSON; is --atropos-url the batching API? ({error})"
+            ) from error
         if not isinstance(content, dict):
             raise ApiError(
-                f"{method} {self.url}{path} answered {type(content).__name__} instead of an object; is --atropos-url the batching API?"
+                f"{method} {self.url}{path} answered {type(content).__name__} instead of an object; is --atropos-url"
+                " the batching API?"
             )
         return content
 

@@ -1,11 +1,12 @@
-"""From the API's batch items to the arrays that are trained on; every group is checked before a gradient depends on it.
+"""From the API's batch items to the arrays that are trained on; every group is checked before a gradient depends on
+it.
 
-An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores` and
-`inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be null.
-Rules: a group without a signal (equal scores, or given advantages that are all zero) is counted and left out of the loss, its
-denominator and its metrics; a sequence above `seq_len` keeps its first `seq_len` tokens and is counted; a first token cannot
-be trained, since nothing predicts it. A group that fails the check of `atroposlib/groups.py` is left out as if it had
-not come, and named with the reason; what passes it can be converted.
+An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
+and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
+null. Rules: a group without a signal (equal scores, or given advantages that are all zero) is counted and left out
+of the loss, its denominator and its metrics; a sequence above `seq_len` keeps its first `seq_len` tokens and is
+counted; a first token cannot be trained, since nothing predicts it. A group that fails the check of
+`atroposlib/groups.py` is left out as if it had not come, and named with the reason; what passes it can be converted.
 """
 
 import math
@@ -120,11 +121,15 @@ def _group(item: Item, divide_by_std: bool) -> list[Rollout] | None:
 
 
 def _advantages(item: Item, scores: NDArray[np.float64], divide_by_std: bool) -> list[NDArray[np.float32]] | None:
-    """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a signal."""
+    """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a
+    signal.
+    """
     if given := item.get("advantages"):  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):
-        rows = [np.asarray([value], dtype=np.float32) for value in group_advantages(scores, divide_by_std=divide_by_std)]
+        rows = [
+            np.asarray([value], dtype=np.float32) for value in group_advantages(scores, divide_by_std=divide_by_std)
+        ]
     else:
         return None
     for index, override in enumerate(item.get("overrides") or []):
@@ -154,7 +159,9 @@ def _rollout(item: Item, index: int, advantages: NDArray[np.float32]) -> Rollout
 
 
 def sampling_temperature(item: Item, index: int) -> float:
-    """The sampler's temperature for one sequence: its override, else the group's parameters, else 1. Greedy (0) counts as 1."""
+    """The sampler's temperature for one sequence: its override, else the group's parameters, else 1. Greedy (0) counts
+    as 1.
+    """
     temperature = sampling_setting(item, index, "temperature")
     return float(temperature) if temperature is not None and float(temperature) > 0 else 1.0
 

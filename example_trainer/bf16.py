@@ -1,5 +1,5 @@
-"""Training bfloat16 weights. A bfloat16 number has 8 significant bits: an update below 1/256 of a weight is rounded away, and at RL
-learning rates nearly all are (0.4 % of the weights ever move). Two ways out, `--bf16-update`:
+"""Training bfloat16 weights. A bfloat16 number has 8 significant bits: an update below 1/256 of a weight is rounded
+away, and at RL learning rates nearly all are (0.4 % of the weights ever move). Two ways out, `--bf16-update`:
 
     master      a float32 copy takes gradients and optimizer steps; its cast is what the model computes with       4 + 4 bytes more
     stochastic  the exact new value is rounded up or down by chance, right on average; no copy, some noise
@@ -15,7 +15,9 @@ from torch.optim.adamw import adamw
 
 
 class MasteredParameter(nn.Parameter):
-    """A bfloat16 parameter with a float32 `master`, to which its gradients go as soon as a backward pass has made them."""
+    """A bfloat16 parameter with a float32 `master`, to which its gradients go as soon as a backward pass has made
+    them.
+    """
 
     master: nn.Parameter
 
@@ -63,10 +65,12 @@ def stochastic_round(exact: Tensor) -> Tensor:
 
 
 class StochasticAdamW(Optimizer):
-    """AdamW with float32 moments on bfloat16 parameters: each new value is computed in float32, one parameter at a time, and
-    rounded by chance."""
+    """AdamW with float32 moments on bfloat16 parameters: each new value is computed in float32, one parameter at a
+    time, and rounded by chance."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    def __init__(
+        self, parameters: Iterable[Tensor], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -79,11 +83,16 @@ class StochasticAdamW(Optimizer):
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         exact, state = parameter.float(), self.state[parameter]
         if not state:
-            state.update(step=torch.zeros((), device=exact.device), exp_avg=torch.zeros_like(exact), exp_avg_sq=torch.zeros_like(exact))
+            state.update(
+                step=torch.zeros((), device=exact.device),
+                exp_avg=torch.zeros_like(exact),
+                exp_avg_sq=torch.zeros_like(exact),
+            )
         beta1, beta2 = group["betas"]
         adamw(
             [exact], [gradient.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"],
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["eps"],
             maximize=False, fused=True,
         )  # fmt: skip
         parameter.copy_(stochastic_round(exact) if parameter.dtype == torch.bfloat16 else exact)
@@ -92,4 +101,6 @@ class StochasticAdamW(Optimizer):
         super().load_state_dict(state_dict)
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, saved in state_dict["state"].items():  # PyTorch has rounded the moments to the parameter's dtype
-            self.state[parameters[index]] = {name: value.to(parameters[index].device, copy=True) for name, value in saved.items()}
+            self.state[parameters[index]] = {
+                name: value.to(parameters[index].device, copy=True) for name, value in saved.items()
+            }

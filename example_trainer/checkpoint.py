@@ -9,9 +9,10 @@
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face folder alone, at the end of the run
 
-A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced after that.
-Whatever fails before leaves the previous checkpoint and `latest` as they were. What a folder holds of the model, and its name, is a
-`Form`: the whole model here, the adapter alone (`adapter_step_N/`, `final_adapter/`) in example_trainer/adapters.py.
+A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced
+after that. Whatever fails before leaves the previous checkpoint and `latest` as they were. What a folder holds of
+the model, and its name, is a `Form`: the whole model here, the adapter alone (`adapter_step_N/`, `final_adapter/`)
+in example_trainer/adapters.py.
 """
 
 import hashlib
@@ -51,7 +52,8 @@ class CheckpointError(TrainerError):
 
 @dataclass
 class Progress:
-    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to the batching API.
+    """How far a run is: steps done, the policy version they led to, optimizer updates among them. `run` names it to
+    the batching API.
 
     `leases` are the batches it has trained on that the API may not know to be done with.
     """
@@ -110,7 +112,9 @@ class Checkpoints:
             write_policy_version(folder, progress.policy_version)
             torch.save(state, folder / STATE)
 
-        moments = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+        moments = [
+            value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)
+        ]
         target = self._save_path / f"{self._form.step_prefix}{progress.step}"
         write_folder(target, write, self._form.nbytes(model) + sum(moment.nbytes for moment in moments))
         self._point_at(target)
@@ -126,7 +130,9 @@ class Checkpoints:
         try:
             write_whole(pointer, f"{target.name}\n".encode())
         except OSError as error:
-            raise CheckpointError(f"{target} is written, but {pointer} is not: {error}; free space, then use --resume {target}") from error
+            raise CheckpointError(
+                f"{target} is written, but {pointer} is not: {error}; free space, then use --resume {target}"
+            ) from error
 
 
 def save_served_model(
@@ -143,8 +149,12 @@ def save_served_model(
     return target
 
 
-def save_final_model(save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, form: Form) -> Path:
-    """Write `save_path/final_model/` (or what `form` calls it): the model without the trainer's state. Raises CheckpointError."""
+def save_final_model(
+    save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, form: Form
+) -> Path:
+    """Write `save_path/final_model/` (or what `form` calls it): the model without the trainer's state. Raises
+    CheckpointError.
+    """
     target = save_path / form.final
     write_folder(target, lambda folder: form.write(folder, model, tokenizer), form.nbytes(model))
     return target
@@ -161,10 +171,16 @@ def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
 
 
 def _latest(resume: str, save_path: Path) -> Path | None:
-    """The directory that `latest` names; None where there is neither it nor a checkpoint, and `resume` is auto. Raises CheckpointError."""
+    """The directory that `latest` names; None where there is neither it nor a checkpoint, and `resume` is auto. Raises
+    CheckpointError.
+    """
     pointer = save_path / LATEST
     steps = sorted(path.parent for path in save_path.glob(f"*step_[0-9]*/{MANIFEST}"))
-    remedy = f"name one to resume from, such as --resume {max(steps, key=_step_of)}" if steps else "choose another --save-path"
+    remedy = (
+        f"name one to resume from, such as --resume {max(steps, key=_step_of)}"
+        if steps
+        else "choose another --save-path"
+    )
     try:
         name = pointer.read_bytes().decode().strip()
     except FileNotFoundError:
@@ -201,7 +217,9 @@ def verify(folder: Path) -> None:
 def _compare_with_manifest(folder: Path) -> None:
     manifest_path = folder / MANIFEST
     if not manifest_path.is_file():
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume")
+        raise CheckpointError(
+            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume"
+        )
     try:
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=dict[str, FileRecord])
     except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
@@ -211,17 +229,23 @@ def _compare_with_manifest(folder: Path) -> None:
         size = path.stat().st_size if path.is_file() else None
         if size != expected.bytes:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected.bytes}; resume from another step_N folder")
+            raise CheckpointError(
+                f"{path} {found}, the checkpoint was written with {expected.bytes}; resume from another step_N folder"
+            )
         if _digest(path) != expected.sha256:
             raise CheckpointError(
-                f"{path} has its size but other contents than were written (SHA-256 differs); resume from another step_N folder"
+                f"{path} has its size but other contents than were written (SHA-256 differs); resume from another"
+                " step_N folder"
             )
     if STATE not in manifest:
-        raise CheckpointError(f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume")
+        raise CheckpointError(
+            f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume"
+        )
 
 
 def restore(folder: Path, optimizer: Optimizer) -> Progress:
-    """Load the optimizer's moments and the generators from a verified checkpoint; rates and other settings stay as configured now.
+    """Load the optimizer's moments and the generators from a verified checkpoint; rates and other settings stay as
+    configured now.
 
     Raises CheckpointError if the moments are another optimizer's or another model's, or cannot be loaded.
     """
@@ -306,7 +330,9 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _replace_folder(partial: Path, target: Path) -> None:
-    """Rename `partial` to `target`; a folder already there, from an earlier run, steps aside first and is removed after."""
+    """Rename `partial` to `target`; a folder already there, from an earlier run, steps aside first and is removed
+    after.
+    """
     aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
     if target.exists():
         target.rename(aside)

@@ -1,7 +1,7 @@
 """The trainer's configuration: every flag of `example_trainer/grpo.py`, its bounds and its default.
 
-Filled by `atroposlib.config.load_config` from flags, a YAML file and environment variables before a socket or a device is
-touched. This module imports neither torch nor vLLM, so that launchers can read it cheaply.
+Filled by `atroposlib.config.load_config` from flags, a YAML file and environment variables before a socket or a
+device is touched. This module imports neither torch nor vLLM, so that launchers can read it cheaply.
 """
 
 import importlib.util
@@ -30,7 +30,9 @@ class TrainerConfig(Config):
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto takes a GPU when there is one")
     dtype: Literal["float32"] = Field(
         "float32",
-        description="master weights; bfloat16 ones lose most updates at RL learning rates, the bridge casts to what vLLM serves",
+        description=(
+            "master weights; bfloat16 ones lose most updates at RL learning rates, the bridge casts to what vLLM serves"
+        ),
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 leaves PyTorch's choice")
     gradient_checkpointing: bool = Field(
@@ -43,15 +45,26 @@ class TrainerConfig(Config):
     gradient_accumulation_steps: int = Field(
         32,
         ge=1,
-        description="slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the micro-batches",
+        description=(
+            "slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the"
+            " micro-batches"
+        ),
     )
-    micro_batch_tokens: int = Field(2048, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone")
-    logits_chunk_mb: int = Field(128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies")
-    seq_len: int = Field(2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted")
+    micro_batch_tokens: int = Field(
+        2048, ge=1, description="tokens packed into one forward pass; a longer sequence goes alone"
+    )
+    logits_chunk_mb: int = Field(
+        128, ge=1, description="MiB of float32 logits alive at once; bounds the memory of large vocabularies"
+    )
+    seq_len: int = Field(
+        2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted"
+    )
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
     lr_decay_steps: int = Field(0, ge=0, description="last training steps over which the rate falls linearly towards 0")
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field("adamw", description="adamw is PyTorch's fused AdamW on float32 states")
+    optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field(
+        "adamw", description="adamw is PyTorch's fused AdamW on float32 states"
+    )
     adam_betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         (0.9, 0.999), description="AdamW's betas"
     )
@@ -61,11 +74,17 @@ class TrainerConfig(Config):
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the trainer's generators")
 
     # --- GRPO --------------------------------------------------------------------------------------------------------
-    clip_eps: float = Field(0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]")
+    clip_eps: float = Field(
+        0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]"
+    )
     clip_eps_high: float | None = Field(None, ge=0, description="upper clip distance where it differs from clip_eps")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the k3 KL to the start model; above 0 keeps a frozen copy in memory")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the k3 KL to the start model; above 0 keeps a frozen copy in memory"
+    )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    advantage_std: bool = Field(True, description="divide group-relative advantages by the group's standard deviation + 1e-4")
+    advantage_std: bool = Field(
+        True, description="divide group-relative advantages by the group's standard deviation + 1e-4"
+    )
 
     # --- bad data ----------------------------------------------------------------------------------------------------
     max_rejected_groups: int = Field(
@@ -73,33 +92,47 @@ class TrainerConfig(Config):
     )
     on_bad_batch: Literal["skip", "stop"] = Field(
         "skip",
-        description="a batch whose gradient or loss is not finite, or above --mismatch-limit: skip makes no update and "
-        "continues, stop ends the run; the weights stay as they are either way",
+        description=(
+            "a batch whose gradient or loss is not finite, or above --mismatch-limit: skip makes no update and "
+            "continues, stop ends the run; the weights stay as they are either way"
+        ),
     )
     max_bad_batches: int = Field(3, ge=0, description="bad batches in a row that are skipped; one more ends the run")
 
     # --- exactness ---------------------------------------------------------------------------------------------------
     batch_invariant: bool = Field(
-        False, description="compute what a vLLM server started with --batch-invariant computes, bit for bit, and check it each step"
+        False,
+        description=(
+            "compute what a vLLM server started with --batch-invariant computes, bit for bit, and check it each step"
+        ),
     )
     bit_exact: Literal["report", "strict"] = Field(
-        "report", description="strict ends the run at the first step with a differing token, and keeps its batch for replay"
+        "report",
+        description="strict ends the run at the first step with a differing token, and keeps its batch for replay",
     )
     mismatch_limit: float = Field(
-        5.0, gt=0, description="nats by which the sampler's log-probabilities may differ from the trainer's, on average of a step"
+        5.0,
+        gt=0,
+        description="nats by which the sampler's log-probabilities may differ from the trainer's, on average of a step",
     )
 
     # --- services ----------------------------------------------------------------------------------------------------
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://.+", description="the batching API")
-    atropos_token: SecretStr | None = Field(None, description="the API's token", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
+    atropos_token: SecretStr | None = Field(
+        None, description="the API's token", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+    )
     ack_after: Literal["checkpoint", "step"] = Field(
         "checkpoint",
-        description="when a batch is acknowledged: after the checkpoint that contains its step, so that a resumed run gets it again, "
-        "or after its step; without checkpoints the two are one",
+        description=(
+            "when a batch is acknowledged: after the checkpoint that contains its step, so that a resumed run gets it"
+            " again, or after its step; without checkpoints the two are one"
+        ),
     )
     api_timeout: float = Field(120.0, gt=0, description="seconds to wait for the batching API to come up, or back")
     fetch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch")
-    eval_deadline: float = Field(300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits")
+    eval_deadline: float = Field(
+        300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits"
+    )
 
     # --- weight bridge -----------------------------------------------------------------------------------------------
     weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = Field(
@@ -119,25 +152,42 @@ class TrainerConfig(Config):
     )
     vllm_flags: str = Field(
         "",
-        description="mode none: more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096 --enforce-eager'",
+        description=(
+            "mode none: more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096"
+            " --enforce-eager'"
+        ),
     )
     vllm_gpu: str | None = Field(
         None,
         pattern=r"^\d+(,\d+)*$",
-        description="mode none: CUDA_VISIBLE_DEVICES of that server; unset, it shares the trainer's GPU and takes 0.45 of its memory",
+        description=(
+            "mode none: CUDA_VISIBLE_DEVICES of that server; unset, it shares the trainer's GPU and takes 0.45 of its"
+            " memory"
+        ),
     )
-    vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
+    vllm_api_key: SecretStr | None = Field(
+        None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
+    )
     master_addr: str = Field(
-        "localhost", min_length=1, description="address at which the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
+        "localhost",
+        min_length=1,
+        description="address at which the trainer meets vLLM's workers",
+        json_schema_extra={"env": "MASTER_ADDR"},
     )
-    master_port: int = Field(0, ge=0, le=65535, description="its port; 0 takes a free one", json_schema_extra={"env": "MASTER_PORT"})
+    master_port: int = Field(
+        0, ge=0, le=65535, description="its port; 0 takes a free one", json_schema_extra={"env": "MASTER_PORT"}
+    )
     num_inference_nodes: int = Field(
         0,
         ge=0,
-        description="machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone",
+        description=(
+            "machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone"
+        ),
         json_schema_extra={"env": "NUM_INFERENCE_NODES"},
     )
-    hosts_file: Path | None = Field(None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment")
+    hosts_file: Path | None = Field(
+        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
+    )
     slurm_job_nodelist: str | None = Field(
         None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
     )
@@ -146,21 +196,31 @@ class TrainerConfig(Config):
         30.0, gt=0, le=300, description="seconds without a sign of life after which another trainer may take the bridge"
     )
     bridge_backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto", description="what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
+        "auto",
+        description=(
+            "what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
+        ),
     )
     bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
     parity_tolerance: float | None = Field(
         None,
         gt=0,
-        description="allowed root mean square of vLLM's less the trainer's log-probabilities after the first syncs, in nats; "
-        "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16",
+        description=(
+            "allowed root mean square of vLLM's less the trainer's log-probabilities after the first syncs, in nats; "
+            "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
+        ),
     )
 
-    # --- LoRA: lora_only and lora_restart ------------------------------------------------------------------------------
-    lora_r: int = Field(16, ge=1, le=512, description="rank of the adapter; vLLM's --max-lora-rank must be at least this")
+    # --- LoRA: lora_only and lora_restart ----------------------------------------------------------------------------
+    lora_r: int = Field(
+        16, ge=1, le=512, description="rank of the adapter; vLLM's --max-lora-rank must be at least this"
+    )
     lora_alpha: int = Field(32, ge=1, description="the adapter's output is scaled by lora_alpha / lora_r")
     lora_dropout: float = Field(
-        0.0, ge=0, lt=1, description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios"
+        0.0,
+        ge=0,
+        lt=1,
+        description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios",
     )
     lora_target_modules: tuple[str, ...] = Field(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -171,20 +231,28 @@ class TrainerConfig(Config):
     # --- single copy ------------------------------------------------------------------------------------------------
     bf16_update: Literal["master", "stochastic"] = Field(
         "master",
-        description="how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a float32 copy "
-        "in the trainer, or by stochastic rounding without one",
+        description=(
+            "how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a"
+            " float32 copy in the trainer, or by stochastic rounding without one"
+        ),
     )
 
     # --- checkpoints, metrics ----------------------------------------------------------------------------------------
-    save_path: Path = Field(Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`")
+    save_path: Path = Field(
+        Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`"
+    )
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
     keep_checkpoints: int = Field(2, ge=0, description="newest step_N/ folders to keep; 0 keeps all")
     resume: str | None = Field(
         None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start"
     )
     log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
-    metrics_path: OutputFile | None = Field(None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl")
-    use_wandb: bool = Field(False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases")
+    metrics_path: OutputFile | None = Field(
+        None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl"
+    )
+    use_wandb: bool = Field(
+        False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases"
+    )
     wandb_project: Name = Field("atropos", min_length=1, description="Weights & Biases project, told to environments")
     wandb_group: Name | None = Field(None, description="Weights & Biases group, told to environments too")
     tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
@@ -202,7 +270,9 @@ class TrainerConfig(Config):
     @property
     def vllm_servers(self) -> list[Address]:
         """Every vLLM server that is fed."""
-        return server_addresses(self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist)
+        return server_addresses(
+            self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist
+        )
 
     @property
     def vllm_port(self) -> int:
@@ -230,7 +300,9 @@ class TrainerConfig(Config):
     @classmethod
     def _optimizer_is_here(cls, value: str) -> str:
         if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError("adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor")
+            raise ValueError(
+                "adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor"
+            )
         return value
 
     @field_validator("bf16_update", mode="before")
@@ -246,15 +318,23 @@ class TrainerConfig(Config):
     @model_validator(mode="after")
     def _strict_is_about_exactness(self) -> "TrainerConfig":
         if self.bit_exact == "strict" and not self.batch_invariant:
-            raise ValueError("--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch differs")
+            raise ValueError(
+                "--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch"
+                " differs"
+            )
         if self.batch_invariant and self.trains_adapter:
-            raise ValueError("--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the flag")
+            raise ValueError(
+                "--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the"
+                " flag"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_way_to_share(self) -> "TrainerConfig":
         if self.use_shared_memory and self.single_copy:
-            raise ValueError("--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one")
+            raise ValueError(
+                "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,12 +1,13 @@
-"""Makes a transformers model compute on a GPU what vLLM computes there with VLLM_BATCH_INVARIANT=1, and differentiate it.
+"""Makes a transformers model compute on a GPU what vLLM computes there with VLLM_BATCH_INVARIANT=1, and differentiate
+it.
 
     attention   q|k|v product ─▶ norms of q and k (Qwen3) ─▶ rotation ─▶ FlashAttention over pages ─▶ o product
     mlp         gate|up product ─▶ silu(gate) * up ─▶ down product
     head        a product as wide as vLLM pads the vocabulary, cut
 
-Parameters, names and checkpoints stay as they are; products that vLLM fuses are made fused, as its kernel's tiles depend on their width.
-The kernels have the interface of vllm_patching.batch_invariant.cuda.CudaKernels; backward passes are those of the plain formulas.
-Not yet run on a GPU: tests give plain torch functions for kernels.
+Parameters, names and checkpoints stay as they are; products that vLLM fuses are made fused, as its kernel's tiles
+depend on their width. The kernels have the interface of vllm_patching.batch_invariant.cuda.CudaKernels; backward
+passes are those of the plain formulas. Not yet run on a GPU: tests give plain torch functions for kernels.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ VOCABULARY_MULTIPLE = 64  # to which vLLM pads the rows of an output head
 
 
 def exchange(model: PreTrainedModel, kernels: Any, dtype: torch.dtype) -> None:
-    """Give each module of a covered model its exact forward in `dtype`. Raises NotInvariant for a layer of another kind."""
+    """Give each module of a covered model its exact forward in `dtype`. Raises NotInvariant for a layer of another
+    kind.
+    """
     head = model.get_output_embeddings()
     for module in model.modules():
         kind = type(module).__name__
@@ -41,7 +44,9 @@ def exchange(model: PreTrainedModel, kernels: Any, dtype: torch.dtype) -> None:
         elif kind.endswith("MLP"):
             forward = partial(_mlp, kernels, module)
         elif next(module.parameters(recurse=False), None) is not None:
-            raise NotInvariant(f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag")
+            raise NotInvariant(
+                f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag"
+            )
         else:
             continue
         module.forward = forward
@@ -61,7 +66,11 @@ def _product(kernels: Any, layers: Sequence[Any], x: Tensor, *, multiple: int = 
 
 
 def _stacked(parameters: list[Tensor], dtype: torch.dtype) -> Tensor:
-    return parameters[0].to(dtype) if len(parameters) == 1 else torch.cat([parameter.to(dtype) for parameter in parameters])
+    return (
+        parameters[0].to(dtype)
+        if len(parameters) == 1
+        else torch.cat([parameter.to(dtype) for parameter in parameters])
+    )
 
 
 def _embedding(module: Any, dtype: torch.dtype, ids: Tensor) -> Tensor:
@@ -113,7 +122,9 @@ def _attention(
     query, key, value = (part.unflatten(-1, (-1, module.head_dim)) for part in split)  # [N, heads, d]
     norms = dict(module.named_children())
     query, key = (norms[name](x) if name in norms else x for name, x in (("q_norm", query), ("k_norm", key)))
-    query, key = Kernel.apply(partial(kernels.rotate, positions), partial(_rotate, kernels.rotary_table(), positions), query, key)
+    query, key = Kernel.apply(
+        partial(kernels.rotate, positions), partial(_rotate, kernels.rotary_table(), positions), query, key
+    )
     heads_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
     output = PackedAttention.apply(kernels.attention, *heads_first, lengths, module.scaling)
     return module.o_proj(output.flatten(1)).unflatten(0, (rows, length)), None
@@ -127,7 +138,13 @@ def _rotate(table: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor,
 
 
 def override_log_softmax(kernels: Any, dispatch_key: str = "CUDA") -> torch.library.Library:
-    """Let torch's log_softmax be the mode's kernel, as vLLM does in its own processes. It lasts as long as what is returned."""
+    """Let torch's log_softmax be the mode's kernel, as vLLM does in its own processes. It lasts as long as what is
+    returned.
+    """
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_log_softmax", lambda x, dim, half_to_float: kernels.log_softmax(x.float() if half_to_float else x), dispatch_key)
+    library.impl(
+        "_log_softmax",
+        lambda x, dim, half_to_float: kernels.log_softmax(x.float() if half_to_float else x),
+        dispatch_key,
+    )
     return library

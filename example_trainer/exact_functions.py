@@ -1,6 +1,7 @@
 """Differentiable functions whose forward pass is a batch-invariant kernel and whose backward pass is plain torch.
 
-Used by exact_model.py (CPU) and exact_cuda.py; the kernels are those of vllm_patching/batch_invariant, which have no gradients.
+Used by exact_model.py (CPU) and exact_cuda.py; the kernels are those of vllm_patching/batch_invariant, which have no
+gradients.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from torch import Tensor
 
 
 class Linear(torch.autograd.Function):
-    """x [..., in], weight [out, in] and bias [out] as they are stored; computed in x's dtype, weight gradients in the weight's own.
+    """x [..., in], weight [out, in] and bias [out] as they are stored; computed in x's dtype, weight gradients in the
+    weight's own.
 
     `product(x, weight, bias)` makes the output from tensors of x's dtype.
     """
@@ -40,14 +42,21 @@ class Linear(torch.autograd.Function):
 
 
 class PackedAttention(torch.autograd.Function):
-    """Forward by `kernel`, backward by that of torch's own attention. query [heads, T, d], key and value [key heads, T, d].
+    """Forward by `kernel`, backward by that of torch's own attention. query [heads, T, d], key and value [key heads,
+    T, d].
 
     `kernel(query, key, value, lengths, scale)` takes and gives [T, heads, d]; so is the output.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float
+        ctx: Any,
+        kernel: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        lengths: tuple[int, ...],
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.lengths, ctx.scale = lengths, scale
@@ -55,7 +64,9 @@ class PackedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor, None, None]:  # grad [T, heads, d]
-        pieces = zip(*(saved.split(ctx.lengths, 1) for saved in ctx.saved_tensors), grad.split(ctx.lengths, 0), strict=True)
+        pieces = zip(
+            *(saved.split(ctx.lengths, 1) for saved in ctx.saved_tensors), grad.split(ctx.lengths, 0), strict=True
+        )
         grads = [_attention_gradients(q, k, v, of_output.transpose(0, 1), ctx.scale) for q, k, v, of_output in pieces]
         of_query, of_key, of_value = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
         return None, of_query, of_key, of_value, None, None
@@ -69,7 +80,9 @@ def _attention_gradients(query: Tensor, key: Tensor, value: Tensor, grad: Tensor
 
 
 class Kernel(torch.autograd.Function):
-    """Forward by `kernel`, backward by that of `formula`: the same function of the same tensors in plain torch, made in float32."""
+    """Forward by `kernel`, backward by that of `formula`: the same function of the same tensors in plain torch, made
+    in float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, kernel: Callable[..., Any], formula: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -80,10 +93,14 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        inputs = [saved.detach().float().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)]
+        inputs = [
+            saved.detach().float().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
         with torch.enable_grad():
             outputs = ctx.formula(*inputs)
         wanted = [value for value in inputs if value.requires_grad]
         found = iter(torch.autograd.grad(outputs, wanted, [grad.float() for grad in grads]))
-        of_inputs = (next(found).to(saved.dtype) if need else None for saved, need in zip(ctx.saved_tensors, needed, strict=True))
+        of_inputs = (
+            next(found).to(saved.dtype) if need else None for saved, need in zip(ctx.saved_tensors, needed, strict=True)
+        )
         return None, None, *of_inputs

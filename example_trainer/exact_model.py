@@ -1,9 +1,9 @@
 """A transformers model that computes what a batch-invariant vLLM computes, bit for bit, and differentiates it.
 
-`make_exact(model, dtype, tp_size)` exchanges, in a loaded Llama, Qwen2 or Qwen3, what its modules compute; parameters, names and
-checkpoints stay as they are. Forward passes are those of vllm_patching/batch_invariant; each backward is plain torch, as accurate
-as the model's own. Parameters may be float32 masters of a model served in bfloat16: they are rounded on the way in.
-What follows is for CPUs; on a GPU exact_cuda.py exchanges the modules.
+`make_exact(model, dtype, tp_size)` exchanges, in a loaded Llama, Qwen2 or Qwen3, what its modules compute;
+parameters, names and checkpoints stay as they are. Forward passes are those of vllm_patching/batch_invariant; each
+backward is plain torch, as accurate as the model's own. Parameters may be float32 masters of a model served in
+bfloat16: they are rounded on the way in. What follows is for CPUs; on a GPU exact_cuda.py exchanges the modules.
 """
 
 import re
@@ -29,7 +29,9 @@ _overrides: list[torch.library.Library] = []  # torch functions that are vLLM's 
 
 
 def make_exact(model: PreTrainedModel, dtype: torch.dtype, tp_size: int = 1) -> None:
-    """Make `model` compute in `dtype` as vLLM does over `tp_size` ranks. Raises TrainerError naming what is not covered."""
+    """Make `model` compute in `dtype` as vLLM does over `tp_size` ranks. Raises TrainerError naming what is not
+    covered.
+    """
     reason = coverage.why_not_exact(model.config, tp_size=tp_size, device=model.device.type)
     if model.device.type == "cuda" and dtype != torch.bfloat16:
         reason = reason or f"{str(dtype).removeprefix('torch.')} on CUDA, where vLLM's exact attention takes bfloat16"
@@ -66,11 +68,15 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
     elif kind.endswith("MLP"):
         module.act_fn = _Activation()
     elif next(module.parameters(recurse=False), None) is not None:
-        raise NotInvariant(f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag")
+        raise NotInvariant(
+            f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag"
+        )
 
 
 def _is_row_parallel(model: PreTrainedModel, name: str) -> bool:
-    """Whether vLLM splits this layer's inputs over its ranks, by transformers' own plan (`layers.*.mlp.down_proj: rowwise`)."""
+    """Whether vLLM splits this layer's inputs over its ranks, by transformers' own plan (`layers.*.mlp.down_proj:
+    rowwise`).
+    """
     place = re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))
     return (model.config.base_model_tp_plan or {}).get(place) == "rowwise"
 
@@ -118,7 +124,9 @@ def exact_attention(
         raise ValueError(f"exact attention of {type(module).__name__} takes packed sequences, neither masks nor caches")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     lengths = packed_lengths or (query.shape[2],)
-    rows = [PackedAttention.apply(packed_attention, *row, lengths, scale) for row in zip(query, key, value, strict=True)]
+    rows = [
+        PackedAttention.apply(packed_attention, *row, lengths, scale) for row in zip(query, key, value, strict=True)
+    ]
     return torch.stack(rows), None
 
 

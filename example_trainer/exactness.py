@@ -2,10 +2,11 @@
 
     step.py ──(token, sampler's, ours) a chunk──▶ Comparison ──▶ judge: metrics, summary, table, stop
 
-With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact strict` stops the
-run at the first step where it is not and keeps that step's batch and weights for `python -m example_trainer.replay`.
-Without it the same figures are metrics, and a batch with a mean difference above --mismatch-limit is a bad one
-(`bad_data.py`): it makes no update, and several in a row stop a run that has gone wrong.
+With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact
+strict` stops the run at the first step where it is not and keeps that step's batch and weights for `python -m
+example_trainer.replay`. Without it the same figures are metrics, and a batch with a mean difference above
+--mismatch-limit is a bad one (`bad_data.py`): it makes no update, and several in a row stop a run that has gone
+wrong.
 """
 
 from dataclasses import asdict, dataclass
@@ -58,7 +59,9 @@ class Comparison:
         return tokens, sampler, ours
 
     def row(self) -> dict[str, float | int]:
-        """The figures of a metrics row, the counts alone where nothing was trained; `max_abs_diff` is computed in float64."""
+        """The figures of a metrics row, the counts alone where nothing was trained; `max_abs_diff` is computed in
+        float64.
+        """
         if not self._parts:
             return {"bit_exact/differing_tokens": 0, "bit_exact/tokens": 0}
         _, sampler, ours = self.columns()
@@ -86,8 +89,8 @@ class Comparison:
         for at in wrong[:ROWS_SHOWN].tolist():
             a, b = sampler[at], ours[at]
             lines.append(
-                f"{at:>8} {int(tokens[at]):>8} {a.item():>16.10f} {b.item():>16.10f} {hexadecimal(a):>9} {hexadecimal(b):>9} "
-                f"{(b.double() - a.double()).item():>12.3e}"
+                f"{at:>8} {int(tokens[at]):>8} {a.item():>16.10f} {b.item():>16.10f} {hexadecimal(a):>9}"
+                f" {hexadecimal(b):>9} {(b.double() - a.double()).item():>12.3e}"
             )
         if len(wrong) > ROWS_SHOWN:
             lines.append(f"… and {len(wrong) - ROWS_SHOWN} more")
@@ -144,7 +147,10 @@ class Exactness:
                 )
             ranks.add(int(status["tp_size"]))
         if len(ranks) > 1:
-            raise TrainerError(f"--batch-invariant: the vLLM servers run over {sorted(ranks)} ranks; give all one --tensor-parallel-size")
+            raise TrainerError(
+                f"--batch-invariant: the vLLM servers run over {sorted(ranks)} ranks; give all one"
+                " --tensor-parallel-size"
+            )
         self.served = Served(served_dtype, ranks.pop())
         make_exact(model, getattr(torch, self.served.dtype), self.served.tp_size)
         log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
@@ -166,8 +172,9 @@ class Exactness:
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:
             self._mismatch = Mismatch(
-                f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average (--mismatch-limit "
-                f"{self._config.mismatch_limit}): vLLM serves other weights, or samples under settings that the batch does not tell"
+                f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average"
+                f" (--mismatch-limit {self._config.mismatch_limit}): vLLM serves other weights, or samples under"
+                " settings that the batch does not tell"
             )
             raise self._mismatch
         self._agreed = self._agreed or comparison.tokens > 0
@@ -179,7 +186,9 @@ class Exactness:
             raise self._mismatch
 
     def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
-        """Write the step's sequences, and the weights that scored them, to LOG_DIR/bit_exact_step_N; the file to replay."""
+        """Write the step's sequences, and the weights that scored them, to LOG_DIR/bit_exact_step_N; the file to
+        replay.
+        """
         assert self.served is not None
         folder = self._config.log_dir / f"bit_exact_step_{step}"
         model.save_pretrained(folder / "model")
@@ -195,20 +204,27 @@ class Exactness:
 
 
 def _refuse_truncation(batch: Batch, step: int) -> None:
-    """vLLM's sampler on CUDA finds the tokens that top-p and top-k keep by one of two ways, by the size of its batch."""
+    """vLLM's sampler on CUDA finds the tokens that top-p and top-k keep by one of two ways, by the size of its
+    batch.
+    """
     for rollout in batch.rollouts:
         if rollout.top_p < 1 or rollout.top_k:
             raise NotExact(
-                f"step {step}: --batch-invariant does not cover top-p and top-k on CUDA, and a sequence came with top_p {rollout.top_p}, "
-                f"top_k {rollout.top_k}: let the environment sample without them, or drop the flag"
+                f"step {step}: --batch-invariant does not cover top-p and top-k on CUDA, and a sequence came with top_p"
+                f" {rollout.top_p}, top_k {rollout.top_k}: let the environment sample without them, or drop the flag"
             )
 
 
 def _strict_message(step: int, row: dict[str, float | int], kept: Path, staleness: float | None) -> str:
-    behind = f" The batch was sampled {staleness:.2f} policy versions ago: exactness needs on-policy batches." if staleness else ""
+    behind = (
+        f" The batch was sampled {staleness:.2f} policy versions ago: exactness needs on-policy batches."
+        if staleness
+        else ""
+    )
     return (
-        f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ (--bit-exact strict), by at most "
-        f"{row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for: python -m example_trainer.replay {kept}"
+        f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ (--bit-exact"
+        f" strict), by at most {row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for: python -m example_trainer.replay"
+        f" {kept}"
     )
 
 
@@ -219,5 +235,7 @@ def _tensors(rollout: Rollout) -> dict[str, Any]:
 
 def rollout_from(fields: dict[str, Any]) -> Rollout:
     """The inverse of what `keep` stores of a rollout."""
-    values: dict[str, Any] = {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+    values: dict[str, Any] = {
+        name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()
+    }
     return Rollout(**values)

@@ -1,16 +1,17 @@
 """The GRPO trainer process.
 
-    python -u example_trainer/grpo.py --model-name MODEL --weight-bridge-mode shared_vllm --use-shared-memory --vllm-port 9001
+    python -u example_trainer/grpo.py --model-name MODEL --weight-bridge-mode shared_vllm --use-shared-memory
+    --vllm-port 9001
 
     batching API ──batch──▶ tensors ─▶ log-probabilities ─▶ loss ─▶ step ─▶ bridge ──weights──▶ vLLM
          ▲                                                                    │
          └────────────── step done, policy version N now serves ◀─────────────┘
 
-Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it starts from.
-A batch in which no group has a signal, or whose gradient is not finite, makes no optimizer update (moments and schedule
-stay), but the version rises and is synced all the same: steps, policy versions and the environments' evaluation
-schedule never drift apart. Groups that cannot be trained on are rejected to the API and left out; a batch of nothing
-else is no step.
+Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it
+starts from. A batch in which no group has a signal, or whose gradient is not finite, makes no optimizer update
+(moments and schedule stay), but the version rises and is synced all the same: steps, policy versions and the
+environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and
+left out; a batch of nothing else is no step.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
@@ -37,7 +38,15 @@ from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
-from example_trainer.checkpoint import WHOLE_MODEL, Checkpoints, Progress, find_checkpoint, remove_leftovers, restore, save_final_model
+from example_trainer.checkpoint import (
+    WHOLE_MODEL,
+    Checkpoints,
+    Progress,
+    find_checkpoint,
+    remove_leftovers,
+    restore,
+    save_final_model,
+)
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
@@ -55,7 +64,9 @@ PARITY_LIMITS = {"float32": 0.05, "float16": 0.25, "bfloat16": 1.0}
 
 
 def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
-    """Train to `config.training_steps`. `bridge` replaces the configured one. Raises TrainerError, of which BridgeError is one."""
+    """Train to `config.training_steps`. `bridge` replaces the configured one. Raises TrainerError, of which
+    BridgeError is one.
+    """
     device = prepare_torch(config)
     bridge = bridge or make_bridge(config)
     checkpoint = find_checkpoint(config.resume, config.save_path)
@@ -80,7 +91,10 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
         progress = restore(checkpoint, optimizer) if checkpoint else Progress()
         scheduler = make_scheduler(optimizer, config, progress.updates)
         if progress.step >= config.training_steps:
-            raise TrainerError(f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to go on")
+            raise TrainerError(
+                f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to"
+                " go on"
+            )
 
         metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
         form = ADAPTER if config.trains_adapter else WHOLE_MODEL
@@ -119,8 +133,12 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
 
             updates = progress.updates + (figures is not None)
             version = progress.policy_version + 1
-            progress = replace(progress, step=step, policy_version=version, updates=updates, leases=api.unacknowledged())
-            sync = bridge.sync(progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler))
+            progress = replace(
+                progress, step=step, policy_version=version, updates=updates, leases=api.unacknowledged()
+            )
+            sync = bridge.sync(
+                progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler)
+            )
             serves_it = sync.policy_version == progress.policy_version
             if serves_it and not proven:
                 check_parity(bridge, config)
@@ -227,7 +245,12 @@ def gradients_of(
 ) -> StepFigures | None:
     """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
     if batch.truncated_sequences:
-        log.warning("%d of %d sequences exceed --seq-len %d and lost their end", batch.truncated_sequences, batch.sequences, config.seq_len)
+        log.warning(
+            "%d of %d sequences exceed --seq-len %d and lost their end",
+            batch.truncated_sequences,
+            batch.sequences,
+            config.seq_len,
+        )
     if not batch.rollouts:
         log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
         return None
@@ -246,7 +269,8 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
     """Seed, threads and device as configured. Raises TrainerError for a GPU that is not there."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise TrainerError(
-            f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build of PyTorch"
+            f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build"
+            " of PyTorch"
         )
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -259,7 +283,9 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
 def loss_settings(config: TrainerConfig) -> LossSettings:
     """The loss as configured; the upper clip distance is the lower one unless given."""
     clip_high = config.clip_eps if config.clip_eps_high is None else config.clip_eps_high
-    return LossSettings(clip_low=config.clip_eps, clip_high=clip_high, kl_coef=config.kl_coef, entropy_coef=config.entropy_coef)
+    return LossSettings(
+        clip_low=config.clip_eps, clip_high=clip_high, kl_coef=config.kl_coef, entropy_coef=config.entropy_coef
+    )
 
 
 def registration(config: TrainerConfig) -> dict[str, Any]:
@@ -276,16 +302,22 @@ def registration(config: TrainerConfig) -> dict[str, Any]:
 
 
 def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
-    """Raise TrainerError if vLLM and the trainer disagree about a fixed prompt: then vLLM does not serve these weights."""
+    """Raise TrainerError if vLLM and the trainer disagree about a fixed prompt: then vLLM does not serve these
+    weights.
+    """
     difference = bridge.parity_probe()
     limit = config.parity_tolerance or PARITY_LIMITS[bridge.served_dtype]
     if not difference <= limit:
         raise TrainerError(
-            f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} nats (root mean square) right after a sync "
-            f"(--parity-tolerance {limit}): "
-            "it serves another model, or in a precision for which the tolerance must be raised"
+            f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} nats (root mean square) right"
+            f" after a sync (--parity-tolerance {limit}): it serves another model, or in a precision for which the"
+            " tolerance must be raised"
         )
-    log.info("Parity: vLLM's log-probabilities are the trainer's but for %.2g nats, root mean square (limit %g)", difference, limit)
+    log.info(
+        "Parity: vLLM's log-probabilities are the trainer's but for %.2g nats, root mean square (limit %g)",
+        difference,
+        limit,
+    )
 
 
 def log_starting_accuracy(api: ApiClient) -> None:

@@ -1,4 +1,6 @@
-"""Signs of life to the batching API while a step takes long, so that the batches of a living trainer are not given to another."""
+"""Signs of life to the batching API while a step takes long, so that the batches of a living trainer are not given to
+another.
+"""
 
 import threading
 from collections.abc import Callable
@@ -7,7 +9,9 @@ INTERVAL_S = 15.0
 
 
 class Heartbeat:
-    """Calls `beat` every `interval_s` seconds from a thread of its own, from `start` to `stop`; `beat` raises nothing."""
+    """Calls `beat` every `interval_s` seconds from a thread of its own, from `start` to `stop`; `beat` raises
+    nothing.
+    """
 
     def __init__(self, beat: Callable[[], None], interval_s: float = INTERVAL_S) -> None:
         self._beat = beat

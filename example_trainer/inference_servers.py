@@ -1,4 +1,5 @@
-"""Which vLLM servers the trainer feeds: the ports of --vllm-host, the lines of a hosts file, or the last nodes of a SLURM job.
+"""Which vLLM servers the trainer feeds: the ports of --vllm-host, the lines of a hosts file, or the last nodes of a
+SLURM job.
 
     gpu01            # every port of --vllm-port
     gpu02:9005       # this one
@@ -15,10 +16,17 @@ from atroposlib.envs.server_handling.topology import expand_nodelist
 Address = tuple[str, int]  # host, port
 
 
-def server_addresses(host: str, ports: Sequence[int], nodes: int, hosts_file: Path | None, slurm_nodes: str | None) -> list[Address]:
-    """The servers in the order given, none twice: of `host` alone when `nodes` is 0, else of exactly that many machines."""
+def server_addresses(
+    host: str, ports: Sequence[int], nodes: int, hosts_file: Path | None, slurm_nodes: str | None
+) -> list[Address]:
+    """The servers in the order given, none twice: of `host` alone when `nodes` is 0, else of exactly that many
+    machines.
+    """
     if nodes == 0 and hosts_file is not None:
-        raise ValueError(f"--hosts-file {hosts_file} is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts in the file")
+        raise ValueError(
+            f"--hosts-file {hosts_file} is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts in the"
+            " file"
+        )
     if nodes == 0:
         return _distinct(((host, port) for port in ports), "--vllm-port")
     if hosts_file is not None:
@@ -28,11 +36,14 @@ def server_addresses(host: str, ports: Sequence[int], nodes: int, hosts_file: Pa
         return addresses
     if not slurm_nodes:
         raise ValueError(
-            f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE, one host[:port] a line (or a SLURM job, whose last {nodes} nodes count)"
+            f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE, one host[:port] a line (or a SLURM job, whose last"
+            f" {nodes} nodes count)"
         )
     names = list(expand_nodelist(slurm_nodes))
     if len(names) < nodes:
-        raise ValueError(f"NUM_INFERENCE_NODES={nodes}, but the SLURM job has {len(names)} node(s): lower it, or ask for more nodes")
+        raise ValueError(
+            f"NUM_INFERENCE_NODES={nodes}, but the SLURM job has {len(names)} node(s): lower it, or ask for more nodes"
+        )
     return [(name, port) for name in names[-nodes:] for port in ports]
 
 
@@ -41,7 +52,9 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--hosts-file {path} cannot be read: {error}; give a text file with one host[:port] a line") from None
+        raise ValueError(
+            f"--hosts-file {path} cannot be read: {error}; give a text file with one host[:port] a line"
+        ) from None
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):
         if entry := line.partition("#")[0].strip():

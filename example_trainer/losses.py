@@ -28,7 +28,12 @@ class TokenLosses:
 
 
 def token_losses(
-    logprobs: Tensor, entropy: Tensor, sampler: Tensor, advantages: Tensor, reference: Tensor | None, settings: LossSettings
+    logprobs: Tensor,
+    entropy: Tensor,
+    sampler: Tensor,
+    advantages: Tensor,
+    reference: Tensor | None,
+    settings: LossSettings,
 ) -> TokenLosses:
     """Clipped surrogate, plus `kl_coef` times the KL to `reference`, minus `entropy_coef` times the entropy."""
     ratio = (logprobs - sampler).exp()

@@ -1,4 +1,6 @@
-"""What training takes, told before anything is loaded: shared with vLLM, private, free; and a refusal with figures if it does not fit."""
+"""What training takes, told before anything is loaded: shared with vLLM, private, free; and a refusal with figures if
+it does not fit.
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,7 +14,11 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 
 FLOAT32 = 4  # bytes
-MOMENTS = {"adamw": 2 * FLOAT32, "adamw_8bit": 2, "adafactor": 0}  # bytes a weight; Adafactor's are one number a row and column
+MOMENTS = {
+    "adamw": 2 * FLOAT32,
+    "adamw_8bit": 2,
+    "adafactor": 0,
+}  # bytes a weight; Adafactor's are one number a row and column
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,9 @@ class Need:
 
 
 def needs(weights: Iterable[Tensor], config: TrainerConfig, *, reference: bool) -> list[Need]:
-    """What training the shared `weights` of one device takes there; `reference` adds a frozen float32 copy for the KL term."""
+    """What training the shared `weights` of one device takes there; `reference` adds a frozen float32 copy for the KL
+    term.
+    """
     tensors = list(weights)
     count = sum(tensor.numel() for tensor in tensors)
     halves = sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.bfloat16)
@@ -48,7 +56,9 @@ def free_bytes(device: torch.device) -> int:
 def memory_table(lines: list[Need], device: torch.device, free: int) -> str:
     """The table, and its verdict."""
     private = sum(line.nbytes for line in lines if not line.shared)
-    rows = [f"  {line.what:<40} {line.nbytes / 1e6:>12.1f} MB  {'shared' if line.shared else 'private'}" for line in lines]
+    rows = [
+        f"  {line.what:<40} {line.nbytes / 1e6:>12.1f} MB  {'shared' if line.shared else 'private'}" for line in lines
+    ]
     rows.append(f"  {'private in all, activations on top':<40} {private / 1e6:>12.1f} MB  of {free / 1e6:.0f} MB free")
     return "\n".join([f"Memory on {device}:", *rows])
 
@@ -58,7 +68,8 @@ def check_memory(lines: list[Need], device: torch.device, free: int) -> None:
     private = sum(line.nbytes for line in lines if not line.shared)
     if private > free:
         raise TrainerError(
-            f"training needs {private / 1e6:.0f} MB on {device} beside the shared weights, {free / 1e6:.0f} MB are free "
-            f"({math.ceil((private - free) / 1e6)} MB too little): give vLLM less KV cache (--gpu-memory-utilization, "
-            "VLLM_CPU_KVCACHE_SPACE), take --optimizer adafactor, --bf16-update stochastic with a bfloat16 server, or a smaller model"
+            f"training needs {private / 1e6:.0f} MB on {device} beside the shared weights, {free / 1e6:.0f} MB are free"
+            f" ({math.ceil((private - free) / 1e6)} MB too little): give vLLM less KV cache (--gpu-memory-utilization,"
+            " VLLM_CPU_KVCACHE_SPACE), take --optimizer adafactor, --bf16-update stochastic with a bfloat16 server, or"
+            " a smaller model"
         )

@@ -1,7 +1,7 @@
 """Metrics of a run behind one small interface: metrics.jsonl always, TensorBoard and Weights & Biases on request.
 
-metrics.jsonl holds one JSON object a step, written whole and flushed at the end of the step. Every row has the keys of ROW_KEYS,
-null where a value was not measured at that step, and may have more.
+metrics.jsonl holds one JSON object a step, written whole and flushed at the end of the step. Every row has the keys
+of ROW_KEYS, null where a value was not measured at that step, and may have more.
 """
 
 import time
@@ -70,12 +70,16 @@ class MetricSink(Protocol):
 
 
 class JsonlSink:
-    """metrics.jsonl. A fresh run moves an earlier run's file aside; a resumed one drops rows of steps it will do again."""
+    """metrics.jsonl. A fresh run moves an earlier run's file aside; a resumed one drops rows of steps it will do
+    again.
+    """
 
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if expect_regular(path).exists() and first_step == 1:
-            earlier = path.with_name(f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(path.stat().st_mtime))}{path.suffix}")
+            earlier = path.with_name(
+                f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(path.stat().st_mtime))}{path.suffix}"
+            )
             path.rename(earlier)
             log.info("Moved the metrics of an earlier run to %s", earlier)
         elif path.exists():
@@ -85,7 +89,9 @@ class JsonlSink:
     def write(self, row: Row) -> None:
         """One line, whole or not at all. Raises TrainerError when the disk takes no more."""
         try:
-            append_line(self._file, {key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))})
+            append_line(
+                self._file, {key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))}
+            )
         except RecordError as error:
             raise TrainerError(f"metrics of step {row['step']}: {error} (--log-dir, --metrics-path)") from error
 
@@ -152,7 +158,9 @@ class WandbSink:
 
     def write(self, row: Row) -> None:
         """One log entry a step, `train/<key>`."""
-        self._run.log({f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0))
+        self._run.log(
+            {f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0)
+        )
 
     def close(self) -> None:
         """Finish the run."""
@@ -177,12 +185,16 @@ class Metrics:
 
 
 def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
-    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed, or a folder not to be written."""
+    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed, or a folder not
+    to be written.
+    """
     try:
         config.log_dir.mkdir(parents=True, exist_ok=True)
         sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
     except OSError as error:
-        raise TrainerError(f"cannot keep metrics in {config.metrics_file}: {error.strerror}; set --log-dir, or free space") from error
+        raise TrainerError(
+            f"cannot keep metrics in {config.metrics_file}: {error.strerror}; set --log-dir, or free space"
+        ) from error
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
     if config.use_wandb:

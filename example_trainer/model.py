@@ -1,4 +1,6 @@
-"""Loading a causal language model for training: float32, packed attention, and a check that the packed path computes the same."""
+"""Loading a causal language model for training: float32, packed attention, and a check that the packed path computes
+the same.
+"""
 
 from pathlib import Path
 
@@ -24,8 +26,8 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
     except (OSError, ValueError, SafetensorError) as error:
         kind = "folder" if Path(name).is_dir() else "model id (there is no folder of that name here)"
         raise ModelError(
-            f"cannot load --model-name {name!r}, a {kind}: {_first_line(error)}; give a Hugging Face model id that this machine can "
-            "download or has cached, or a folder with config.json and safetensors weights"
+            f"cannot load --model-name {name!r}, a {kind}: {_first_line(error)}; give a Hugging Face model id that this"
+            " machine can download or has cached, or a folder with config.json and safetensors weights"
         ) from error
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
@@ -45,7 +47,9 @@ def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model, to be kept in checkpoints; None where there is none. Training itself never uses text."""
+    """The tokenizer beside the model, to be kept in checkpoints; None where there is none. Training itself never uses
+    text.
+    """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
@@ -66,14 +70,17 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     try:
         found = model.get_output_embeddings()(trained_hidden(model, packed))
     except (TypeError, ValueError) as error:
-        raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {_first_line(error)}") from error
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained with packed sequences: {_first_line(error)}"
+        ) from error
     expected = torch.cat([model(input_ids=part[None]).logits[0] for part in tokens.split(lengths)])
     difference = (found - expected).abs().max().item()
     limit = 1e-3 * max(1.0, expected.abs().max().item())
     if not difference <= limit:
         raise ModelError(
-            f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g} (limit {limit:.3g}) "
-            "from its own forward pass; only architectures with the attention and the plain head of Llama and Qwen are supported"
+            f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"
+            f" (limit {limit:.3g}) from its own forward pass; only architectures with the attention and the plain head"
+            " of Llama and Qwen are supported"
         )
 
 

@@ -13,7 +13,8 @@ from example_trainer.errors import BadBatch, TrainerError
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) -> Optimizer:
-    """The configured optimizer on float32 parameters, or on the masters of bfloat16 ones, which it then writes back after each step.
+    """The configured optimizer on float32 parameters, or on the masters of bfloat16 ones, which it then writes back
+    after each step.
 
     Call it after the bridge has bound the parameters to their final storage. Raises TrainerError.
     """
@@ -27,26 +28,36 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainerConfig) ->
 def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optimizer:
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         if config.optimizer != "adamw":
-            raise TrainerError(f"--bf16-update stochastic has its own AdamW, not {config.optimizer}: use adamw, or --bf16-update master")
+            raise TrainerError(
+                f"--bf16-update stochastic has its own AdamW, not {config.optimizer}: use adamw, or --bf16-update"
+                " master"
+            )
         return StochasticAdamW(trained, config.lr, config.adam_betas, config.adam_eps, config.weight_decay)
     if config.optimizer == "adafactor":
         return torch.optim.Adafactor(trained, lr=config.lr, weight_decay=config.weight_decay)
     if config.optimizer == "adamw_8bit":
         if not all(parameter.is_cuda for parameter in trained):
-            raise TrainerError("--optimizer adamw_8bit runs on CUDA devices only; use adamw or adafactor on this device")
+            raise TrainerError(
+                "--optimizer adamw_8bit runs on CUDA devices only; use adamw or adafactor on this device"
+            )
         import bitsandbytes
 
         return bitsandbytes.optim.AdamW8bit(
             trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
         )
     return torch.optim.AdamW(
-        trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay, fused=True
+        trained,
+        lr=config.lr,
+        betas=config.adam_betas,
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
     )
 
 
 def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: int) -> LambdaLR:
-    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, linear to lr / (lr_decay_steps + 1) over the last
-    `lr_decay_steps` of `training_steps`, constant between; goes on after `updates_done`.
+    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, linear to lr / (lr_decay_steps + 1)
+    over the last `lr_decay_steps` of `training_steps`, constant between; goes on after `updates_done`.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -65,8 +76,9 @@ def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
     if not torch.isfinite(norm):
         raise BadBatch(
-            f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities are probably not this "
-            "model's: check that vLLM serves the same model and that logprob_diff_max of earlier steps is small"
+            f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities"
+            " are probably not this model's: check that vLLM serves the same model and that logprob_diff_max of"
+            " earlier steps is small"
         )
     return float(norm)
 

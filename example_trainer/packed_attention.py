@@ -1,8 +1,9 @@
 """The attention function `packed_sdpa` for transformers models: causal attention within each sequence of a packed row.
 
-A model loaded with `attn_implementation="packed_sdpa"` and called with `packed_lengths=(n1, n2, ...)` treats its one row of
-n1 + n2 + ... tokens as that many separate sequences; the linear layers still see one long row. Without `packed_lengths` it
-is ordinary causal attention, so the same model also serves plain, padded and cached calls. Importing this module registers it.
+A model loaded with `attn_implementation="packed_sdpa"` and called with `packed_lengths=(n1, n2, ...)` treats its one
+row of n1 + n2 + ... tokens as that many separate sequences; the linear layers still see one long row. Without
+`packed_lengths` it is ordinary causal attention, so the same model also serves plain, padded and cached calls.
+Importing this module registers it.
 """
 
 from typing import Any
@@ -54,10 +55,17 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, wi
 
 
 def packed_mask(*, attention_mask: Tensor | None = None, q_length: int, kv_length: int, **other: Any) -> Tensor | None:
-    """No mask for a plain or packed row, which `packed_sdpa` handles; transformers' own where padding or a cache asks for one."""
+    """No mask for a plain or packed row, which `packed_sdpa` handles; transformers' own where padding or a cache asks
+    for one.
+    """
     if attention_mask is None and q_length == kv_length:
         return None
-    return sdpa_mask(attention_mask=attention_mask, q_length=q_length, kv_length=kv_length, **(other | {"allow_is_causal_skip": False}))
+    return sdpa_mask(
+        attention_mask=attention_mask,
+        q_length=q_length,
+        kv_length=kv_length,
+        **(other | {"allow_is_causal_skip": False}),
+    )
 
 
 AttentionInterface.register(PACKED_SDPA, packed_sdpa)

@@ -31,11 +31,14 @@ class MicroBatch:
     advantages: Tensor  # [R]
     temperatures: Tensor  # [R]
     reference_logprobs: Tensor  # [R], NaN where the environment gave none
-    truncation: tuple[Tensor, Tensor] | None = None  # the sampler's top-k and top-p, [R] each; None where it kept every token
+    truncation: tuple[Tensor, Tensor] | None = (
+        None  # the sampler's top-k and top-p, [R] each; None where it kept every token
+    )
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: first fit, longest first; each sum is at most `budget`, a longer one goes alone.
+    """Indices of the sequences of each micro-batch: first fit, longest first; each sum is at most `budget`, a longer
+    one goes alone.
 
     Every index appears once; the result depends on the lengths alone.
     """
@@ -75,7 +78,9 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
         return tensor([array[positions] for array, positions in zip(arrays, trained, strict=True)])
 
     def of_sampler(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
-        return of_trained([np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)])
+        return of_trained(
+            [np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)]
+        )
 
     truncated = any(rollout.top_k or rollout.top_p < 1 for rollout in rollouts)
     return MicroBatch(
@@ -89,11 +94,13 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
         temperatures=of_sampler([rollout.temperature for rollout in rollouts], np.float32),
         reference_logprobs=of_trained([_reference_or_nan(rollout) for rollout in rollouts]),
         truncation=(
-            of_sampler([rollout.top_k for rollout in rollouts], np.int64),
-            of_sampler([rollout.top_p for rollout in rollouts], np.float32),
-        )
-        if truncated
-        else None,
+            (
+                of_sampler([rollout.top_k for rollout in rollouts], np.int64),
+                of_sampler([rollout.top_p for rollout in rollouts], np.float32),
+            )
+            if truncated
+            else None
+        ),
     )
 
 

@@ -1,8 +1,10 @@
-"""reward.png from a run's files: `python -m example_trainer.plot metrics.jsonl --evaluations evaluations.jsonl --out reward.png`.
+"""reward.png from a run's files: `python -m example_trainer.plot metrics.jsonl --evaluations evaluations.jsonl --out
+reward.png`.
 
-Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with `policy_version` and
-`accuracy`; without it the accuracies of metrics.jsonl are drawn. Several metrics files are compared: one curve of rewards each, labelled by
-its folder, e.g. `python -m example_trainer.plot runs/*/metrics.jsonl --out compare.png`.
+Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with
+`policy_version` and `accuracy`; without it the accuracies of metrics.jsonl are drawn. Several metrics files are
+compared: one curve of rewards each, labelled by its folder, e.g. `python -m example_trainer.plot
+runs/*/metrics.jsonl --out compare.png`.
 """
 
 import argparse
@@ -20,14 +22,27 @@ from atroposlib.files import expect_regular  # noqa: E402
 
 
 def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], out: Path, title: str = "") -> None:
-    """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy` (null is left out)."""
-    measured = sorted((row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None)
+    """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy`
+    (null is left out).
+    """
+    measured = sorted(
+        (row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None
+    )
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     axes.plot(
-        [row["step"] for row in metrics], [row["reward_mean"] for row in metrics], color="tab:blue", label="mean reward of sampled answers"
+        [row["step"] for row in metrics],
+        [row["reward_mean"] for row in metrics],
+        color="tab:blue",
+        label="mean reward of sampled answers",
     )
     if measured:
-        axes.plot([v for v, _ in measured], [a for _, a in measured], "o-", color="tab:orange", label="held-out accuracy (greedy)")
+        axes.plot(
+            [v for v, _ in measured],
+            [a for _, a in measured],
+            "o-",
+            color="tab:orange",
+            label="held-out accuracy (greedy)",
+        )
     axes.set_ylabel("reward, accuracy")
     _save(figure, axes, out, title)
 
@@ -78,7 +93,12 @@ def main(argv: list[str] | None = None) -> int:
         plot_comparison(runs, arguments.out, arguments.title)
     else:
         (metrics,) = runs.values()
-        plot_rewards(metrics, read_rows(arguments.evaluations) if arguments.evaluations else metrics, arguments.out, arguments.title)
+        plot_rewards(
+            metrics,
+            read_rows(arguments.evaluations) if arguments.evaluations else metrics,
+            arguments.out,
+            arguments.title,
+        )
     return 0
 
 

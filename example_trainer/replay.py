@@ -2,8 +2,9 @@
 
     python -m example_trainer.replay logs/bit_exact_step_7/batch.pt
 
-Computes the kept sequences with the kept weights as the run did, prints the summary and the differing tokens, and exits 0 if none
-differ, 1 if some do: then the difference is reproducible here, without vLLM, and the table says where it is.
+Computes the kept sequences with the kept weights as the run did, prints the summary and the differing tokens, and
+exits 0 if none differ, 1 if some do: then the difference is reproducible here, without vLLM, and the table says
+where it is.
 """
 
 import sys
@@ -49,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         argv = ["--file", *argv]
     config = load_config(ReplayConfig, argv, prog="python -m example_trainer.replay")
     if not config.file.is_file():
-        print(f"replay: error: {config.file} does not exist; give the batch.pt that a strict run named", file=sys.stderr)
+        print(
+            f"replay: error: {config.file} does not exist; give the batch.pt that a strict run named", file=sys.stderr
+        )
         return 2
     if config.threads:
         torch.set_num_threads(config.threads)

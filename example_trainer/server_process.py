@@ -1,13 +1,15 @@
-"""A child process with a process group of its own, ended with all of its descendants. The restart bridge keeps its vLLM server in one.
+"""A child process with a process group of its own, ended with all of its descendants. The restart bridge keeps its
+vLLM server in one.
 
     trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies ──exec──▶ the command, same pid
 
 Promises
-- Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the kernel cannot give
-  its number to another process meanwhile.
-- A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process (vllm_patching/plugin.py).
-- What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that ignores TERM is killed
-  before the rest, or by us.
+- Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the
+  kernel cannot give its number to another process meanwhile.
+- A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process
+  (vllm_patching/plugin.py).
+- What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that
+  ignores TERM is killed before the rest, or by us.
 """
 
 import ctypes
@@ -38,7 +40,9 @@ class ServerProcessError(TrainerError):
 
 
 class ServerProcess:
-    """`command` with its output appended to `log_path`; runs from construction until it ends or `stop`. Start it in the main thread."""
+    """`command` with its output appended to `log_path`; runs from construction until it ends or `stop`. Start it in
+    the main thread.
+    """
 
     def __init__(self, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +78,9 @@ class ServerProcess:
         return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
 
     def stop(self, grace_s: float) -> None:
-        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises ServerProcessError if some stays."""
+        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises ServerProcessError
+        if some stays.
+        """
         if self._popen.returncode is not None:
             return
         shared = mapped_shared_memory(self._members())
@@ -86,8 +92,8 @@ class ServerProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
                 raise ServerProcessError(
-                    f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after SIGKILL: "
-                    f"see `ps` for what they wait for, and {self.log_path}"
+                    f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after"
+                    f" SIGKILL: see `ps` for what they wait for, and {self.log_path}"
                 )
         self._popen.wait()
         if shared:
@@ -122,7 +128,9 @@ def _stat_fields(pid: int) -> list[str]:
 
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
-    """Inodes of the files in /dev/shm that these processes have mapped, as far as this user may see; semaphores are mapped too."""
+    """Inodes of the files in /dev/shm that these processes have mapped, as far as this user may see; semaphores are
+    mapped too.
+    """
     device = os.stat(SHARED_MEMORY).st_dev
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
     found = set()

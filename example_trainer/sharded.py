@@ -1,4 +1,5 @@
-"""Linear layers and embeddings whose weight lies in several pieces, one in each vLLM rank's memory; they compute what whole ones would.
+"""Linear layers and embeddings whose weight lies in several pieces, one in each vLLM rank's memory; they compute what
+whole ones would.
 
     outputs split (dim 0)   y = [x W0ᵀ | x W1ᵀ]          inputs split (dim 1)   y = x0 W0ᵀ + x1 W1ᵀ
     vocabulary split        each piece looks up the ids that it holds
@@ -52,7 +53,11 @@ class ShardedEmbedding(nn.Module):
         for weight in self.weights:
             rows = weight.shape[0]
             inside = (ids >= first) & (ids < first + rows)
-            padding = None if self.padding_idx is None or not 0 <= self.padding_idx - first < rows else self.padding_idx - first
+            padding = (
+                None
+                if self.padding_idx is None or not 0 <= self.padding_idx - first < rows
+                else self.padding_idx - first
+            )
             found = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight, padding).to(ids.device)
             found = torch.where(inside[..., None], found, 0)
             output = found if output is None else output + found
@@ -62,14 +67,18 @@ class ShardedEmbedding(nn.Module):
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under its Hugging Face name, whole and exact (float32 where a bfloat16 one has a master); tied ones once."""
+    """Every parameter under its Hugging Face name, whole and exact (float32 where a bfloat16 one has a master); tied
+    ones once.
+    """
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         for leaf, parts, dim in _own(module):
             if parts and id(parts[0]) not in seen:
                 seen.add(id(parts[0]))
                 values = [exact_value(part).detach() for part in parts]
-                whole = values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
+                whole = (
+                    values[0] if len(values) == 1 else torch.cat([value.to(values[0].device) for value in values], dim)
+                )
                 yield f"{module_name}.{leaf}" if module_name else leaf, whole
 
 

@@ -1,8 +1,10 @@
-"""A Hugging Face model whose parameters are views into the memory that vLLM computes with; no weight of its own is ever allocated.
+"""A Hugging Face model whose parameters are views into the memory that vLLM computes with; no weight of its own is
+ever allocated.
 
     rank 0's arena  ┌ q │ k │ v ┐┌ gate │ up ┐ ...        q_proj.weight, k_proj.weight, ... are slices of fused parameters
     rank 1's arena  └ q │ k │ v ┘└ gate │ up ┘ ...        with TP > 1 a weight is pieces (sharded.py); what every rank holds alike is
-                                                          one parameter here and copied to the others after each update
+                                                          one parameter here and copied to the others after each
+                                                          update
 
 Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
 """
@@ -29,7 +31,9 @@ from example_trainer.sharded import ShardedEmbedding, ShardedLinear
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows or columns from `start` of a Hugging Face tensor: the parameter that is trained, and the same on other ranks."""
+    """Rows or columns from `start` of a Hugging Face tensor: the parameter that is trained, and the same on other
+    ranks.
+    """
 
     start: int
     parameter: nn.Parameter
@@ -49,7 +53,9 @@ class SharedTensor:
 def shared_tensors(
     workers: list[dict[str, Any]], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> dict[str, SharedTensor]:
-    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one a rank). Raises TrainerError."""
+    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one a rank). Raises
+    TrainerError.
+    """
     parts: dict[str, dict[int, list[Tensor]]] = {}
     described: dict[str, dict[str, Any]] = {}
     for worker, buffer in zip(workers, buffers, strict=True):
@@ -66,7 +72,9 @@ def _parameter_view(buffer: Tensor, offset: int, shape: list[int], dtype: str) -
     return buffer[offset : offset + math.prod(shape) * of.itemsize].view(of).view(shape)
 
 
-def _whole(shard: dict[str, Any], views: dict[int, list[Tensor]], as_parameter: Callable[[Tensor], nn.Parameter]) -> SharedTensor:
+def _whole(
+    shard: dict[str, Any], views: dict[int, list[Tensor]], as_parameter: Callable[[Tensor], nn.Parameter]
+) -> SharedTensor:
     dim, shape = shard["dim"], tuple(shard["full_shape"])
     end = 0
     for start in sorted(views):
@@ -86,13 +94,19 @@ def meta_model(source: str) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot read the configuration of --model-name {source!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(
+            f"cannot read the configuration of --model-name {source!r}: {str(error).strip().splitlines()[0]}"
+        ) from error
     return model
 
 
 def bind(model: PreTrainedModel, tensors: dict[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
-    """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared before."""
-    originals = dict(model.named_parameters())  # tied ones once; kept until the end, so that an id stays one parameter's
+    """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared
+    before.
+    """
+    originals = dict(
+        model.named_parameters()
+    )  # tied ones once; kept until the end, so that an id stays one parameter's
     shared = {id(original): tensors[name] for name, original in originals.items()}
     for name, module in list(model.named_modules()):
         own = {leaf: shared[id(parameter)] for leaf, parameter in module.named_parameters(recurse=False)}
@@ -112,7 +126,9 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
     if isinstance(module, nn.Linear):
         biases = [piece.parameter for piece in own["bias"].pieces] if "bias" in own else []
         return ShardedLinear(weights, own["weight"].dim, biases)
-    raise ModelError(f"{name} is a {type(module).__name__}, which single copy cannot train in pieces: start vLLM with TP=1")
+    raise ModelError(
+        f"{name} is a {type(module).__name__}, which single copy cannot train in pieces: start vLLM with TP=1"
+    )
 
 
 def _rebuild_buffers(model: PreTrainedModel) -> None:
@@ -121,13 +137,18 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             if "RotaryEmbedding" not in type(module).__name__:
-                raise ModelError(f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use --use-shared-memory")
+                raise ModelError(
+                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
+                    " --use-shared-memory"
+                )
             with torch.device(device):
                 model.set_submodule(name, type(module)(module.config))
 
 
 class StartWeights:
-    """The safetensors files of `source` (hub id or folder), read tensor by tensor. Raises ModelError where one is missing."""
+    """The safetensors files of `source` (hub id or folder), read tensor by tensor. Raises ModelError where one is
+    missing.
+    """
 
     def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
         folder = _folder(source)
@@ -142,7 +163,10 @@ class StartWeights:
         for tensor in self._tensors:
             if shapes.get(tensor.name) != tensor.shape:
                 found = list(shapes[tensor.name]) if tensor.name in shapes else "nothing of that name"
-                raise ModelError(f"{folder} holds {found} for {tensor.name} {list(tensor.shape)}: single copy starts from safetensors")
+                raise ModelError(
+                    f"{folder} holds {found} for {tensor.name} {list(tensor.shape)}: single copy starts from"
+                    " safetensors"
+                )
 
     def write(self) -> None:
         """Write them into the shared parameters."""
@@ -167,7 +191,9 @@ def _folder(source: str) -> Path:
     try:
         return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(f"cannot get the weights of --model-name {source!r}: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(
+            f"cannot get the weights of --model-name {source!r}: {str(error).strip().splitlines()[0]}"
+        ) from error
 
 
 @torch.no_grad()

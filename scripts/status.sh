@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/status.sh [RUN_DIR]
 #
-# One line per service: its name, pid, port, health, and the last line of its log. Without an argument every run of runs/ that has records.
-# Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no address to ask, "dead" is no longer there.
+# One line per service: its name, pid, port, health, and the last line of its log. Without an argument every run of
+# runs/ that has records. Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no
+# address to ask, "dead" is no longer there.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh

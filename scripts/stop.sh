@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/stop.sh [RUN_DIR | --all]
 #
-# Ends what a launcher started, and nothing else on the machine: first the launcher, then the process groups that it recorded in
-# RUN_DIR/pids, each checked by its start time. TERM, five seconds of grace, KILL. Without an argument it ends the one run of runs/ that
-# has records, and lists them where there are several.
+# Ends what a launcher started, and nothing else on the machine: first the launcher, then the process groups that it
+# recorded in RUN_DIR/pids, each checked by its start time. TERM, five seconds of grace, KILL. Without an argument it
+# ends the one run of runs/ that has records, and lists them where there are several.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh

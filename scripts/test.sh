@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Usage: scripts/test.sh [--fast | --nightly] [PYTEST ARGUMENTS]
 #
-# Sets up if needed, then runs ruff, mypy and pytest, whose summary is the last line. Stops at the first of the three that fails, with its
-# exit status. Two tests run at a time, as much of the time is waiting.
+# Sets up if needed, then runs ruff, mypy and pytest, whose summary is the last line. Stops at the first of the three
+# that fails, with its exit status. Two tests run at a time, as much of the time is waiting.
 #
 #   --fast      unit tests only, without the slow ones: about 3 minutes on two cores
 #   --nightly   the long drills too
@@ -12,7 +12,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh
 source "$root/scripts/lib/common.sh"
 
-# install_browser: Debian's Chromium, for the tests that show what a web page can do. Only CI installs it; elsewhere they are skipped without.
+# install_browser: Debian's Chromium, for the tests that show what a web page can do. Only CI installs it; elsewhere
+# they are skipped without.
 install_browser() {
   local started=$SECONDS log=$root/.venv/setup/logs/chromium.log
   if [[ ${CI:-} != true ]] || command -v chromium >/dev/null; then return; fi

@@ -1,5 +1,5 @@
-"""What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from run to run, long drills
-wait for --nightly, and where several tests run at a time, which may not.
+"""What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from
+run to run, long drills wait for --nightly, and where several tests run at a time, which may not.
 """
 
 import os
@@ -12,7 +12,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-# a run started in the background by a shell ignores Ctrl-C, and so would every process that the tests start and interrupt
+# a run started in the background by a shell ignores Ctrl-C, and so would every process that the tests start and
+# interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -25,13 +26,23 @@ settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
 
 LANES = (
     {"test_bridge", "test_single_copy", "test_lora", "test_restart", "test_hostile_requests"},  # one server for all
-    {"test_guide", "test_launcher", "test_quickstart", "test_training_scripts", "test_bit_exact", "test_server_death", "test_two_hosts",
-     "test_engine_watch"},
+    {
+        "test_guide",
+        "test_launcher",
+        "test_quickstart",
+        "test_training_scripts",
+        "test_bit_exact",
+        "test_server_death",
+        "test_two_hosts",
+        "test_engine_watch",
+    },
 )
 
 
 class Lanes(LoadScopeScheduling):
-    """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or have their own."""
+    """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or have
+    their own.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = PurePosixPath(nodeid.split("::")[0])
@@ -45,7 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Choose the set of tests. Refuse equal ids: xdist runs one test of each and leaves out the others without a word."""
+    """Choose the set of tests. Refuse equal ids: xdist runs one test of each and leaves out the others without a
+    word.
+    """
     for item in items:
         if "integration" in item.path.parts:
             item.add_marker("integration")
@@ -57,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not marks[item] & left_out]
     twice = sorted(nodeid for nodeid, count in Counter(item.nodeid for item in items).items() if count > 1)
     if twice:
-        raise pytest.UsageError(f"{len(twice)} id(s) belong to several tests, the first is {twice[0]}: give each test an id of its own")
+        raise pytest.UsageError(
+            f"{len(twice)} id(s) belong to several tests, the first is {twice[0]}: give each test an id of its own"
+        )
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:

@@ -1,4 +1,5 @@
-"""A PEFT adapter folder, checked before vLLM reads it: what its configuration says, and that its tensors are what that says.
+"""A PEFT adapter folder, checked before vLLM reads it: what its configuration says, and that its tensors are what that
+says.
 
     adapter_config.json          types, rank, scaling, which layers
     adapter_model.safetensors    for each such layer a pair lora_A [rank, in], lora_B [out, rank] of finite floats
@@ -75,8 +76,12 @@ def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs
             for key in file.keys():  # noqa: SIM118  it is no mapping
                 match = NAME.fullmatch(key)
                 if match is None:
-                    raise AdapterFault(f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)")
-                found[key.rpartition(".lora_")[0], match["side"]] = _checked(file.get_tensor(key), f"{path}: {key}", config, dtype)
+                    raise AdapterFault(
+                        f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
+                    )
+                found[key.rpartition(".lora_")[0], match["side"]] = _checked(
+                    file.get_tensor(key), f"{path}: {key}", config, dtype
+                )
     except (SafetensorError, OSError) as error:
         raise AdapterFault(f"{path}: {printable(str(error), 300)}") from error
     pairs = {name: _pair(path, name, found, config) for name, _ in found}
@@ -93,7 +98,9 @@ def _regular(path: Path) -> Path:
 
 def _checked(tensor: torch.Tensor, what: str, config: AdapterConfig, dtype: torch.dtype) -> torch.Size:
     if not tensor.is_floating_point() or tensor.ndim != 2:
-        raise AdapterFault(f"{what} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: expected a matrix of floats")
+        raise AdapterFault(
+            f"{what} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: expected a matrix of floats"
+        )
     if not (tensor.to(dtype) * config.largest_scale).isfinite().all():
         raise AdapterFault(f"{what} holds NaN or infinity, or numbers beyond {str(dtype).removeprefix('torch.')}")
     return tensor.shape
@@ -117,7 +124,9 @@ def _check_claim(path: Path, names: set[str], config: AdapterConfig) -> None:
         raise AdapterFault(f"{path} holds no tensors")
     if isinstance(config.target_modules, str):  # a regular expression, or one of PEFT's own words
         return
-    targets = {target: {name for name in names if f".{name}".endswith(f".{target}")} for target in config.target_modules}
+    targets = {
+        target: {name for name in names if f".{name}".endswith(f".{target}")} for target in config.target_modules
+    }
     if without := sorted(target for target, adapted in targets.items() if not adapted):
         raise AdapterFault(f"{path} has no tensors for {brief(without)}, which {CONFIG} names")
     if others := sorted(names.difference(*targets.values())):

@@ -1,9 +1,9 @@
 """The routes of the adapter bridge, guarded by vLLM's `--api-key` as all of /v1 is.
 
-    POST   /v1/bridge/adapter/session                 a trainer takes the bridge                 409 if another one lives
-    POST   /v1/bridge/adapter/session/{id}/heartbeat  sign of life, renews the lease             404 if it is not the current one
-    DELETE /v1/bridge/adapter/session/{id}            orderly leave
-    POST   /v1/bridge/adapter                         {"name", "path", "policy_version", "session"?}: sample from that folder
+POST   /v1/bridge/adapter/session                 a trainer takes the bridge                 409 if another one lives
+POST   /v1/bridge/adapter/session/{id}/heartbeat  sign of life, renews the lease             404 if it is not the current one
+DELETE /v1/bridge/adapter/session/{id}            orderly leave
+POST   /v1/bridge/adapter                         {"name", "path", "policy_version", "session"?}: sample from that folder
 """
 
 import asyncio
@@ -19,7 +19,10 @@ from vllm_patching.replies import BodyName, BodyNameOrNone, BodyVersion, add_ses
 def _adapters(request: Request) -> Adapters:
     adapters: Adapters | None = request.app.state.adapters
     if adapters is None:
-        raise HTTPException(409, "this server takes no adapters: restart it with --enable-lora --max-lora-rank 16 (or the rank you train)")
+        raise HTTPException(
+            409,
+            "this server takes no adapters: restart it with --enable-lora --max-lora-rank 16 (or the rank you train)",
+        )
     return adapters
 
 

@@ -1,7 +1,8 @@
 """The products of a LoRA layer on CPUs, one matrix product an adapter; compat.py puts them in the place of vLLM's.
 
-vLLM-CPU copies the adapter's matrices once for every token before it multiplies: of a 135M model's adapter of rank 16, 8 MB a token and
-layer pass. Which adapter a row takes is `slots` [rows], -1 for none; the matrices of all adapters are `weights` [adapters, 1, out, in].
+vLLM-CPU copies the adapter's matrices once for every token before it multiplies: of a 135M model's adapter of rank
+16, 8 MB a token and layer pass. Which adapter a row takes is `slots` [rows], -1 for none; the matrices of all
+adapters are `weights` [adapters, 1, out, in].
 """
 
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ def expand_slice(
         columns[rows] += product[:, :size]
 
 
-def _products(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
+def _products(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor
+) -> Iterator[tuple[Tensor | slice, Tensor]]:
     """For each adapter in use its rows, and their inputs times its matrix, in the output's dtype."""
     found = slots.unique().tolist()
     for slot in found:

@@ -1,7 +1,9 @@
-"""AdapterWorker: vLLM's own worker, of a server with --enable-lora, that answers for an adapter it cannot load instead of raising.
+"""AdapterWorker: vLLM's own worker, of a server with --enable-lora, that answers for an adapter it cannot load instead
+of raising.
 
-With tensor parallelism vLLM stops reading at the first rank that raises: the other ranks' replies stay behind, and every later call
-gets the reply of the one before. So the method that loads a policy never raises; Adapters calls it through `collective_rpc`.
+With tensor parallelism vLLM stops reading at the first rank that raises: the other ranks' replies stay behind, and
+every later call gets the reply of the one before. So the method that loads a policy never raises; Adapters calls it
+through `collective_rpc`.
 """
 
 from typing import Any
@@ -23,7 +25,9 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
             compat.unlink_collective_files()
 
     def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> str | None:
-        """Load the adapter folder `path`, which holds `pairs`; why it cannot be, None when it is. A half-loaded one is taken out."""
+        """Load the adapter folder `path`, which holds `pairs`; why it cannot be, None when it is. A half-loaded one is
+        taken out.
+        """
         try:
             self._check_layers(pairs)
             self.add_lora(compat.adapter_request(name, lora_id, path))

@@ -1,11 +1,13 @@
-"""The policy as a LoRA adapter: which one this server samples from, and who may change it. Lives in vLLM's API process.
+"""The policy as a LoRA adapter: which one this server samples from, and who may change it. Lives in vLLM's API
+process.
 
     trainer ── POST /v1/bridge/adapter ─▶ checked ─▶ loaded beside the one served ─▶ current: new requests sample from it
                                                                                 └─▶ the former leaves when its last request ends
 
-A request keeps the adapter that it started with, so a change of policy stops and fails none. Names are never used twice in a server's
-life: vLLM's prefix cache is keyed by them. Whatever is refused or fails leaves the adapter served before. One trainer at a time: it
-holds a session by heartbeats; a newcomer is refused while the lease runs, unless the holder is known to be gone.
+A request keeps the adapter that it started with, so a change of policy stops and fails none. Names are never used
+twice in a server's life: vLLM's prefix cache is keyed by them. Whatever is refused or fails leaves the adapter
+served before. One trainer at a time: it holds a session by heartbeats; a newcomer is refused while the lease runs,
+unless the holder is known to be gone.
 """
 
 import asyncio
@@ -47,7 +49,8 @@ class _Session:
 class PolicyTable(dict[str, Any]):
     """vLLM's table of adapters by name, in which the base model's own names stand for the current policy.
 
-    vLLM looks a request's model up here first, so every OpenAI route samples from the current adapter whatever name the client knew.
+    vLLM looks a request's model up here first, so every OpenAI route samples from the current adapter whatever name
+    the client knew.
     """
 
     def __init__(self, adapters: dict[str, Any], aliases: set[str | None]) -> None:
@@ -106,7 +109,9 @@ class Adapters:
             return adapter, self._version_of(adapter)
         if self._models.is_base_model(name):
             return None, 0
-        raise Refused(f"the model {name!r} is not served: ask for {DEFAULT!r}, the current policy, or see /v1/models", 404)
+        raise Refused(
+            f"the model {name!r} is not served: ask for {DEFAULT!r}, the current policy, or see /v1/models", 404
+        )
 
     async def open(self, data: dict[str, Any]) -> dict[str, Any]:
         """Give the bridge to a trainer whose model and rank fit. Raises Refused, WrongValue."""
@@ -125,12 +130,19 @@ class Adapters:
 
     async def close(self, session: str) -> dict[str, Any]:
         current = self._current(session)
-        log.info("Trainer %s closes adapter session %s at policy version %d", current.offer.trainer, session, self.policy_version)
+        log.info(
+            "Trainer %s closes adapter session %s at policy version %d",
+            current.offer.trainer,
+            session,
+            self.policy_version,
+        )
         self._session = None
         return {"policy_version": self.policy_version}
 
     async def load(self, session: str | None, name: str, path: str, policy_version: int) -> dict[str, Any]:
-        """Sample from the adapter folder `path` from now on, as `policy_version`; without a session only while no trainer holds one."""
+        """Sample from the adapter folder `path` from now on, as `policy_version`; without a session only while no
+        trainer holds one.
+        """
         async with self._lock:
             if session is None:
                 self._refuse_second_trainer()
@@ -168,7 +180,9 @@ class Adapters:
         return adapter
 
     def _retire(self, former: Any) -> None:
-        """Unload an adapter that is not current any more: its name at once, its weights when its last request has ended."""
+        """Unload an adapter that is not current any more: its name at once, its weights when its last request has
+        ended.
+        """
         del self._table[former.lora_name]
 
         async def drop_when_unused() -> None:
@@ -186,8 +200,14 @@ class Adapters:
 
     def _current(self, session: str) -> _Session:
         if self._session is None or self._session.offer.session != session:
-            holder = f"session {self._session.offer.session} of {self._session.offer.trainer}" if self._session else "no session"
-            raise Refused(f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404)
+            holder = (
+                f"session {self._session.offer.session} of {self._session.offer.trainer}"
+                if self._session
+                else "no session"
+            )
+            raise Refused(
+                f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404
+            )
         return self._session
 
     def _refuse_second_trainer(self) -> None:
@@ -205,7 +225,9 @@ class Adapters:
 
     def _check_name(self, name: str) -> None:
         if not name or name in self._versions or name in self._table or self._models.is_base_model(name):
-            raise Refused(f"the adapter name {name!r} was used before on this server: take a new one for every version", 422)
+            raise Refused(
+                f"the adapter name {name!r} was used before on this server: take a new one for every version", 422
+            )
 
     def _check_folder(self, path: str) -> Pairs:
         """What `path` adapts. Raises Refused unless it holds an adapter for this model that fits this server."""
@@ -233,5 +255,10 @@ class Adapters:
             )
 
     def _check_base(self, base: str, whose: str) -> None:
-        if base != self._model and not (Path(base).is_dir() and Path(self._model).is_dir() and Path(base).samefile(self._model)):
-            raise Refused(f"{whose} is for the model {base}, this server serves {self._model}: give both the same name or path", 422)
+        if base != self._model and not (
+            Path(base).is_dir() and Path(self._model).is_dir() and Path(base).samefile(self._model)
+        ):
+            raise Refused(
+                f"{whose} is for the model {base}, this server serves {self._model}: give both the same name or path",
+                422,
+            )

@@ -1,11 +1,13 @@
-"""Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that receives.
+"""Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that
+receives.
 
     wire image (whole tensors)   ──direct, TP=1──▶  staging arena  ──commit──▶  live  ◀──in place── trainer (single copy)
                  └── scratch ── this rank's shards ──▲
 
-On a CPU both are shared buffers. A commit exchanges the two: parameters are re-pointed, no byte moves, and the former live buffer
-becomes the next staging. On a GPU the live arena is one allocation, so that one CUDA IPC handle shares it; captured graphs hold
-addresses, so a commit copies staging into it. Memory: the rank's weights once, twice while a broadcasting trainer is joined.
+On a CPU both are shared buffers. A commit exchanges the two: parameters are re-pointed, no byte moves, and the
+former live buffer becomes the next staging. On a GPU the live arena is one allocation, so that one CUDA IPC handle
+shares it; captured graphs hold addresses, so a commit copies staging into it. Memory: the rank's weights once, twice
+while a broadcasting trainer is joined.
 """
 
 import math
@@ -64,19 +66,25 @@ class Arena:
         # e.g. vocabulary rows that vLLM adds: never sent, so nothing may be received over them
         self.padded = {name for name, parameter in self._parameters.items() if covered[name] < parameter.numel()}
         self.device = next(iter(self._parameters.values())).device
-        self.live: SharedBuffer | DeviceBuffer | None = None  # None: a GPU without room for the move keeps separate tensors
+        self.live: SharedBuffer | DeviceBuffer | None = (
+            None  # None: a GPU without room for the move keeps separate tensors
+        )
         if self.device.type == "cpu" or torch.cuda.mem_get_info(self.device)[0] >= self.nbytes + DEVICE_RESERVE:
             self.renew()
 
     def renew(self) -> None:
-        """Move the live weights to a new buffer, out of reach of whoever has the old one mapped. On a GPU only before graph capture."""
+        """Move the live weights to a new buffer, out of reach of whoever has the old one mapped. On a GPU only before
+        graph capture.
+        """
         self.live = self._copy_of_live()
         self._point_at(self.live.tensor)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the separate tensors that vLLM loaded into
 
     def make_staging(self) -> "Staging":
-        """A buffer as large as the rank's weights, filled with the live ones so that padding rows stay what they are."""
+        """A buffer as large as the rank's weights, filled with the live ones so that padding rows stay what they
+        are.
+        """
         return Staging(self, self._copy_of_live())
 
     def commit(self, staging: "Staging") -> float:
@@ -126,7 +134,9 @@ class Arena:
 
 
 class Staging:
-    """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no other."""
+    """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no
+    other.
+    """
 
     def __init__(self, arena: Arena, memory: SharedBuffer | DeviceBuffer) -> None:
         self._arena = arena
@@ -150,7 +160,9 @@ class Staging:
             target = views[shard.vllm_name]
             offset = tensor.offset - bucket.start
             whole = scratch[offset : offset + tensor.nbytes].view(target.dtype).view(tensor.shape)
-            target.narrow(shard.dim, shard.start, shard.length).copy_(whole.narrow(shard.dim, shard.full_start, shard.length))
+            target.narrow(shard.dim, shard.start, shard.length).copy_(
+                whole.narrow(shard.dim, shard.full_start, shard.length)
+            )
 
     def _direct_offset(self, bucket: Bucket) -> int | None:
         """Where in the arena the whole bucket lands byte for byte, or None if it must be taken apart."""

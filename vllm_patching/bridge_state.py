@@ -1,8 +1,8 @@
 """Who may hand weights to this server, and the commit itself. Lives in vLLM's API process.
 
-One session at a time, a broadcast's or a single copy's. A trainer renews its lease by heartbeats and commits; a newcomer is refused
-while the lease runs, unless the old trainer is known to be gone: every worker reports its session as failed (the connection broke),
-or its process, where it is on this machine, has ended.
+One session at a time, a broadcast's or a single copy's. A trainer renews its lease by heartbeats and commits; a
+newcomer is refused while the lease runs, unless the old trainer is known to be gone: every worker reports its
+session as failed (the connection broke), or its process, where it is on this machine, has ended.
 """
 
 import asyncio
@@ -64,7 +64,9 @@ class BridgeState:
         self.policy_version = 0
         self.lock = asyncio.Lock()  # held by whoever changes what is served, or by whom
         self._session: Session | None = None
-        self._late_writer: Process | None = None  # a trainer that may still write to the live weights, though it lost them
+        self._late_writer: Process | None = (
+            None  # a trainer that may still write to the live weights, though it lost them
+        )
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -100,7 +102,9 @@ class BridgeState:
         async with self.lock:
             if offer.world_size != 1 + self._tp_size:
                 raise Refused(
-                    f"world_size {offer.world_size}: this server has {self._tp_size} worker(s), so it must be {1 + self._tp_size}", 422
+                    f"world_size {offer.world_size}: this server has {self._tp_size} worker(s), so it must be"
+                    f" {1 + self._tp_size}",
+                    422,
                 )
             await self._admit(offer.manifest_digest)
             self._session = Session(offer.session, offer.trainer, offer.lease_s, time.monotonic())
@@ -131,7 +135,10 @@ class BridgeState:
             current = self._current(session)
             self._check_next(current, version)
             if current.process is None or current.pause is not None:
-                raise Refused(f"session {session} " + ("is paused already" if current.pause else "has not attached to the weights"))
+                raise Refused(
+                    f"session {session} "
+                    + ("is paused already" if current.pause else "has not attached to the weights")
+                )
             return await single_copy.pause(self, current, version, deadline_s)
 
     async def resume(self, session: str, version: int | None) -> dict[str, Any]:
@@ -153,12 +160,15 @@ class BridgeState:
             current = self._current(session)
             log.info("Trainer %s closes session %s at policy version %d", current.trainer, session, self.policy_version)
             if current.pause is not None:
-                await self.abandon(current, f"trainer {current.trainer} left in the middle of policy version {current.pause.version}")
+                await self.abandon(
+                    current, f"trainer {current.trainer} left in the middle of policy version {current.pause.version}"
+                )
             self._session = self._late_writer = None  # it writes no more
             return {"policy_version": self.policy_version}
 
     async def fence(self, session: str, reason: str) -> dict[str, Any]:
-        """A trainer of several servers goes on without this one: end its session, and serve no version that the others have left.
+        """A trainer of several servers goes on without this one: end its session, and serve no version that the others
+        have left.
 
         Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
         """
@@ -166,7 +176,9 @@ class BridgeState:
         if current.process is not None:
             raise Refused(f"session {session} is a single copy's, which feeds this server only: close it instead")
         self._session = None
-        await self.refuse_generation(FENCE, f"{printable(reason, 2000)}; a trainer's next complete sync serves a current version again")
+        await self.refuse_generation(
+            FENCE, f"{printable(reason, 2000)}; a trainer's next complete sync serves a current version again"
+        )
         return {"policy_version": self.policy_version}
 
     async def commit(self, session: str, version: int) -> dict[str, Any]:
@@ -177,7 +189,9 @@ class BridgeState:
             self._check_next(current, version)
             staged = await self.rpc("bridge_staged", session, version)
             if not all(staged):
-                raise Refused(f"policy version {version} is staged on {sum(staged)} of {len(staged)} workers; send it whole first")
+                raise Refused(
+                    f"policy version {version} is staged on {sum(staged)} of {len(staged)} workers; send it whole first"
+                )
             return await self._apply(current, version)
 
     async def _apply(self, current: Session, version: int) -> dict[str, Any]:
@@ -212,7 +226,9 @@ class BridgeState:
         await self.allow_generation(WEIGHTS)
 
     async def refuse_generation(self, cause: str, reason: str) -> None:
-        """Answer 503 with `reason` where one would generate, and end the requests in flight, until `allow_generation(cause)`."""
+        """Answer 503 with `reason` where one would generate, and end the requests in flight, until
+        `allow_generation(cause)`.
+        """
         log.error("Generation is refused: %s", reason)
         self.gate.close(cause, reason)
         await self.engine.pause_generation(mode="abort", clear_cache=True)
@@ -240,12 +256,16 @@ class BridgeState:
         task.add_done_callback(self._tasks.discard)
 
     async def _poison(self, reason: str) -> None:
-        await self.refuse_generation(WEIGHTS, f"{reason}: the weights are half updated; a trainer's next complete sync serves whole ones")
+        await self.refuse_generation(
+            WEIGHTS, f"{reason}: the weights are half updated; a trainer's next complete sync serves whole ones"
+        )
 
     def _current(self, session: str) -> Session:
         if self._session is None or self._session.id != session:
             holder = f"session {self._session.id} of {self._session.trainer}" if self._session else "no session"
-            raise Refused(f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404)
+            raise Refused(
+                f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404
+            )
         return self._session
 
     def _check_next(self, session: Session, version: int) -> None:
@@ -257,7 +277,8 @@ class BridgeState:
         digest = Manifest.from_json(await self.manifest()).digest()
         if manifest_digest != digest:
             raise Refused(
-                f"manifest digest {manifest_digest[:12]} is not this server's {digest[:12]}: trainer and vLLM hold different models"
+                f"manifest digest {manifest_digest[:12]} is not this server's {digest[:12]}: trainer and vLLM hold"
+                " different models"
             )
         await self._refuse_second_trainer()
         if self._session is not None and self._session.pause is not None:
@@ -270,7 +291,9 @@ class BridgeState:
         if writer is None or not is_alive(writer):
             return
         if refused := [why for why in await self.rpc("bridge_renew") if why is not None]:
-            raise Refused(f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})")
+            raise Refused(
+                f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})"
+            )
 
     async def _refuse_second_trainer(self) -> None:
         current = self._session
@@ -285,7 +308,9 @@ class BridgeState:
         )
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` on every worker; their replies, rank by rank. Raises WorkerFailed, TimeoutError after RPC_DEADLINE_S."""
+        """Call `method` on every worker; their replies, rank by rank. Raises WorkerFailed, TimeoutError after
+        RPC_DEADLINE_S.
+        """
         replies = await asyncio.wait_for(self.engine.collective_rpc(method, args=args), RPC_DEADLINE_S)
         for rank, reply in enumerate(replies):
             if isinstance(reply, dict) and "failed" in reply:

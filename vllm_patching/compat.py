@@ -1,4 +1,5 @@
-"""The one file that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact trainer on CUDA.
+"""The one file that knows where things are in vLLM 0.26 to 0.33. Loaded inside vLLM's processes, and by a bit-exact
+trainer on CUDA.
 
 Everything else in this package imports vLLM through here, so that a new vLLM release is one diff.
 """
@@ -66,7 +67,9 @@ __all__ = [
 
 
 def end_engine_with_its_threads() -> None:
-    """Let an engine process end when a thread that reads its requests or sends its answers does, not live on deaf or dumb."""
+    """Let an engine process end when a thread that reads its requests or sends its answers does, not live on deaf or
+    dumb.
+    """
     from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType
 
     core: Any = EngineCoreProc
@@ -86,10 +89,12 @@ def end_engine_with_its_threads() -> None:
 
 
 def zero_new_kv_blocks() -> None:
-    """Let the engine zero each block of its KV cache before it is used anew, as vLLM does for models with several kinds of cache.
+    """Let the engine zero each block of its KV cache before it is used anew, as vLLM does for models with several
+    kinds of cache.
 
-    vLLM-CPU's attention multiplies whole blocks: a place behind a sequence's end has the weight 0, but 0 * NaN is NaN. So a
-    NaN or infinity that one request left in a block, of a bad adapter or of bad weights, reached all that came to lie there.
+    vLLM-CPU's attention multiplies whole blocks: a place behind a sequence's end has the weight 0, but 0 * NaN is
+    NaN. So a NaN or infinity that one request left in a block, of a bad adapter or of bad weights, reached all that
+    came to lie there.
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -114,17 +119,23 @@ def worker_class() -> type:
 
 
 def unlink_collective_files() -> None:
-    """Unlink vLLM-CPU's shared-memory files of tensor parallelism once every rank has mapped them; a killed server then leaves none."""
+    """Unlink vLLM-CPU's shared-memory files of tensor parallelism once every rank has mapped them; a killed server
+    then leaves none.
+    """
     for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
         path.unlink(missing_ok=True)
 
 
 def onednn_linear(weight: torch.Tensor) -> packed.Product:
-    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs, by torch where oneDNN declines, as there too."""
+    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs, by torch where oneDNN declines, as
+    there too.
+    """
     from vllm import _custom_ops as ops
 
     try:
-        handler = ops.create_onednn_mm(weight.detach().t(), 32)  # kernels kept, one a number of rows, as many as stock vLLM keeps
+        handler = ops.create_onednn_mm(
+            weight.detach().t(), 32
+        )  # kernels kept, one a number of rows, as many as stock vLLM keeps
     except RuntimeError as error:
         init_logger("vllm.atropos_bridge").warning_once("oneDNN declines a weight %s: %s", tuple(weight.shape), error)
         return torch.nn.functional.linear
@@ -139,10 +150,12 @@ def has_onednn_linear() -> bool:
 
 
 def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> None:
-    """Make vLLM-CPU call a layer's `linear_for(weight)` on `layer.weight` at every step (the one unavoidable shim; before loading).
+    """Make vLLM-CPU call a layer's `linear_for(weight)` on `layer.weight` at every step (the one unavoidable shim;
+    before loading).
 
-    Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach it. The
-    function is looked up in its module at call time, hence one assignment reaches every caller. The first call's `linear_for` stays.
+    Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach
+    it. The function is looked up in its module at call time, hence one assignment reaches every caller. The first
+    call's `linear_for` stays.
     """
     from vllm.model_executor.layers import utils
 
@@ -159,8 +172,12 @@ def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> 
     utils.dispatch_cpu_unquantized_gemm = plain
 
 
-def replace_adapter_products(shrink: Callable[..., None], expand: Callable[..., None], expand_slice: Callable[..., None]) -> None:
-    """Use these for LoRA on CPUs, instead of operators that copy an adapter's matrices for every token (before the model is loaded)."""
+def replace_adapter_products(
+    shrink: Callable[..., None], expand: Callable[..., None], expand_slice: Callable[..., None]
+) -> None:
+    """Use these for LoRA on CPUs, instead of operators that copy an adapter's matrices for every token (before the
+    model is loaded).
+    """
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
@@ -210,7 +227,9 @@ def attend_without_amx() -> None:
 
 
 def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]) -> None:
-    """Rotate by `rotate(x, cos, sin)`, in place, with cos | sin from `table(Hugging Face config, positions)` [positions, rotary dim]."""
+    """Rotate by `rotate(x, cos, sin)`, in place, with cos | sin from `table(Hugging Face config, positions)`
+    [positions, rotary dim].
+    """
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import base, linear_scaling_rope, yarn_scaling_rope
 
@@ -234,10 +253,14 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Query and key [tokens, heads * size] as one tensor where they lie side by side in rows of one product, to rotate them at once."""
+    """Query and key [tokens, heads * size] as one tensor where they lie side by side in rows of one product, to rotate
+    them at once.
+    """
     if key is None:
         return (query,)
-    one_product = query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() and query.stride() == key.stride()
+    one_product = (
+        query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr() and query.stride() == key.stride()
+    )
     if one_product and key.storage_offset() == query.storage_offset() + query.shape[-1]:
         return (query.as_strided((len(query), query.shape[-1] + key.shape[-1]), query.stride()),)
     return query, key
@@ -269,7 +292,9 @@ class CudaFunctions:
 
 
 def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torch.device) -> CudaFunctions:
-    """Those functions for a model of this Hugging Face configuration, its rotary table made on `device` as vLLM's loader makes it."""
+    """Those functions for a model of this Hugging Face configuration, its rotary table made on `device` as vLLM's
+    loader makes it.
+    """
     import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers import layernorm, linear
@@ -280,7 +305,10 @@ def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torc
     home = importlib.import_module(linear.linear_batch_invariant.__module__)
     with set_current_vllm_config(VllmConfig()), torch.device(device):
         rotary = get_rope(
-            head_size, max_position=config.max_position_embeddings, rope_parameters=dict(config.rope_parameters), dtype=dtype
+            head_size,
+            max_position=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+            dtype=dtype,
         )
     return CudaFunctions(
         linear=linear.linear_batch_invariant,
@@ -296,8 +324,8 @@ def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torc
 def add_before_norm() -> None:
     """Let RMSNorm on CUDA add the residual, rounded, and then norm each row by itself.
 
-    The fused kernel that vLLM's mode takes for both sums a row by blocks of threads whose size depends on the number of rows, in
-    releases of this range; its norm without a residual has one block size.
+    The fused kernel that vLLM's mode takes for both sums a row by blocks of threads whose size depends on the number
+    of rows, in releases of this range; its norm without a residual has one block size.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -314,7 +342,9 @@ def add_before_norm() -> None:
 
 
 def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
-    """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_functions`, or None."""
+    """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_functions`,
+    or None.
+    """
     model, attention = config.model_config, config.attention_config
     backend = None if attention.backend is None else attention.backend.name
     asked = {
@@ -323,7 +353,8 @@ def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
         f"--dtype {model.dtype} on CUDA: give bfloat16": model.dtype != torch.bfloat16,
         f"--attention-backend {backend} on CUDA: give FLASH_ATTN": backend != "FLASH_ATTN",
         f"FlashAttention {attention.flash_attn_version} by hand": attention.flash_attn_version is not None,
-        f"--block-size {config.cache_config.block_size} on CUDA: give {block_size}": config.cache_config.block_size != block_size,
+        f"--block-size {config.cache_config.block_size} on CUDA: give {block_size}": config.cache_config.block_size
+        != block_size,
         "cascade attention": not model.disable_cascade_attn,
         "vLLM's second model runner on CUDA: set VLLM_USE_V2_MODEL_RUNNER=0": config.use_v2_model_runner,
     }
@@ -369,7 +400,8 @@ def refuse_undecodable_requests(engine: Any) -> None:
 def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:
     """[first, last] policy version one finished sequence was sampled under.
 
-    vLLM tells which tokens came from which version since 0.32; before, it is the versions served when the request came and went.
+    vLLM tells which tokens came from which version since 0.32; before, it is the versions served when the request
+    came and went.
     """
     if VERSION < Version("0.32"):
         return [started, finished]
@@ -378,10 +410,11 @@ def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:
 
 
 async def pause(engine: Any) -> None:
-    """Let the engine stand still between two forward steps: requests are kept, what caches hold of the weights is cleared.
+    """Let the engine stand still between two forward steps: requests are kept, what caches hold of the weights is
+    cleared.
 
-    That is vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps in the end for the last outputs to have arrived.
-    Nobody waits for those: since 0.32 each token comes with the version of its weights.
+    That is vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps in the end for the last outputs
+    to have arrived. Nobody waits for those: since 0.32 each token comes with the version of its weights.
     """
     if VERSION < Version("0.32"):
         await engine.pause_generation(mode="keep", clear_cache=True)
@@ -407,7 +440,9 @@ def adapted_layer(model: Any, tensor: str) -> str:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    renames = getattr(mapper, "get_rename_mapper", lambda: mapper)  # it has these since 0.30 or so; before, they are all there is
+    renames = getattr(
+        mapper, "get_rename_mapper", lambda: mapper
+    )  # it has these since 0.30 or so; before, they are all there is
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 
@@ -433,7 +468,9 @@ def add_base_names(models: Any, names: list[str]) -> None:
     """Let vLLM know its base model by further names, after its own."""
     path_type = type(models.base_model_paths[0])
     root = models.base_model_paths[0].model_path
-    models.base_model_paths.extend(path_type(name=name, model_path=root) for name in names if not models.is_base_model(name))
+    models.base_model_paths.extend(
+        path_type(name=name, model_path=root) for name in names if not models.is_base_model(name)
+    )
 
 
 def api_keys(args: Any) -> list[str]:
@@ -444,7 +481,9 @@ def api_keys(args: Any) -> list[str]:
 
 
 def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
-    """vLLM's `serve` arguments and `own_flags`, validated. Exits 2 on a wrong flag, raises ValueError on a wrong combination."""
+    """vLLM's `serve` arguments and `own_flags`, validated. Exits 2 on a wrong flag, raises ValueError on a wrong
+    combination.
+    """
     # cli.serve imports these names in every supported version, while their homes moved in 0.29 and 0.33
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
@@ -467,7 +506,9 @@ def serve(args: Any) -> None:
 
 
 def offline_engine(model: str, **settings: Any) -> Any:
-    """vLLM inside this very process, without server or children: `generate`, and weights within reach of `load_weights`."""
+    """vLLM inside this very process, without server or children: `generate`, and weights within reach of
+    `load_weights`.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 

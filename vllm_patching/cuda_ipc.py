@@ -1,7 +1,7 @@
 """One GPU allocation seen by two processes: the arena's CUDA IPC handle as JSON, no pickle.
 
-Same machine and same physical GPU, matched by its UUID (each process may number them differently). The exporter must outlive the
-importer's use. PyTorch keeps a small counter file for it in /dev/shm while the exporter runs.
+Same machine and same physical GPU, matched by its UUID (each process may number them differently). The exporter must
+outlive the importer's use. PyTorch keeps a small counter file for it in /dev/shm while the exporter runs.
 """
 
 import base64
@@ -43,7 +43,11 @@ def refusal(buffer: torch.Tensor) -> str | None:
 def export(buffer: torch.Tensor) -> dict[str, object]:
     """The handle of a flat uint8 buffer that is a whole storage, as JSON."""
     _, handle, size, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
-    return asdict(IpcHandle(gpu_uuid(buffer.device), _text(handle), size, offset, _text(counter), counter_offset, _text(event), sync))
+    return asdict(
+        IpcHandle(
+            gpu_uuid(buffer.device), _text(handle), size, offset, _text(counter), counter_offset, _text(event), sync
+        )
+    )
 
 
 def open_handle(data: dict) -> torch.Tensor:
@@ -58,7 +62,8 @@ def open_handle(data: dict) -> torch.Tensor:
     device = here[ipc.gpu]
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(
-        device, _bytes(ipc.handle), ipc.size, ipc.offset, _bytes(ipc.counter_handle), ipc.counter_offset, _bytes(ipc.event_handle),
+        device, _bytes(ipc.handle), ipc.size, ipc.offset, _bytes(ipc.counter_handle), ipc.counter_offset,
+        _bytes(ipc.event_handle),
         ipc.event_sync,
     )  # fmt: skip
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)

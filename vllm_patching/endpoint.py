@@ -13,9 +13,9 @@
     *      /v1/bridge/adapter...              LoRA adapters: adapter_routes.py
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
 
-`/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be served, gate.py answers
-503 for all routes that generate; while the engine does not answer, engine_watch.py does for /health and the bridge too.
-All routes, vLLM's own too, answer only under the server's own names, and no web page.
+`/v1/*` is guarded by vLLM's `--api-key`; `/generate` checks the same key itself. While the weights must not be
+served, gate.py answers 503 for all routes that generate; while the engine does not answer, engine_watch.py does for
+/health and the bridge too. All routes, vLLM's own too, answer only under the server's own names, and no web page.
 """
 
 import asyncio
@@ -71,11 +71,19 @@ class BridgeEndpoints:
             "Uvicorn running on http://%s:%d (bridge %s)",
             args.host,
             args.port,
-            "on" if enabled else "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1",
+            (
+                "on"
+                if enabled
+                else "for LoRA adapters"
+                if args.enable_lora
+                else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1"
+            ),
         )
 
     def _guard_hosts(self, args: Namespace, keys: list[str]) -> None:
-        """Around the whole app: what `attach_router` adds stands inside the middleware that vLLM adds later, as CORS."""
+        """Around the whole app: what `attach_router` adds stands inside the middleware that vLLM adds later, as
+        CORS.
+        """
         hosts = OwnHosts.of(args.host or "", getattr(args, "allowed_host", ()))
         inside = self._app.middleware_stack or self._app.build_middleware_stack()
         self._app.middleware_stack = HostGuard(inside, hosts, bears_token=lambda scope: bears_key(scope, keys))
@@ -84,7 +92,9 @@ class BridgeEndpoints:
 def _bridge(request: Request) -> BridgeState:
     state: BridgeState = request.app.state.bridge
     if request.app.state.adapters is not None:
-        raise HTTPException(409, "this server takes LoRA adapters (--weight-bridge-mode lora_only): restart it without --enable-lora")
+        raise HTTPException(
+            409, "this server takes LoRA adapters (--weight-bridge-mode lora_only): restart it without --enable-lora"
+        )
     if not state.enabled:
         raise HTTPException(409, "the weight bridge is off: start the server with VLLM_ENABLE_SHARED_WEIGHTS=1")
     return state

@@ -1,8 +1,8 @@
 """Whether vLLM's engine process still answers, asked every other second from the API process.
 
-A process that is stuck and a thread that died look alike from here: a call has no answer. While that is so, /health and
-every route that needs the engine answer 503 with the reason, a trainer's heartbeat among them, instead of waiting for ever.
-Calls wait for the step that is under way, so the deadline is longer than the longest of those.
+A process that is stuck and a thread that died look alike from here: a call has no answer. While that is so, /health
+and every route that needs the engine answer 503 with the reason, a trainer's heartbeat among them, instead of
+waiting for ever. Calls wait for the step that is under way, so the deadline is longer than the longest of those.
 """
 
 import asyncio
@@ -38,7 +38,10 @@ class EngineWatch:
     @property
     def reason(self) -> str | None:
         if self._engine is not None and self._engine.errored:
-            return "vLLM's engine has died: its process or one of its threads ended, and its log says why; start the server again"
+            return (
+                "vLLM's engine has died: its process or one of its threads ended, and its log says why; start the"
+                " server again"
+            )
         return self._silent
 
     async def _watch(self, engine: Any, deadline_s: float) -> None:
@@ -48,8 +51,8 @@ class EngineWatch:
                 await asyncio.wait({call}, timeout=min(1.0, deadline_s / 4))
                 if not call.done() and time.monotonic() - asked > deadline_s and self._silent is None:
                     self._silent = (
-                        f"vLLM's engine has not answered for {deadline_s:g} s (--engine-deadline-s): it is stuck or deaf; "
-                        "see its log, and start the server again unless it comes back"
+                        f"vLLM's engine has not answered for {deadline_s:g} s (--engine-deadline-s): it is stuck or"
+                        " deaf; see its log, and start the server again unless it comes back"
                     )
                     log.error(self._silent)
             call.cancel()  # no effect where it is done, whether by an answer or by an error, which is one too

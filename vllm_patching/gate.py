@@ -1,7 +1,8 @@
-"""Whether this server may generate: the ASGI gate that answers 503 instead, with the reason, while its weights must not be served.
+"""Whether this server may generate: the ASGI gate that answers 503 instead, with the reason, while its weights must
+not be served.
 
-Inside vLLM's own authentication. /health, /metrics and everything that only reads stay open: the process is well and must not be
-restarted by whoever watches it; a trainer's next complete sync puts it right.
+Inside vLLM's own authentication. /health, /metrics and everything that only reads stay open: the process is well and
+must not be restarted by whoever watches it; a trainer's next complete sync puts it right.
 """
 
 import json
@@ -44,7 +45,9 @@ class GateMiddleware:
         self._app = app
         self._gate = gate
 
-    async def __call__(self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]) -> None:
+    async def __call__(
+        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
+    ) -> None:
         reason = self._gate.reason()
         if reason is None or not generates(scope):
             await self._app(scope, receive, send)

@@ -26,7 +26,9 @@ _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 
 
 async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
-    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused, WrongValue."""
+    """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused,
+    WrongValue.
+    """
     prompt = _prompt(body, compat.vocabulary_size(request.app.state.bridge.engine))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
     bridge = request.app.state.bridge
@@ -84,7 +86,9 @@ def _prompt(body: dict[str, Any], vocabulary: int | None) -> Any:
     ids = typed_value("prompt_token_ids", ids, list[TokenId])
     if vocabulary is not None and max(ids) >= vocabulary:
         position = next(position for position, token in enumerate(ids) if token >= vocabulary)
-        raise WrongValue(f"prompt_token_ids[{position}]={ids[position]}: expected ids below {vocabulary}, the vocabulary")
+        raise WrongValue(
+            f"prompt_token_ids[{position}]={ids[position]}: expected ids below {vocabulary}, the vocabulary"
+        )
     return {"prompt_token_ids": ids}
 
 

@@ -1,4 +1,5 @@
-"""vLLM's fused, tensor-parallel parameters as Hugging Face tensors. Pure inspection of a loaded model; nothing is moved.
+"""vLLM's fused, tensor-parallel parameters as Hugging Face tensors. Pure inspection of a loaded model; nothing is
+moved.
 
 Rules for unquantised layers (each checked by log-probabilities with TP 1 and 2):
     QKVParallelLinear          rows q | k | v of this rank; k/v block chosen by rank // num_kv_head_replicas
@@ -42,8 +43,8 @@ def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
     """In and out of each Hugging Face layer that may get an adapter, of a model that vLLM has prepared for them.
 
-    By names, as `shards_of`, but from the layers' own sizes: vLLM-CPU empties the parameters that it packs, and quantised ones
-    have other shapes. None for what is no linear layer: embeddings, the head, experts.
+    By names, as `shards_of`, but from the layers' own sizes: vLLM-CPU empties the parameters that it packs, and
+    quantised ones have other shapes. None for what is no linear layer: embeddings, the head, experts.
     """
     packed: Any = model.packed_modules_mapping
     found: dict[str, tuple[int, int] | None] = {}
@@ -85,9 +86,13 @@ def _dtype(parameter: torch.Tensor) -> str:
 
 def _check(name: str, parameter: torch.Tensor) -> None:
     if _dtype(parameter) not in DTYPE_BYTES:
-        raise UnsupportedModel(f"{name} is {_dtype(parameter)}: the bridge carries {sorted(DTYPE_BYTES)} only; serve an unquantised model")
+        raise UnsupportedModel(
+            f"{name} is {_dtype(parameter)}: the bridge carries {sorted(DTYPE_BYTES)} only; serve an unquantised model"
+        )
     if parameter.numel() == 0:
-        raise UnsupportedModel(f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py")
+        raise UnsupportedModel(
+            f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py"
+        )
 
 
 def _shards(

@@ -1,6 +1,7 @@
 """vLLM's linear layers by packed copies of their weights, in the layout that oneDNN reads as it is. CPU only.
 
-Stock vLLM packs each weight once and throws it away. Here the weights stay, as others will come, and are packed again after each change:
+Stock vLLM packs each weight once and throws it away. Here the weights stay, as others will come, and are packed
+again after each change:
 
     a commit, other weights loaded    forget: packed anew, a layer at a time between other work, by the plain weights until then
     single copy                       hold_once: by the plain weights, which the trainer steps
@@ -14,7 +15,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of x [..., in], weight [out, in] and bias [out]: [..., out]
+Product = Callable[
+    [Tensor, Tensor, Tensor | None], Tensor
+]  # of x [..., in], weight [out, in] and bias [out]: [..., out]
 
 PACKING_SHARE = 0.25  # of the time, while any layer is not packed: new weights must not stop generation
 
@@ -24,7 +27,9 @@ _due = 0.0  # time.monotonic() from which on a layer may be packed
 
 
 class PackedLinear:
-    """One layer's product: `pack(weight)` once that is due, which must not look at the weight again; `plain` until then."""
+    """One layer's product: `pack(weight)` once that is due, which must not look at the weight again; `plain` until
+    then.
+    """
 
     def __init__(self, plain: Product, pack: Callable[[Tensor], Product]) -> None:
         self._plain = plain

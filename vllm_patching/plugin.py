@@ -4,8 +4,8 @@ Names and prompts reach vLLM's logs, too: from here on their control characters 
 
 Where the launcher asked for batch-invariant arithmetic, it is installed here, before a model exists.
 
-vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and memory held, when
-that process is killed. Here each child asks the kernel to be told to stop when its parent dies.
+vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and
+memory held, when that process is killed. Here each child asks the kernel to be told to stop when its parent dies.
 """
 
 import ctypes

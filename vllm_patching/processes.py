@@ -1,6 +1,7 @@
 """Which process is which, for good: on this machine, in this container, not a later one that was given the same pid.
 
-A trainer that shares vLLM's weights must be on the same machine; so each side can see for itself whether the other still lives.
+A trainer that shares vLLM's weights must be on the same machine; so each side can see for itself whether the other
+still lives.
 """
 
 import os
@@ -31,12 +32,17 @@ class Process:
 
 def this_process() -> Process:
     return Process(
-        Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.stat("/proc/self/ns/pid").st_ino, os.getpid(), _stat(os.getpid())[1]
+        Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        os.stat("/proc/self/ns/pid").st_ino,
+        os.getpid(),
+        _stat(os.getpid())[1],
     )
 
 
 def is_alive(process: Process) -> bool:
-    """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone already."""
+    """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone
+    already.
+    """
     try:
         state, started = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):

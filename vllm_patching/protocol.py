@@ -24,14 +24,17 @@ Single copy: the trainer's parameters are the workers' own memory, on the same m
        │ POST /v1/bridge/resume    ───────────▶│ set version → resume                  │
 
 Invariants
-- A session is one trainer's hold on one server: a random id that no other process can guess. A worker joins it once; after any failure the
-  session is dead and only a new one can go on. Serving goes on with the last committed weights.
+- A session is one trainer's hold on one server: a random id that no other process can guess. A worker joins it once;
+  after any failure the session is dead and only a new one can go on. Serving goes on with the last committed
+  weights.
 - Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
-- Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps its deadline in
-  between leaves weights that are half stepped: they are poisoned, and generation is refused until a trainer completes a sync.
+- Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps
+  its deadline in between leaves weights that are half stepped: they are poisoned, and generation is refused until a
+  trainer completes a sync.
 - The first commit of a session may set any policy version (a resumed trainer); after that it rises by exactly one.
-- A trainer that feeds several servers holds one session with each and commits once all have staged. One that fails is fenced off
-  (POST /v1/bridge/fence): its session ends and it refuses to generate until a trainer has committed a whole version to it.
+- A trainer that feeds several servers holds one session with each and commits once all have staged. One that fails
+  is fenced off (POST /v1/bridge/fence): its session ends and it refuses to generate until a trainer has committed a
+  whole version to it.
 """
 
 import hashlib
@@ -60,7 +63,9 @@ def write_policy_version(folder: Path, policy_version: int) -> None:
 
 
 def read_policy_version(model: str) -> int:
-    """What a server that loads `model` serves: the version that its folder names, else 0. Raises ValueError for a damaged file."""
+    """What a server that loads `model` serves: the version that its folder names, else 0. Raises ValueError for a
+    damaged file.
+    """
     path = Path(model) / POLICY_FILE
     if not path.is_file():
         return 0
@@ -79,7 +84,9 @@ class ManifestMismatch(ValueError):
 
 @dataclass(frozen=True)
 class WireTensor:
-    """One Hugging Face tensor as it travels: whole (never a TP shard), row-major, at `offset` bytes of the wire image."""
+    """One Hugging Face tensor as it travels: whole (never a TP shard), row-major, at `offset` bytes of the wire
+    image.
+    """
 
     name: str  # Hugging Face name, e.g. model.layers.0.self_attn.q_proj.weight
     shape: tuple[int, ...]
@@ -131,7 +138,9 @@ class Manifest:
     @staticmethod
     def from_json(data: dict) -> "Manifest":
         """Raises KeyError or TypeError when `data` is not a manifest."""
-        tensors = tuple(WireTensor(t["name"], tuple(t["shape"]), t["dtype"], t["vllm_name"], t["offset"]) for t in data["tensors"])
+        tensors = tuple(
+            WireTensor(t["name"], tuple(t["shape"]), t["dtype"], t["vllm_name"], t["offset"]) for t in data["tensors"]
+        )
         return Manifest(data["model"], data["tp_size"], data["nbytes"], tensors)
 
 
@@ -207,7 +216,9 @@ def align(offset: int) -> int:
 
 
 def lay_out(parts: Sequence[tuple[str, Sequence[tuple[str, tuple[int, ...], str]]]]) -> Iterator[WireTensor]:
-    """Offsets for `(vllm_name, [(hf_name, shape, dtype), ...])`: parts of one fused parameter touch, parameters are aligned."""
+    """Offsets for `(vllm_name, [(hf_name, shape, dtype), ...])`: parts of one fused parameter touch, parameters are
+    aligned.
+    """
     offset = 0
     for vllm_name, tensors in parts:
         offset = align(offset)
@@ -218,13 +229,22 @@ def lay_out(parts: Sequence[tuple[str, Sequence[tuple[str, tuple[int, ...], str]
 
 
 def compare(manifest: Manifest, trainer: dict[str, tuple[int, ...]]) -> None:
-    """Raise ManifestMismatch unless the trainer's tensors (name -> shape, tied ones once) are exactly the manifest's."""
+    """Raise ManifestMismatch unless the trainer's tensors (name -> shape, tied ones once) are exactly the
+    manifest's.
+    """
     mapped = sum(trainer.get(t.name) == t.shape for t in manifest.tensors)
-    where = f"{mapped}/{len(manifest.tensors)} tensors agree; vLLM serves {manifest.model!r}. Start both with the same model"
+    where = (
+        f"{mapped}/{len(manifest.tensors)} tensors agree; vLLM serves {manifest.model!r}. Start both with the same"
+        " model"
+    )
     for tensor in manifest.tensors:
         if tensor.name not in trainer:
             raise ManifestMismatch(f"vLLM holds {tensor.name} {list(tensor.shape)}, the trainer does not ({where})")
         if trainer[tensor.name] != tensor.shape:
-            raise ManifestMismatch(f"{tensor.name}: vLLM holds {list(tensor.shape)}, the trainer {list(trainer[tensor.name])} ({where})")
+            raise ManifestMismatch(
+                f"{tensor.name}: vLLM holds {list(tensor.shape)}, the trainer {list(trainer[tensor.name])} ({where})"
+            )
     if extra := sorted(set(trainer) - {t.name for t in manifest.tensors}):
-        raise ManifestMismatch(f"the trainer holds {extra[0]} {list(trainer[extra[0]])}, vLLM does not; {len(extra)} such ({where})")
+        raise ManifestMismatch(
+            f"the trainer holds {extra[0]} {list(trainer[extra[0]])}, vLLM does not; {len(extra)} such ({where})"
+        )

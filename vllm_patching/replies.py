@@ -1,4 +1,5 @@
-"""How our routes answer: what was done, or why it was not, in vLLM's own form of an error. And the routes that every bridge has.
+"""How our routes answer: what was done, or why it was not, in vLLM's own form of an error. And the routes that every
+bridge has.
 
 An HTTPException would reach the trainer with the paths in its reason blotted out.
 """

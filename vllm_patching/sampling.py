@@ -31,7 +31,9 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
             raise Refused(f"unknown sampling parameter {brief(name)}{hint}", 422)
     typed = {name: _typed(name, value, types[name]) for name, value in given.items() if value is not None}
     if beyond := [bias for bias in typed.get("logit_bias", {}).values() if abs(bias) > LARGEST_BIAS]:
-        raise WrongValue(f"logit_bias: expected numbers between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}, got {beyond[0]:g}")
+        raise WrongValue(
+            f"logit_bias: expected numbers between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}, got {beyond[0]:g}"
+        )
     transfer = typed.get("extra_args", {}).get("kv_transfer_params")
     typed_value("extra_args.kv_transfer_params", transfer, dict | None)
     try:

@@ -3,8 +3,8 @@
     vLLM worker   SharedBuffer(nbytes)           an anonymous memory file (memfd), mapped
     trainer       open_buffer(process, fd, n)    the same pages, through /proc/PID/fd/FD
 
-A memfd lives as long as someone has it open or mapped: whoever is killed, nothing is left behind, and no limit of /dev/shm (64 MB in a
-container) applies to the weights. Its size is sealed, so no one can shrink it under a reader.
+A memfd lives as long as someone has it open or mapped: whoever is killed, nothing is left behind, and no limit of
+/dev/shm (64 MB in a container) applies to the weights. Its size is sealed, so no one can shrink it under a reader.
 """
 
 import errno
@@ -24,21 +24,29 @@ class SharedBufferError(RuntimeError):
 
 
 class SharedBuffer:
-    """`nbytes` of new zeroed shared memory, all of it allocated now. The pages outlive this object while a view of them is left."""
+    """`nbytes` of new zeroed shared memory, all of it allocated now. The pages outlive this object while a view of
+    them is left.
+    """
 
     def __init__(self, nbytes: int) -> None:
         available = psutil.virtual_memory().available
         if nbytes > available:
-            raise SharedBufferError(f"the weights need {nbytes / 1e6:.0f} MB of shared memory, {available / 1e6:.0f} MB are free")
+            raise SharedBufferError(
+                f"the weights need {nbytes / 1e6:.0f} MB of shared memory, {available / 1e6:.0f} MB are free"
+            )
         self.nbytes = nbytes
         self.fd = os.memfd_create("atropos-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._closed = weakref.finalize(self, os.close, self.fd)
         try:
             os.ftruncate(self.fd, nbytes)
-            os.posix_fallocate(self.fd, 0, nbytes)  # else a page that is missing later would be a SIGBUS in the middle of a step
+            os.posix_fallocate(
+                self.fd, 0, nbytes
+            )  # else a page that is missing later would be a SIGBUS in the middle of a step
         except OSError as error:
             self._closed()
-            raise SharedBufferError(f"cannot allocate {nbytes / 1e6:.0f} MB of shared memory: {error.strerror}") from error
+            raise SharedBufferError(
+                f"cannot allocate {nbytes / 1e6:.0f} MB of shared memory: {error.strerror}"
+            ) from error
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.tensor = _map(self.fd, nbytes)
 
@@ -51,7 +59,11 @@ def open_buffer(owner: Process, fd: int, nbytes: int) -> torch.Tensor:
     try:
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        hint = " (it runs as another user: start both as the same one)" if error.errno in (errno.EACCES, errno.EPERM) else ""
+        hint = (
+            " (it runs as another user: start both as the same one)"
+            if error.errno in (errno.EACCES, errno.EPERM)
+            else ""
+        )
         raise SharedBufferError(f"cannot open {path}: {error.strerror}{hint}") from error
     try:
         if (size := os.fstat(mine).st_size) != nbytes:

@@ -3,8 +3,9 @@
     attach ──▶ pause ──▶ (trainer writes) ──▶ resume ──▶ pause ...      one session, renewed by heartbeats
                  └── holder gone, silent, or past its deadline ──▶ poisoned: 503 until a whole sync
 
-Between pause and resume nobody can tell a weight that was stepped from one that was not. So whatever ends that window other than
-resume poisons the weights. A trainer that dies outside of it leaves them whole, and serving goes on.
+Between pause and resume nobody can tell a weight that was stepped from one that was not. So whatever ends that
+window other than resume poisons the weights. A trainer that dies outside of it leaves them whole, and serving goes
+on.
 """
 
 import asyncio
@@ -47,7 +48,9 @@ class Pause:
 
 
 def parse_offer(data: dict[str, Any]) -> AttachOffer:
-    """Raises WrongValue for a malformed offer, Refused for a trainer elsewhere: it could not be watched, nor its memory shared."""
+    """Raises WrongValue for a malformed offer, Refused for a trainer elsewhere: it could not be watched, nor its
+    memory shared.
+    """
     offer = AttachOffer.from_json(data)
     here = this_process()
     if offer.process.boot_id != here.boot_id:
@@ -58,8 +61,8 @@ def parse_offer(data: dict[str, Any]) -> AttachOffer:
         )
     if offer.process.pid_namespace != here.pid_namespace:
         raise Refused(
-            f"trainer {offer.trainer} runs in another container: single copy needs the same process namespace (docker --pid); "
-            "or use --use-shared-memory (broadcast)",
+            f"trainer {offer.trainer} runs in another container: single copy needs the same process namespace (docker"
+            " --pid); or use --use-shared-memory (broadcast)",
             422,
         )
     return offer
@@ -70,14 +73,21 @@ async def attach(bridge: "BridgeState", offer: AttachOffer) -> list[dict[str, An
     workers: list[dict[str, Any]] = await bridge.rpc("bridge_attach")
     if refused := [worker["refused"] for worker in workers if "refused" in worker]:
         raise Refused(refused[0], 422)
-    log.info("Trainer %s attaches to the live weights, session %s, lease %.0f s", offer.trainer, offer.session, offer.lease_s)
+    log.info(
+        "Trainer %s attaches to the live weights, session %s, lease %.0f s", offer.trainer, offer.session, offer.lease_s
+    )
     return workers
 
 
 async def pause(bridge: "BridgeState", session: "Session", version: int, deadline_s: float) -> dict[str, Any]:
     """Stop generation so that the trainer may write; from now on it is watched."""
     asked = time.perf_counter()
-    log.info("Pausing generation while trainer %s makes policy version %d, at most %.0f s", session.trainer, version, deadline_s)
+    log.info(
+        "Pausing generation while trainer %s makes policy version %d, at most %.0f s",
+        session.trainer,
+        version,
+        deadline_s,
+    )
     await compat.pause(bridge.engine)
     still = time.perf_counter()
     session.renewed = time.monotonic()

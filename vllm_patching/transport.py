@@ -1,7 +1,9 @@
-"""Process groups over which weight bytes travel; used by the trainer (rank 0) and by each updater thread (rank 1 + TP rank).
+"""Process groups over which weight bytes travel; used by the trainer (rank 0) and by each updater thread (rank 1 + TP
+rank).
 
-The groups are built directly on a TCPStore: torch.distributed's default group, which vLLM uses for tensor parallelism, is never
-touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an NCCL group on GPUs.
+The groups are built directly on a TCPStore: torch.distributed's default group, which vLLM uses for tensor
+parallelism, is never touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an
+NCCL group on GPUs.
 """
 
 import re
@@ -57,7 +59,9 @@ class Groups:
 
 
 def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore, int]:
-    """The trainer's store, bound to `address` only (port 0 = any free one), and its port. Raises TransportError if taken."""
+    """The trainer's store, bound to `address` only (port 0 = any free one), and its port. Raises TransportError if
+    taken.
+    """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -83,17 +87,23 @@ def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore
 
 def join_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
     """A worker's connection to the trainer's store."""
-    return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+    return dist.TCPStore(
+        address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+    )
 
 
 def address_towards(host: str) -> str:
-    """This machine's own IPv4 address from which it would connect to `host`: loopback for loopback. Raises OSError without a route."""
+    """This machine's own IPv4 address from which it would connect to `host`: loopback for loopback. Raises OSError
+    without a route.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # a datagram socket only looks up the route, nothing is sent
         return str(probe.getsockname()[0])
 
 
-def make_control_group(store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, address: str = "127.0.0.1") -> Group:
+def make_control_group(
+    store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, address: str = "127.0.0.1"
+) -> Group:
     """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds.
 
     Peers connect to this rank at `address`; left to itself Gloo takes what the host name resolves to, loopback or not.
@@ -104,7 +114,9 @@ def make_control_group(store: dist.Store, session: str, rank: int, world_size: i
     return dist.ProcessGroupGloo(dist.PrefixStore(f"gloo/{session}", store), rank, world_size, options)
 
 
-def make_data_group(control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str) -> Group:
+def make_data_group(
+    control: Group, store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, backend: str
+) -> Group:
     """The group that carries weights: `control` itself for gloo, a group of its own for nccl."""
     if backend == "gloo":
         return control

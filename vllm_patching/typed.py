@@ -1,6 +1,7 @@
 """What a client sent as JSON, as the types that were meant, or one line that says what it should have been.
 
-Used for every request body of ours; imports neither vLLM nor torch. Names, values and errors are quoted shortened and in ASCII.
+Used for every request body of ours; imports neither vLLM nor torch. Names, values and errors are quoted shortened
+and in ASCII.
 """
 
 import dataclasses
@@ -62,7 +63,9 @@ def typed_value(name: str, value: Any, expected: Any) -> Any:
         raise WrongValue(f"{name}={brief(value)}: {fault}")
     try:
         return _convert(value, expected)
-    except Exception as error:  # msgspec's, or the verdict of a structure of vLLM's, which is no ValueError in every release
+    except (
+        Exception
+    ) as error:  # msgspec's, or the verdict of a structure of vLLM's, which is no ValueError in every release
         raise WrongValue(f"{name}={brief(value)}: {printable(str(error), 500)}") from error
 
 

@@ -1,9 +1,9 @@
 """The thread that receives weights inside a vLLM worker, one a worker: `WeightUpdater_TP{r}`.
 
-It only ever writes a staging buffer; live parameters change in `take`, which the worker calls between two forward steps. The
-thread waits for sessions offered through the guarded HTTP endpoint, so it connects to nobody by itself. A failed session is
-dropped with its buffer; if its thread hangs in a collective, a new thread of the same name serves the next session and the old
-one ends at its deadline without touching anything.
+It only ever writes a staging buffer; live parameters change in `take`, which the worker calls between two forward
+steps. The thread waits for sessions offered through the guarded HTTP endpoint, so it connects to nobody by itself. A
+failed session is dropped with its buffer; if its thread hangs in a collective, a new thread of the same name serves
+the next session and the old one ends at its deadline without touching anything.
 """
 
 import queue
@@ -121,8 +121,12 @@ class WeightUpdater:
         staging = self._arena.make_staging()
         store = transport.join_store(offer.address, offer.port, offer.timeout_s)
         own_address = transport.address_towards(offer.address)
-        control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s, own_address)
-        data = transport.make_data_group(control, store, offer.session, rank + 1, offer.world_size, offer.timeout_s, offer.backend)
+        control = transport.make_control_group(
+            store, offer.session, rank + 1, offer.world_size, offer.timeout_s, own_address
+        )
+        data = transport.make_data_group(
+            control, store, offer.session, rank + 1, offer.world_size, offer.timeout_s, offer.backend
+        )
         groups = transport.Groups(control, data, offer.backend)
         groups.barrier()
         self._show(offer, "joined")
@@ -163,7 +167,9 @@ class WeightUpdater:
         self._show(offer, "idle")
 
     def _next_version(self, store: dist.TCPStore, offer: SessionOffer, sequence: int) -> int | None:
-        """Block until the trainer announces transfer `sequence`; None when it says goodbye or the session was replaced."""
+        """Block until the trainer announces transfer `sequence`; None when it says goodbye or the session was
+        replaced.
+        """
         while self._status.session == offer.session:
             try:
                 store.wait([go_key(offer.session, sequence)], timedelta(seconds=IDLE_POLL_S))
@@ -187,12 +193,15 @@ class WeightUpdater:
     def _fail(self, offer: SessionOffer, error: Exception) -> None:
         message = transport.describe(error)
         log.warning(
-            "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may join",
+            "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may"
+            " join",
             offer.session,
             offer.trainer,
             message,
         )
         with self._lock:
-            if self._status.session == offer.session:  # a version that is staged whole stays: its commit may be under way
+            if (
+                self._status.session == offer.session
+            ):  # a version that is staged whole stays: its commit may be under way
                 self._status.state = "failed"
                 self._status.error = message

@@ -1,4 +1,6 @@
-"""Which vLLM versions the adapter in compat.py covers; checked before anything of vLLM is imported, which takes seconds."""
+"""Which vLLM versions the adapter in compat.py covers; checked before anything of vLLM is imported, which takes
+seconds.
+"""
 
 from importlib.metadata import packages_distributions, version
 
@@ -17,5 +19,6 @@ def check_version() -> None:
     """Raise UnsupportedVllm with the remedy unless vLLM is 0.26 to 0.33."""
     if not OLDEST <= VERSION < BEYOND:
         raise UnsupportedVllm(
-            f"vLLM {VERSION} is outside the supported {OLDEST} <= version < {BEYOND}; scripts/setup.sh installs one that fits"
+            f"vLLM {VERSION} is outside the supported {OLDEST} <= version < {BEYOND}; scripts/setup.sh installs one"
+            " that fits"
         )

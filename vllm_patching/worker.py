@@ -1,8 +1,10 @@
-"""BridgeWorker: vLLM's own worker plus an arena and an updater thread, chosen with `--worker-cls vllm_patching.worker.BridgeWorker`.
+"""BridgeWorker: vLLM's own worker plus an arena and an updater thread, chosen with `--worker-cls
+vllm_patching.worker.BridgeWorker`.
 
-Its `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two forward steps,
-in the same order on all ranks, which is what makes a commit atomic. They never raise: vLLM stops reading at the first rank that does,
-and every later call would get the replies that were left behind. What goes wrong is the reply, {"failed": why}.
+Its `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
+forward steps, in the same order on all ranks, which is what makes a commit atomic. They never raise: vLLM stops
+reading at the first rank that does, and every later call would get the replies that were left behind. What goes
+wrong is the reply, {"failed": why}.
 """
 
 import functools
@@ -28,8 +30,8 @@ log = compat.init_logger("vllm.atropos_bridge")
 
 
 def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
-    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made anew for new weights. A compiled model would keep
-    the first for ever, so that one gets torch's.
+    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made anew for new weights. A compiled
+    model would keep the first for ever, so that one gets torch's.
     """
     if enforce_eager and compat.has_onednn_linear():
         return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
@@ -66,7 +68,13 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
         self._arena = Arena(model, self._manifest, shards)
         path = self._write_config()
-        log.info("[vLLM Patch] ✓ Exported %d params (%.1f MB on rank %d) to %s", len(shards), self._arena.nbytes / 1e6, self._tp_rank, path)
+        log.info(
+            "[vLLM Patch] ✓ Exported %d params (%.1f MB on rank %d) to %s",
+            len(shards),
+            self._arena.nbytes / 1e6,
+            self._tp_rank,
+            path,
+        )
         self._updater = WeightUpdater(self._arena, self._tp_rank)
         log.info("[vLLM Patch] ✓ Weight updater thread started (name: %s)", self._updater.thread_name)
         log.info("[vLLM Patch] ✓ Shared memory setup complete!")
@@ -104,7 +112,9 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_renew(self) -> str | None:
-        """Move the live weights out of reach of a trainer that may still write to them; why not, where that is impossible."""
+        """Move the live weights out of reach of a trainer that may still write to them; why not, where that is
+        impossible.
+        """
         if isinstance(self._arena.live, SharedBuffer):
             self._arena.renew()
             return None
@@ -128,8 +138,8 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     def _why_not_shared(self) -> str | None:
         if self._arena.live is None:
             return (
-                f"its {self._arena.nbytes / 1e6:.0f} MB of weights are not in one allocation, as too little GPU memory was free "
-                "when they were loaded: use a smaller model or a larger GPU"
+                f"its {self._arena.nbytes / 1e6:.0f} MB of weights are not in one allocation, as too little GPU memory"
+                " was free when they were loaded: use a smaller model or a larger GPU"
             )
         if isinstance(self._arena.live, SharedBuffer):
             return None
@@ -157,7 +167,8 @@ def _config_path(path: Path, tp_rank: int) -> Path:
 def _write_bridge_config(path: Path, arena: Arena, tp_rank: int, handles: dict[str, Any]) -> None:
     """`vllm_bridge_config.json` in the ancestor's keys, one file a rank, written whole or not at all.
 
-    `handles` says where the live arena is: a descriptor of this process (it changes with each broadcast), or a CUDA IPC handle.
+    `handles` says where the live arena is: a descriptor of this process (it changes with each broadcast), or a CUDA
+    IPC handle.
     """
     dtypes = {tensor.name: tensor.dtype for tensor in arena.manifest.tensors}
     shards = arena.shards.values()

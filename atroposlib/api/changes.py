@@ -1,7 +1,9 @@
-"""Every change of the batching API's state as a value: what the journal keeps, and what `RolloutState.apply` makes happen.
+"""Every change of the batching API's state as a value: what the journal keeps, and what `RolloutState.apply` makes
+happen.
 
-A change holds what was decided (which groups left, in which lease), never the rule that decided it, so that a journal written by one
-version of the rules is replayed by another to the same state. Fields are only ever added at the end, with a default.
+A change holds what was decided (which groups left, in which lease), never the rule that decided it, so that a
+journal written by one version of the rules is replayed by another to the same state. Fields are only ever added at
+the end, with a default.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,9 @@ from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
 
 
 class Rollout(NamedTuple):
-    """A stored group, as the queue knows it. `version` is the oldest policy version that it was sampled under, if known."""
+    """A stored group, as the queue knows it. `version` is the oldest policy version that it was sampled under, if
+    known.
+    """
 
     id: int
     version: int | None

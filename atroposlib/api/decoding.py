@@ -166,7 +166,7 @@ def too_large(limit: int) -> RefusedBody:
     )
 
 
-# --- what is wrong with a body -------------------------------------------------------------------------------------------
+# --- what is wrong with a body --------------------------------------------------------------------------------------
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)  # what msgspec raises
 

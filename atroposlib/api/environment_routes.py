@@ -91,7 +91,9 @@ async def disconnect_env(request: Request) -> Response:
 @router.get("/status-env", **describe(wire.EnvStatus, body=wire.EnvId, body_required=False))
 @router.post("/status-env", **describe(wire.EnvStatus, body=wire.EnvId, body_required=False))
 async def status_env(request: Request, env_id: int | None = Query(None, ge=-(2**53), lt=2**53)) -> Response:
-    """The queue as one environment sees it. `env_id` comes in the query or in a JSON body, by GET or POST; 404 when it is unknown."""
+    """The queue as one environment sees it. `env_id` comes in the query or in a JSON body, by GET or POST; 404 when it
+    is unknown.
+    """
     if env_id is None:
         env_id = _env_id.decode(await read_body(request)).env_id
     return reply(service_of(request).env_status(env_id))
@@ -101,9 +103,10 @@ async def status_env(request: Request, env_id: int | None = Query(None, ge=-(2**
 async def scored_data(request: Request) -> Response:
     """Post one scored group, as JSON or MessagePack.
 
-    422 names value and position of what is wrong: a number that is not finite, masks, scores or log-probabilities that do not match the
-    tokens, no sequence at all, more sequences than a batch has. 429: the queue is full. 507: the journal cannot be written.
-    A post that is repeated with its Idempotency-Key (or `idempotency_key`) is answered as the first time and stored once.
+    422 names value and position of what is wrong: a number that is not finite, masks, scores or log-probabilities
+    that do not match the tokens, no sequence at all, more sequences than a batch has. 429: the queue is full. 507:
+    the journal cannot be written. A post that is repeated with its Idempotency-Key (or `idempotency_key`) is
+    answered as the first time and stored once.
     """
     packed = is_packed(request)
     (group,), needs = await _read(request, packed, in_list=False)
@@ -126,7 +129,9 @@ async def scored_data_list(request: Request) -> Response:
 
 @router.post("/heartbeat", **describe(wire.Outcome, body=wire.Heartbeat))
 async def heartbeat(request: Request) -> Response:
-    """A sign of life of an environment or a trainer that has nothing else to say. 404 and 409 where it is not known any more."""
+    """A sign of life of an environment or a trainer that has nothing else to say. 404 and 409 where it is not known
+    any more.
+    """
     sign = _heartbeat.decode(await read_body(request))
     service = service_of(request)
     if sign.env_id is not None:
@@ -142,7 +147,9 @@ async def heartbeat(request: Request) -> Response:
 
 @router.post("/evaluation", **describe(wire.Outcome, body=wire.Evaluation))
 async def evaluation(request: Request) -> Response:
-    """Post held-out results of a policy version; a second post for the same environment and version replaces the first."""
+    """Post held-out results of a policy version; a second post for the same environment and version replaces the
+    first.
+    """
     posted = _evaluation.decode(await read_body(request))
     if len(posted.metrics) > MAX_METRICS:
         raise RefusedBody(422, f"{len(posted.metrics)} metrics; at most {MAX_METRICS} are taken", location=("metrics",))
@@ -153,7 +160,9 @@ async def evaluation(request: Request) -> Response:
 
 
 def _key(request: Request) -> str | None:
-    """Raises RefusedBody (422). Read by hand: FastAPI's own reading costs as much as the rest of the request's way through it."""
+    """Raises RefusedBody (422). Read by hand: FastAPI's own reading costs as much as the rest of the request's way
+    through it.
+    """
     key = request.headers.get(KEY_HEADER)
     if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise RefusedBody(

@@ -1,4 +1,6 @@
-"""What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget everything."""
+"""What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget
+everything.
+"""
 
 import functools
 from collections.abc import AsyncIterator, Sequence

@@ -28,7 +28,11 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
     if count == 0:
         raise RefusedBody(422, "a group needs at least one sequence", location=("tokens",), value="[]")
     if count > max_sequences:
-        raise RefusedBody(422, f"a group of {count} sequences; at most {max_sequences} are taken (--max-sequences)", location=("tokens",))
+        raise RefusedBody(
+            422,
+            f"a group of {count} sequences; at most {max_sequences} are taken (--max-sequences)",
+            location=("tokens",),
+        )
     _same_count("masks", data.masks, count)
     _same_count("scores", data.scores, count)
     lengths = [len(sequence) for sequence in data.tokens]
@@ -49,14 +53,19 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
 
 def _same_count(name: str, values: Sequence[Any], count: int) -> None:
     if len(values) != count:
-        raise RefusedBody(422, f"{len(values)} entries for {count} sequences in tokens", location=(name,), kind="unequal_lengths")
+        raise RefusedBody(
+            422, f"{len(values)} entries for {count} sequences in tokens", location=(name,), kind="unequal_lengths"
+        )
 
 
 def _same_lengths(name: str, values: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
     for index, (inner, length) in enumerate(zip(values, lengths, strict=True)):
         if len(inner) != length:
             raise RefusedBody(
-                422, f"{len(inner)} entries for the {length} tokens of this sequence", location=(name, index), kind="unequal_lengths"
+                422,
+                f"{len(inner)} entries for the {length} tokens of this sequence",
+                location=(name, index),
+                kind="unequal_lengths",
             )
 
 
@@ -65,10 +74,11 @@ def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
         for position, message in enumerate(conversation):
             if "role" not in message or "content" not in message:
                 raise RefusedBody(
-                    422, "Message must have 'role' and 'content' fields", location=("messages", index, position), value=shown(message)
+                    422,
+                    "Message must have 'role' and 'content' fields",
+                    location=("messages", index, position),
+                    value=shown(message),
                 )
-
-
 
 
 def _suspicions(data: ScoredData, lengths: Sequence[int]) -> Iterator[str]:

@@ -135,7 +135,7 @@ def say_once(request: Request, warning: str | None) -> None:
         log.warning("%s", warning)
 
 
-# --- errors as replies ---------------------------------------------------------------------------------------------------
+# --- errors as replies ----------------------------------------------------------------------------------------------
 
 
 async def refused(request: Request, error: Exception) -> Response:

@@ -1,10 +1,12 @@
-"""The journal: every change of the API's state, on disk before its reply. One SQLite file (WAL), written by one thread.
+"""The journal: every change of the API's state, on disk before its reply. One SQLite file (WAL), written by one
+thread.
 
     event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(None or JournalError)
     start:  open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ from here on the file is written
 
-A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. Until `keep_only` the file is
-only read: one that is refused stays as it was found. The lock on the head keeps a second API out. What a change means is not known here.
+A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. Until
+`keep_only` the file is only read: one that is refused stays as it was found. The lock on the head keeps a second API
+out. What a change means is not known here.
 """
 
 import queue
@@ -38,7 +40,9 @@ class _Write:
 
 
 class Journal:
-    """An open journal. Raises JournalError from the constructor on; methods but `write`, `forget` and `close` are for the start."""
+    """An open journal. Raises JournalError from the constructor on; methods but `write`, `forget` and `close` are for
+    the start.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,10 +60,12 @@ class Journal:
             self.close()
             raise
 
-    # --- start ------------------------------------------------------------------------------------------------------------
+    # --- start -------------------------------------------------------------------------------------------------------
 
     def changes(self) -> Iterator[tuple[int, bytes]]:
-        """(number, change) of all changes, in order. Raises JournalDamaged unless the newest acknowledged one is among them."""
+        """(number, change) of all changes, in order. Raises JournalDamaged unless the newest acknowledged one is among
+        them.
+        """
         assert self._reader is not None
         return self._reader.changes()
 
@@ -74,7 +80,9 @@ class Journal:
         return self._reader.dead_letters(dead_letters.MAX_LETTERS_IN_MEMORY)
 
     def keep_only(self, ids: set[int]) -> None:
-        """End reading: from here on the file is written. Remove all other bodies, and give the space of many back to the disk."""
+        """End reading: from here on the file is written. Remove all other bodies, and give the space of many back to
+        the disk.
+        """
         assert self._reader is not None
         self._reader.close()
         with journal_file.reading(self.path):
@@ -124,7 +132,7 @@ class Journal:
         """An error that says what is wrong, and what to do."""
         return journal_file.damaged(self.path, what)
 
-    # --- service ----------------------------------------------------------------------------------------------------------
+    # --- service -----------------------------------------------------------------------------------------------------
 
     def write(
         self,
@@ -136,7 +144,9 @@ class Journal:
         replaces: bool = False,
         letters: Sequence[DeadLetter] = (),
     ) -> None:
-        """Queue a write; `done` is called from the writer's thread once it is on disk, in the order of the writes, or has failed."""
+        """Queue a write; `done` is called from the writer's thread once it is on disk, in the order of the writes, or
+        has failed.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
             self._thread.start()

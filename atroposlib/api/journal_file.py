@@ -6,8 +6,8 @@
     dead_letters groups that cannot be trained on, with the reason
     identity     the journal's id, which its head names too
 
-`JournalReader` sees the file as it is at one moment, also while an API writes it. It is open read-only: SQLite then recovers and
-checkpoints nothing, so that a damaged journal stays as it was found.
+`JournalReader` sees the file as it is at one moment, also while an API writes it. It is open read-only: SQLite then
+recovers and checkpoints nothing, so that a damaged journal stays as it was found.
 """
 
 import contextlib
@@ -80,7 +80,9 @@ def change_row(mark: Mark, snapshot: bool, bodies: bytes, change: bytes) -> tupl
 
 
 def create(path: Path, journal_id: bytes) -> None:
-    """Make an empty journal, under another name first: one whose making was cut off is no journal. Raises sqlite3.Error, OSError."""
+    """Make an empty journal, under another name first: one whose making was cut off is no journal. Raises
+    sqlite3.Error, OSError.
+    """
     unfinished = Path(f"{path}.new")
     for name in (unfinished, wal_path(unfinished), shm_path(unfinished), Path(f"{unfinished}-journal")):
         name.unlink(missing_ok=True)
@@ -103,7 +105,9 @@ def prepare(db: sqlite3.Connection) -> None:
 
 
 def make_tables(db: sqlite3.Connection, newest: Mark, journal_id: bytes) -> Mark:
-    """The tables of FORMAT, in place of an older format's, whose changes are chained to `newest`; the newest of these."""
+    """The tables of FORMAT, in place of an older format's, whose changes are chained to `newest`; the newest of
+    these.
+    """
     db.execute("BEGIN EXCLUSIVE")
     version = db.execute("PRAGMA user_version").fetchone()[0]
     if version == UNCHAINED_FORMAT:
@@ -123,7 +127,9 @@ def make_tables(db: sqlite3.Connection, newest: Mark, journal_id: bytes) -> Mark
 
 
 def expect_regular_files(path: Path) -> None:
-    """Raise JournalError unless every file of the journal is a regular file or absent: links, devices and pipes are left alone."""
+    """Raise JournalError unless every file of the journal is a regular file or absent: links, devices and pipes are
+    left alone.
+    """
     if not path.parent.is_dir():
         raise JournalError(
             f"--journal {path}: the folder {path.parent} does not exist; create it, or give another path"
@@ -154,8 +160,8 @@ def shm_path(path: Path) -> Path:
 def damaged(path: Path, what: str) -> JournalDamaged:
     """An error that says what is wrong, and what to do."""
     return JournalDamaged(
-        f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a backup, "
-        "or start with --journal-accept-loss, which sets copies aside and keeps what can be read"
+        f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a"
+        " backup, or start with --journal-accept-loss, which sets copies aside and keeps what can be read"
     )
 
 
@@ -168,7 +174,9 @@ class JournalReader:
         try:
             if path.stat().st_size == 0:  # SQLite would take it for a new one, and delete its log
                 raise damaged(path, "the file is empty")
-            self._db = sqlite3.connect(f"file:{quote(os.fsencode(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S)
+            self._db = sqlite3.connect(
+                f"file:{quote(os.fsencode(path.absolute()))}?mode=ro", uri=True, timeout=LOCK_TIMEOUT_S
+            )
         except (OSError, sqlite3.Error) as error:
             raise JournalError(
                 f"--journal {path} cannot be opened ({error}); give another path, or --in-memory"
@@ -186,8 +194,8 @@ class JournalReader:
                 tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             if tables and (application != APPLICATION_ID or self.format not in (FORMAT, UNCHAINED_FORMAT)):
                 raise JournalError(
-                    f"--journal {path} is a database of another kind (application {application:#x}, format {self.format}; "
-                    f"expected {APPLICATION_ID:#x}, {FORMAT}); give another path"
+                    f"--journal {path} is a database of another kind (application {application:#x}, format"
+                    f" {self.format}; expected {APPLICATION_ID:#x}, {FORMAT}); give another path"
                 )
             self._check_structure()
             self.id = self._identity() if self.format == FORMAT else None
@@ -265,7 +273,9 @@ class JournalReader:
         return damaged(self.path, what)
 
     def _check_structure(self) -> None:
-        """A log that is cut off in the middle of what was checkpointed leaves pages of two moments, whose rows may all look right."""
+        """A log that is cut off in the middle of what was checkpointed leaves pages of two moments, whose rows may all
+        look right.
+        """
         with reading(self.path):
             ((found,),) = self._db.execute("PRAGMA quick_check(1)").fetchall()
         if found != b"ok":

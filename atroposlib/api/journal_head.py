@@ -1,10 +1,11 @@
-"""`NAME.head`: which change of a journal is the newest, kept outside SQLite so that a lost end of the journal is noticed.
+"""`NAME.head`: which change of a journal is the newest, kept outside SQLite so that a lost end of the journal is
+noticed.
 
     commit to SQLite (fsync) ──▶ Head.write(newest) ──▶ the replies
 
-A head is at most as new as its journal, and at least as new as every reply. It holds two records of fixed size that are written in
-turn, in place: a write that is cut off leaves the other one, and a full disk does not matter. Whoever has a journal open for writing
-holds the lock on its head.
+A head is at most as new as its journal, and at least as new as every reply. It holds two records of fixed size that
+are written in turn, in place: a write that is cut off leaves the other one, and a full disk does not matter. Whoever
+has a journal open for writing holds the lock on its head.
 """
 
 import errno
@@ -79,7 +80,9 @@ def sync_folder(file: Path) -> None:
 
 
 def read_head(journal: Path) -> HeadRecord | None:
-    """The newest whole record; None if there is none. Raises OSError for a head that cannot be read (FileNotFoundError: none there)."""
+    """The newest whole record; None if there is none. Raises OSError for a head that cannot be read
+    (FileNotFoundError: none there).
+    """
     return _newest_record(head_path(journal).read_bytes())
 
 
@@ -95,8 +98,9 @@ class Head:
         self._slot = 0 if self.record is None or _parsed(content[:SLOT_BYTES]) != self.record else 1
 
     def write(self, record: HeadRecord) -> None:
-        """Put a record in place of the older one. It survives the death of this process at once, and a power failure once the
-        kernel has written it back: a head that is behind its journal is no loss, and a second wait for the disk would halve the speed.
+        """Put a record in place of the older one. It survives the death of this process at once, and a power failure
+        once the kernel has written it back: a head that is behind its journal is no loss, and a second wait for the
+        disk would halve the speed.
         """
         packed = RECORD.pack(MAGIC, record.journal_id, record.newest.number, record.newest.hash)
         packed = (packed + CRC.pack(zlib.crc32(packed))).ljust(SLOT_BYTES, b"\0")

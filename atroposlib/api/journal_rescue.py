@@ -2,8 +2,8 @@
 
     copies of all files (NAME.damaged-TIME...) ──▶ the file with its log, else alone, else nothing ──▶ a head that fits
 
-What is kept is the state after one of the journal's changes, without the groups whose bytes are damaged: never a mixture of
-two moments.
+What is kept is the state after one of the journal's changes, without the groups whose bytes are damaged: never a
+mixture of two moments.
 """
 
 import contextlib
@@ -79,7 +79,9 @@ def _keep_what_is_whole(path: Path) -> _Kept | None:
 
 
 def _without_damaged_bodies(path: Path) -> _Kept:
-    """Every change is whole, or JournalDamaged is raised; groups whose bytes are not are taken out by one more change."""
+    """Every change is whole, or JournalDamaged is raised; groups whose bytes are not are taken out by one more
+    change.
+    """
     with contextlib.closing(JournalReader(path)) as reader:
         replayed = replay(reader)
         whole = {body.id for body in reader.bodies(skip_damaged=True)}

@@ -66,7 +66,9 @@ class LeaseBook(Generic[R]):
 
     def known_to(self, trainer: int, leases: Iterable[int]) -> list[int]:
         """Those of the leases that this trainer holds, or held last."""
-        return [lease for lease in dict.fromkeys(leases) if lease in self._leases and self._leases[lease].trainer == trainer]
+        return [
+            lease for lease in dict.fromkeys(leases) if lease in self._leases and self._leases[lease].trainer == trainer
+        ]
 
     def give_back(self, leases: Iterable[int]) -> list[Lease[R]]:
         """These batches wait again; those that were held come back."""

@@ -1,4 +1,6 @@
-"""Who gave a sign of life when. Pure: the clock is the caller's. Every question costs time in the number of newly silent ones."""
+"""Who gave a sign of life when. Pure: the clock is the caller's. Every question costs time in the number of newly
+silent ones.
+"""
 
 from collections import OrderedDict
 

@@ -52,7 +52,11 @@ class ServiceCollector(Collector):
             ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
             ("environments", "Environments that count", sum(environment.counts for environment in queue.environments)),
             ("current_step", "Batches delivered to this trainer, from its starting step", queue.current_step),
-            ("policy_version", "Policy version that the trainer last reported; -1 without", self._service.state.policy_version),
+            (
+                "policy_version",
+                "Policy version that the trainer last reported; -1 without",
+                self._service.state.policy_version,
+            ),
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
         ):
             yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if value is None else value)

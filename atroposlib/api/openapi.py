@@ -18,16 +18,21 @@ def describe(
     content: dict[str, str] | None = None,
     headers: dict[str, dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments of a route decorator: the types of its JSON body and answer, or the answer's `content` in words.
+    """Keyword arguments of a route decorator: the types of its JSON body and answer, or the answer's `content` in
+    words.
 
     `headers` holds the schemas of optional request headers.
     """
-    extra: dict[str, Any] = {"responses": {"200": {"description": "Success", "content": _json(_schema(answer, content))}}}
+    extra: dict[str, Any] = {
+        "responses": {"200": {"description": "Success", "content": _json(_schema(answer, content))}}
+    }
     if body is not None:
         extra["requestBody"] = {"required": body_required, "content": _json(_schema(body))}
         extra["responses"]["422"] = {"description": "The body was refused; `detail` names value and position"}
     if headers is not None:
-        extra["parameters"] = [{"name": name, "in": "header", "required": False, "schema": schema} for name, schema in headers.items()]
+        extra["parameters"] = [
+            {"name": name, "in": "header", "required": False, "schema": schema} for name, schema in headers.items()
+        ]
     return {"openapi_extra": extra, "response_class": Response}
 
 

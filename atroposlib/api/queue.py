@@ -1,11 +1,12 @@
-"""The state of the batching API: who is registered, which groups wait, which batch is next. Pure: no clock, no I/O, no framework.
+"""The state of the batching API: who is registered, which groups wait, which batch is next. Pure: no clock, no I/O, no
+framework.
 
     environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── next_batch ──▶ trainer
                                                               └── a subset fills the size ──┘
 
-A group travels as its number of sequences and an opaque record; what the record is (encoded bytes, a row id) is its owner's business.
-Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing accepted is ever lost but by `reset`
-and by `clear_groups`. `dump` and `load` carry the state across a restart.
+A group travels as its number of sequences and an opaque record; what the record is (encoded bytes, a row id) is its
+owner's business. Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing
+accepted is ever lost but by `reset` and by `clear_groups`. `dump` and `load` carry the state across a restart.
 """
 
 import heapq
@@ -18,7 +19,15 @@ from typing import Generic
 from msgspec import UNSET, Struct
 
 from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
-from atroposlib.api.wire import EnvRegistration, EnvStatus, Evaluation, EvaluationResult, Evaluations, Registration, Status
+from atroposlib.api.wire import (
+    EnvRegistration,
+    EnvStatus,
+    Evaluation,
+    EvaluationResult,
+    Evaluations,
+    Registration,
+    Status,
+)
 
 MAX_OVERTAKEN = 4  # batches with a younger group that may pass a waiting group before it goes first
 MAX_EVALUATIONS = 4096  # results that are kept: the trainer asks for that of its newest policy
@@ -72,7 +81,9 @@ class _Buffer(Generic[R]):
         self.sizes[group.sequences] += 1
 
     def take_subset(self, sequences: int) -> list[Group[R]]:
-        """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is exact."""
+        """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is
+        exact.
+        """
         if self.sequences < sequences or not can_sum(self.sizes, sequences):
             return []
         chosen = set(indices_summing_to([group.sequences for group in self.groups], sequences))
@@ -135,13 +146,13 @@ class BatchQueue(Generic[R]):
         self._exhausted = False  # nothing has changed since no batch could be formed
         self._evaluations: dict[tuple[int, int], Evaluation] = {}
 
-    # --- registration ---------------------------------------------------------------------------------------------------
+    # --- registration ------------------------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> None:
         """A trainer takes over from now on: its batch size and steps hold, waiting groups and environments stay.
 
-        Environments may join again once it has polled for a batch. Evaluations of the policies that the same run trained before
-        `starting_step` are kept, all others belong to another run and are dropped.
+        Environments may join again once it has polled for a batch. Evaluations of the policies that the same run
+        trained before `starting_step` are kept, all others belong to another run and are dropped.
         """
         previous, self.registration = self.registration, registration
         resumed = previous is not None and is_same_run(previous, registration)
@@ -202,7 +213,9 @@ class BatchQueue(Generic[R]):
         self._namesakes[name] = max(self._namesakes[name], number + 1)
 
     def set_silent(self, env_id: int, silent: bool) -> None:
-        """Let a silent environment's weight, minimum and announced evaluations lapse, or count again. Raises UnknownEnvironment."""
+        """Let a silent environment's weight, minimum and announced evaluations lapse, or count again. Raises
+        UnknownEnvironment.
+        """
         self.environment(env_id).silent = silent
         self._claims_changed()
 
@@ -228,10 +241,12 @@ class BatchQueue(Generic[R]):
         environment = None if env_id is None else self._environments.get(env_id)
         return "unknown" if environment is None else environment.name
 
-    # --- groups in ------------------------------------------------------------------------------------------------------
+    # --- groups in ---------------------------------------------------------------------------------------------------
 
     def check_size(self, sequences: int) -> None:
-        """Raises GroupTooLarge when no batch of the registered size can hold the group. Any size goes before registration."""
+        """Raises GroupTooLarge when no batch of the registered size can hold the group. Any size goes before
+        registration.
+        """
         if self.registration is not None and sequences > self.registration.batch_size:
             raise GroupTooLarge(
                 f"a group of {sequences} sequences does not fit into a batch of {self.registration.batch_size}; "
@@ -239,10 +254,12 @@ class BatchQueue(Generic[R]):
             )
 
     def accept(self, sequences: int, env_id: int | None, record: R) -> int | None:
-        """Queue one group of 1 or more sequences. None when it was queued, else the sequences still buffered of its environment.
+        """Queue one group of 1 or more sequences. None when it was queued, else the sequences still buffered of its
+        environment.
 
-        A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size exactly they move to the
-        queue, as separate groups. Every other group, and one of an unknown environment, is queued at once.
+        A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size
+        exactly they move to the queue, as separate groups. Every other group, and one of an unknown environment, is
+        queued at once.
         """
         return self.accept_group(sequences, env_id, record)[0]
 
@@ -267,7 +284,7 @@ class BatchQueue(Generic[R]):
         self._exhausted = False
         return group
 
-    # --- batches out ----------------------------------------------------------------------------------------------------
+    # --- batches out -------------------------------------------------------------------------------------------------
 
     def next_batch(self) -> list[R] | None:
         """Choose and take: the records of the next batch, or None: not yet. Raises NotRegistered."""
@@ -275,7 +292,8 @@ class BatchQueue(Generic[R]):
         return None if chosen is None else [group.record for group in self.take([group.order for group in chosen])]
 
     def choose(self) -> list[Group[R]] | None:
-        """Groups of exactly `batch_size` sequences in all that `take` would deliver, or None: not yet. Raises NotRegistered.
+        """Groups of exactly `batch_size` sequences in all that `take` would deliver, or None: not yet. Raises
+        NotRegistered.
 
         The first call after a registration lets environments join.
         """
@@ -292,7 +310,9 @@ class BatchQueue(Generic[R]):
         return chosen
 
     def take(self, orders: Sequence[int]) -> list[Group[R]]:
-        """Deliver chosen groups, named by their orders: one step. Raises KeyError when they are not at the heads of their lanes."""
+        """Deliver chosen groups, named by their orders: one step. Raises KeyError when they are not at the heads of
+        their lanes.
+        """
         chosen = self._lanes.take(orders)
         newest = max(orders)
         if len(self._overtakers) < MAX_OVERTAKEN:
@@ -326,7 +346,9 @@ class BatchQueue(Generic[R]):
         return gone
 
     def minimums(self) -> dict[int, float]:
-        """Environment that counts -> least share of each batch, of those that declared one, in order of registration."""
+        """Environment that counts -> least share of each batch, of those that declared one, in order of
+        registration.
+        """
         return self._counted()[0]
 
     def _counted(self) -> tuple[dict[int, float], float]:
@@ -349,10 +371,16 @@ class BatchQueue(Generic[R]):
         for env_id, share in self.minimums().items():
             if int(batch_size * share) and not self._lanes.largest_of(env_id):
                 name = self.name_of(env_id)
-                return f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again or disconnect it"
-        return f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple of all group sizes"
+                return (
+                    f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again"
+                    " or disconnect it"
+                )
+        return (
+            f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple"
+            " of all group sizes"
+        )
 
-    # --- status ---------------------------------------------------------------------------------------------------------
+    # --- status ------------------------------------------------------------------------------------------------------
 
     def queued_sizes(self) -> dict[int, int]:
         """Group size -> number of waiting groups."""
@@ -390,26 +418,33 @@ class BatchQueue(Generic[R]):
             return 0
         batch_size = self.registration.batch_size if self.registration is not None else 0
         return sum(
-            max(0, math.ceil(sequences / largest) * largest - int(batch_size * minimums.get(other, 0.0) if other is not None else 0))
+            max(
+                0,
+                math.ceil(sequences / largest) * largest
+                - int(batch_size * minimums.get(other, 0.0) if other is not None else 0),
+            )
             for other, sequences in self._lanes.sequences_of.items()
             if other != env_id
         )
 
     def _weight(self, environment: Environment) -> float:
-        """Share of the work by weight x context length among connected environments; 1 when the environment is unweighted."""
+        """Share of the work by weight x context length among connected environments; 1 when the environment is
+        unweighted.
+        """
         if environment.request.weight < 0:
             return 1.0
         total = self._counted()[1]
         return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
-    # --- training progress and evaluations --------------------------------------------------------------------------------
+    # --- training progress and evaluations ---------------------------------------------------------------------------
 
     def trainer_step(self, step: int, policy_version: int) -> None:
         """The trainer finished `step`; vLLM serves `policy_version`."""
         self._progress = (step, policy_version)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Keep a result; a second one of the same environment and version replaces the first. The newest MAX_EVALUATIONS are kept.
+        """Keep a result; a second one of the same environment and version replaces the first. The newest
+        MAX_EVALUATIONS are kept.
 
         Raises UnknownEnvironment.
         """
@@ -423,17 +458,21 @@ class BatchQueue(Generic[R]):
         posted = {env_id: value for (version, env_id), value in self._evaluations.items() if version == policy_version}
         num_steps = self.registration.num_steps if self.registration is not None else 0
         results = [
-            EvaluationResult(env_id, self.name_of(env_id), policy_version, posted[env_id].accuracy, posted[env_id].metrics)
+            EvaluationResult(
+                env_id, self.name_of(env_id), policy_version, posted[env_id].accuracy, posted[env_id].metrics
+            )
             for env_id in sorted(posted)
         ]
         pending = [
             environment.name
             for environment in self.environments
-            if environment.counts and environment.env_id not in posted and environment.announced(policy_version, num_steps)
+            if environment.counts
+            and environment.env_id not in posted
+            and environment.announced(policy_version, num_steps)
         ]
         return Evaluations(results, pending)
 
-    # --- across a restart ------------------------------------------------------------------------------------------------------
+    # --- across a restart --------------------------------------------------------------------------------------------
 
     def dump(self) -> QueueDump[R]:
         """The state; shares nothing that changes later."""
@@ -469,7 +508,9 @@ class BatchQueue(Generic[R]):
         for group in dump.buffered:
             assert group.env_id is not None
             self._buffers.setdefault(group.env_id, _Buffer()).add(group)
-        self._evaluations = {(evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations}
+        self._evaluations = {
+            (evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations
+        }
 
 
 def is_same_run(before: Registration, after: Registration) -> bool:

@@ -1,7 +1,7 @@
 """Which queued groups make the next batch: pure functions over first-in first-out lanes of groups.
 
-A group is a few sequences that were sampled for one prompt; it is never split. A batch holds exactly `batch_size` sequences.
-Groups wait in lanes, one per (environment, group size), each in order of arrival:
+A group is a few sequences that were sampled for one prompt; it is never split. A batch holds exactly `batch_size`
+sequences. Groups wait in lanes, one per (environment, group size), each in order of arrival:
 
     (env 0, size 8)  ■■■■ ■■■■ ■■■■        every rule below takes groups from the heads of lanes only, so a choice
     (env 1, size 4)  ■■ ■■                 costs time in proportion to the batch and the number of lanes, and never
@@ -9,13 +9,16 @@ Groups wait in lanes, one per (environment, group size), each in order of arriva
 
 Three rules:
 
-- packs: groups of equal size are gathered into packs of M sequences, M being the largest group size in the queue; packs are
-  taken in the order in which they became complete. This keeps a batch balanced between environments of different group sizes.
-- packs with minimums: as above per environment; environments with a minimum share fill it first, in order of registration.
-- exact: the oldest groups that can be part of any exact batch, whatever their sizes. It finds a batch whenever one exists.
+- packs: groups of equal size are gathered into packs of M sequences, M being the largest group size in the queue;
+  packs are taken in the order in which they became complete. This keeps a batch balanced between environments of
+  different group sizes.
+- packs with minimums: as above per environment; environments with a minimum share fill it first, in order of
+  registration.
+- exact: the oldest groups that can be part of any exact batch, whatever their sizes. It finds a batch whenever one
+  exists.
 
-`choose_batch` tries packs first. When the oldest group was overtaken by younger ones too often it tries the exact rule first, so that
-no group which fits into some batch waits for ever beside a flow of others.
+`choose_batch` tries packs first. When the oldest group was overtaken by younger ones too often it tries the exact
+rule first, so that no group which fits into some batch waits for ever beside a flow of others.
 """
 
 import heapq
@@ -78,7 +81,9 @@ class Lanes(Generic[R]):
                 del self.sequences_of[group.env_id]
 
     def take(self, orders: Sequence[int]) -> list[Group[R]]:
-        """Remove the groups of these orders, all at the heads of their lanes; they come back in the sequence given. Raises KeyError."""
+        """Remove the groups of these orders, all at the heads of their lanes; they come back in the sequence given.
+        Raises KeyError.
+        """
         wanted = set(orders)
         found: dict[int, Group[R]] = {}
         for groups in self._lanes.values():
@@ -154,8 +159,8 @@ def choose_batch(
 ) -> list[Group[R]] | None:
     """Groups of exactly `batch_size` sequences in all, or None when there is no such choice.
 
-    `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group has been passed
-    over by enough batches, and goes first if it can be part of any.
+    `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group
+    has been passed over by enough batches, and goes first if it can be part of any.
     """
     if lanes.sequences < batch_size:
         return None
@@ -164,10 +169,12 @@ def choose_batch(
     return packed_batch(lanes, batch_size, minimums) or exact_batch(lanes, batch_size, minimums)
 
 
-# --- packs ------------------------------------------------------------------------------------------------------------
+# --- packs ----------------------------------------------------------------------------------------------------------
 
 
-def packed_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None) -> list[Group[R]] | None:
+def packed_batch(
+    lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None
+) -> list[Group[R]] | None:
     """A batch by the pack rules; None when there is none by them."""
     pack = lanes.largest(batch_size)
     if not pack:
@@ -186,7 +193,11 @@ def _common_packs(lanes: Lanes[R], batch_size: int, pack: int) -> list[Group[R]]
 
 def _shared_packs(lanes: Lanes[R], batch_size: int, pack: int, minimums: Mapping[int, float]) -> list[Group[R]] | None:
     """Packs within each environment and size: the minimums first, then all others in order of arrival."""
-    packable = {lane: len(groups) * lane[1] // pack * pack // lane[1] for lane, groups in lanes.items(batch_size) if pack % lane[1] == 0}
+    packable = {
+        lane: len(groups) * lane[1] // pack * pack // lane[1]
+        for lane, groups in lanes.items(batch_size)
+        if pack % lane[1] == 0
+    }
     packable = {lane: count for lane, count in packable.items() if count}
     required = required_sequences(batch_size, minimums, packable)
     if required is None:
@@ -201,11 +212,13 @@ def _shared_packs(lanes: Lanes[R], batch_size: int, pack: int, minimums: Mapping
     return chosen + _fill(rest, room=batch_size - _total(chosen))
 
 
-def required_sequences(batch_size: int, minimums: Mapping[int, float], available: Iterable[Lane]) -> dict[int, int] | None:
+def required_sequences(
+    batch_size: int, minimums: Mapping[int, float], available: Iterable[Lane]
+) -> dict[int, int] | None:
     """Environment -> sequences of the next batch that must be its own.
 
-    None when an environment with a minimum has nothing `available`. Shares above the whole batch are scaled down, but not below the
-    environment's smallest group.
+    None when an environment with a minimum has nothing `available`. Shares above the whole batch are scaled down,
+    but not below the environment's smallest group.
     """
     required = {env_id: int(batch_size * share) for env_id, share in minimums.items() if int(batch_size * share) > 0}
     smallest: dict[EnvId, int] = {}
@@ -215,7 +228,9 @@ def required_sequences(batch_size: int, minimums: Mapping[int, float], available
         return None
     total = sum(required.values())
     if total > batch_size:
-        required = {env_id: max(smallest[env_id], int(needed * (batch_size / total))) for env_id, needed in required.items()}
+        required = {
+            env_id: max(smallest[env_id], int(needed * (batch_size / total))) for env_id, needed in required.items()
+        }
     return required
 
 
@@ -259,13 +274,14 @@ def _total(groups: Iterable[Group[R]]) -> int:
     return sum(group.sequences for group in groups)
 
 
-# --- exact ------------------------------------------------------------------------------------------------------------
+# --- exact ----------------------------------------------------------------------------------------------------------
 
 
 def exact_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None) -> list[Group[R]] | None:
     """Minimums first (oldest groups of each environment), then the oldest groups that complete an exact batch.
 
-    Without minimums this finds a batch whenever one exists, and no exact batch holds an older first group, then an older second one ...
+    Without minimums this finds a batch whenever one exists, and no exact batch holds an older first group, then an
+    older second one ...
     """
     contents = dict(lanes.items(batch_size))
     required = required_sequences(batch_size, minimums or {}, contents)
@@ -282,10 +298,12 @@ def exact_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] 
 
 
 def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: int) -> list[Group[R]] | None:
-    """The oldest groups that sum to `target` sequences. Each lane comes with the number of groups already taken from it.
+    """The oldest groups that sum to `target` sequences. Each lane comes with the number of groups already taken from
+    it.
 
-    If the first n groups in order of arrival can be part of a solution, so can the first n-1: the longest such run is found by bisection.
-    The group that ends a run fits into no solution any more, nor does any other of its size: that size is left, and the next run begins.
+    If the first n groups in order of arrival can be part of a solution, so can the first n-1: the longest such run
+    is found by bisection. The group that ends a run fits into no solution any more, nor does any other of its size:
+    that size is left, and the next run begins.
     """
     start = {lane: taken for lane, (_, taken) in contents.items()}
     counts: Counter[int] = Counter()
@@ -348,7 +366,8 @@ def _binary_parts(count: int) -> Iterator[int]:
 def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
     """Rising indices whose `sizes` sum to exactly `target`; empty when none do.
 
-    The greedy choice in order of arrival if it is exact; else a choice found by a subset-sum table, traced back from the end.
+    The greedy choice in order of arrival if it is exact; else a choice found by a subset-sum table, traced back from
+    the end.
     """
     greedy: list[int] = []
     left = target

@@ -1,7 +1,8 @@
 """The batching API over HTTP: environments post scored groups, a trainer fetches batches of exactly its size.
 
-All state is one `RolloutService` that only the event loop's thread touches. There is no CORS: a web page has no business here.
-`create_app` gives an app of its own; `app` is one in memory, as `uvicorn atroposlib.api:app` serves it.
+All state is one `RolloutService` that only the event loop's thread touches. There is no CORS: a web page has no
+business here. `create_app` gives an app of its own; `app` is one in memory, as `uvicorn atroposlib.api:app` serves
+it.
 """
 
 from collections.abc import AsyncIterator

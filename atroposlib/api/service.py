@@ -2,8 +2,9 @@
 
     routes ──▶ RolloutService ──change, bytes──▶ Journal (thread) ──on disk──▶ RolloutState.apply ──▶ reply
 
-All of it but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of the journal; without
-a journal at once. Deliveries are decided one at a time; posts go on meanwhile. When a write fails nothing has changed.
+All of it but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of
+the journal; without a journal at once. Deliveries are decided one at a time; posts go on meanwhile. When a write
+fails nothing has changed.
 """
 
 import asyncio
@@ -65,7 +66,9 @@ class NotTheTrainer(Exception):
 class RolloutService:
     """See the module's head. `clock` is in seconds. Raises JournalError when the journal cannot be replayed."""
 
-    def __init__(self, settings: ApiSettings, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: ApiSettings, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.settings = settings
         self.journal = journal
         self.state = RolloutState()
@@ -98,7 +101,7 @@ class RolloutService:
                 self._compact(self.journal)
             await asyncio.to_thread(self.journal.close)
 
-    # --- trainer ----------------------------------------------------------------------------------------------------------
+    # --- trainer -----------------------------------------------------------------------------------------------------
 
     async def register(self, registration: Registration) -> tuple[int, int]:
         """The trainer's uuid, and how many groups of another run were forgotten."""
@@ -125,7 +128,8 @@ class RolloutService:
     async def lease(self, trainer: int, holding: Sequence[int]) -> tuple[Lease[Rollout], list[Content]] | None:
         """The next batch, kept until it is acknowledged; None: not yet.
 
-        One that the trainer was given and does not name in `holding` is given again. Raises NotRegistered, NotTheTrainer.
+        One that the trainer was given and does not name in `holding` is given again. Raises NotRegistered,
+        NotTheTrainer.
         """
         async with self._deciding:
             self._expect_trainer(trainer)
@@ -198,14 +202,20 @@ class RolloutService:
         self._trainers.heard(trainer, self._clock())
 
     async def _before_delivery(self) -> None:
-        """Whatever has to happen first: environments let in, batches of a silent trainer returned, stale groups dropped."""
+        """Whatever has to happen first: environments let in, batches of a silent trainer returned, stale groups
+        dropped.
+        """
         if self.state.queue.registration is None:
             raise NotRegistered
         self.hear_silence()
         if not self.state.queue.started:
             await self._commit(changes.TrainerPolled())
         if self._trainers.is_silent(self.state.trainer) and (held := self.state.leases.held()):
-            log.warning("The trainer gave no sign of life for %.0f s: %d batch(es) wait again", self.settings.trainer_timeout_s, len(held))
+            log.warning(
+                "The trainer gave no sign of life for %.0f s: %d batch(es) wait again",
+                self.settings.trainer_timeout_s,
+                len(held),
+            )
             await self._commit(changes.LeasesReturned([lease.lease_id for lease in held]))
         limit = self.settings.max_staleness
         if limit is not None and self.settings.stale_groups == "drop" and (stale := self.state.stale(limit)):
@@ -284,7 +294,7 @@ class RolloutService:
         self.figures.groups_delivered += len(groups)
         self.figures.sequences_delivered += sum(group.sequences for group in groups)
 
-    # --- environments -------------------------------------------------------------------------------------------------------
+    # --- environments ------------------------------------------------------------------------------------------------
 
     async def join(self, request: EnvRegistration) -> Environment | None:
         """The new environment; None while no trainer has polled. Raises QueueFull."""
@@ -293,8 +303,8 @@ class RolloutService:
         self.hear_silence()
         if len(self.state.queue.environments) >= self.settings.max_environments:
             raise QueueFull(
-                f"{self.settings.max_environments} environments are registered, and no more may be (--max-environments); "
-                f"those that are silent are forgotten after {self.settings.env_forget_s:.0f} s"
+                f"{self.settings.max_environments} environments are registered, and no more may be"
+                f" (--max-environments); those that are silent are forgotten after {self.settings.env_forget_s:.0f} s"
             )
         environment: Environment | None = await self._commit(changes.EnvironmentJoined(request))
         if environment is not None:
@@ -357,7 +367,7 @@ class RolloutService:
         self.hear_environment(evaluation.env_id)
         await self._commit(changes.EvaluationPosted(evaluation))
 
-    # --- groups -------------------------------------------------------------------------------------------------------------
+    # --- groups ------------------------------------------------------------------------------------------------------
 
     async def post(
         self,
@@ -366,7 +376,8 @@ class RolloutService:
         key: str | None,
         checked: Needs | None = None,
     ) -> list[int | None]:
-        """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the first post.
+        """Store groups, all or none; for each what `BatchQueue.accept` says. A repeated `key` gets the answer of the
+        first post.
 
         `checked` is what they were found to meet.
 
@@ -395,7 +406,10 @@ class RolloutService:
         limits = self.settings
         waiting = len(self._bodies) + self._unwritten_groups
         if waiting + len(groups) > limits.max_queued_groups:
-            raise QueueFull(f"{waiting} groups wait, at most {limits.max_queued_groups} may; post again when the trainer has taken some")
+            raise QueueFull(
+                f"{waiting} groups wait, at most {limits.max_queued_groups} may; post again when the trainer has taken"
+                " some"
+            )
         if self.held_bytes + sum(len(data) for data, _ in contents) > limits.max_queued_bytes:
             raise QueueFull(
                 f"the groups that wait hold {self.held_bytes} bytes, at most {limits.max_queued_bytes} may; "
@@ -425,7 +439,7 @@ class RolloutService:
         self._remembered.clear()
         self._trainers.clear()
 
-    # --- changes ------------------------------------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------------
 
     async def _commit(self, change: Change) -> Any:
         return await self._submit(change)
@@ -450,7 +464,12 @@ class RolloutService:
         return applied
 
     def _written(
-        self, number: int, change: Change, bodies: Sequence[Body], applied: asyncio.Future[Any], error: JournalError | None
+        self,
+        number: int,
+        change: Change,
+        bodies: Sequence[Body],
+        applied: asyncio.Future[Any],
+        error: JournalError | None,
     ) -> None:
         """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
         self._unwritten_groups -= len(bodies)
@@ -497,7 +516,7 @@ class RolloutService:
             log.info("The journal can be written again")
         self.journal_error = None if error is None else str(error)
 
-    # --- journal ------------------------------------------------------------------------------------------------------------
+    # --- journal -----------------------------------------------------------------------------------------------------
 
     def _replay(self, journal: Journal) -> None:
         start = time.monotonic()

@@ -1,4 +1,6 @@
-"""What an API is told at its start: limits, patience, who may use it. `run-api` fills it from flags; `create_app` takes it."""
+"""What an API is told at its start: limits, patience, who may use it. `run-api` fills it from flags; `create_app`
+takes it.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

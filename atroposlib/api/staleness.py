@@ -1,6 +1,7 @@
 """How old the waiting groups are, in policy versions, and what becomes of those that are too old. Pure.
 
-A group is as old as the oldest policy version that one of its sequences was sampled under. Groups without versions have no age.
+A group is as old as the oldest policy version that one of its sequences was sampled under. Groups without versions
+have no age.
 """
 
 import heapq

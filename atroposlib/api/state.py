@@ -2,8 +2,8 @@
 
     decide (next_delivery, ...) ──▶ a Change ──▶ journal ──▶ apply
 
-`apply` is the only way in, during service as during a replay, and it is deterministic: the same changes lead to the same state.
-Changes that were decided one after the other may have posts between them; posts only ever add groups.
+`apply` is the only way in, during service as during a replay, and it is deterministic: the same changes lead to the
+same state. Changes that were decided one after the other may have posts between them; posts only ever add groups.
 """
 
 from collections import OrderedDict
@@ -86,14 +86,15 @@ class RolloutState:
         gone, self._gone = self._gone, []
         return gone
 
-    # --- decisions --------------------------------------------------------------------------------------------------------
+    # --- decisions ---------------------------------------------------------------------------------------------------
 
     def answer_to(self, key: str) -> list[int | None] | None:
         """What the post with this key was answered, if it was accepted."""
         return self._answered.get(key)
 
     def next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
-        """The next batch for a lease of `trainer`, or (0) to be taken for good; None: not yet. Returned batches go first.
+        """The next batch for a lease of `trainer`, or (0) to be taken for good; None: not yet. Returned batches go
+        first.
 
         `new_lease` is the id of its lease, unless it has one.
 
@@ -132,7 +133,7 @@ class RolloutState:
         queue = self.queue.dump()
         return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, queue, leases, answered, self.rejected)
 
-    # --- changes ----------------------------------------------------------------------------------------------------------
+    # --- changes -----------------------------------------------------------------------------------------------------
 
     def _on_post(self, change: GroupsPosted) -> list[int | None]:
         """For each group what `BatchQueue.accept` says; for a key that was answered, that answer again."""
@@ -197,9 +198,15 @@ class RolloutState:
         return removed
 
     def _on_dropped(self, gone: Sequence[int]) -> list[Group[Rollout]]:
-        """The groups that were dropped. A returned batch that held one is a batch no more: its other groups wait by themselves."""
+        """The groups that were dropped. A returned batch that held one is a batch no more: its other groups wait by
+        themselves.
+        """
         orders = set(gone)
-        broken = [lease.lease_id for lease in self.leases if lease.returned and any(group.order in orders for group in lease.groups)]
+        broken = [
+            lease.lease_id
+            for lease in self.leases
+            if lease.returned and any(group.order in orders for group in lease.groups)
+        ]
         self.queue.put_back(self.leases.dissolve(broken))
         dropped = self.queue.drop(orders)
         self._versions.discard(dropped)
@@ -207,7 +214,9 @@ class RolloutState:
         return dropped
 
     def _on_registered(self, registration: Registration, trainer: int) -> int:
-        """How many groups of another run were forgotten. Batches of the trainer before wait again, unless this one has trained on them."""
+        """How many groups of another run were forgotten. Batches of the trainer before wait again, unless this one has
+        trained on them.
+        """
         before = self.queue.registration
         self.trainer = trainer
         for lease in self.leases.close(registration.trained_leases):

@@ -43,8 +43,8 @@ _rejection = BodyDecoder(wire.Rejection)
 async def register(request: Request) -> Response:
     """Register a trainer.
 
-    Takes effect each time: the latest batch size and steps hold. Batches that a trainer before it leased and did not acknowledge wait
-    again. Groups stay, unless they belong to another run.
+    Takes effect each time: the latest batch size and steps hold. Batches that a trainer before it leased and did not
+    acknowledge wait again. Groups stay, unless they belong to another run.
     """
     registration = _registration.decode(await read_body(request))
     check_names(wandb_group=registration.wandb_group, wandb_project=registration.wandb_project)
@@ -63,7 +63,8 @@ async def register(request: Request) -> Response:
     }
     if too_big:
         log.warning(
-            "Waiting groups do not fit into batch_size=%d (size: groups %s); they stay until a larger batch is registered or /reset_data",
+            "Waiting groups do not fit into batch_size=%d (size: groups %s); they stay until a larger batch is"
+            " registered or /reset_data",
             registration.batch_size,
             too_big,
         )
@@ -72,10 +73,12 @@ async def register(request: Request) -> Response:
 
 @legacy_router.get("/batch", **describe(content={"batch": "array of items, or null"}))
 async def batch(request: Request) -> Response:
-    """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none yet.
+    """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none
+    yet.
 
-    Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions` if it was posted.
-    Before any registration the reply is an error with an empty batch. What is sent is forgotten: see /batch/lease.
+    Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions` if it was
+    posted. Before any registration the reply is an error with an empty batch. What is sent is forgotten: see
+    /batch/lease.
     """
     service = service_of(request)
     try:
@@ -104,8 +107,8 @@ async def batch(request: Request) -> Response:
 async def lease_batch(request: Request) -> Response:
     """As GET /batch, but the batch is kept until /batch/ack names its `lease`.
 
-    It is given again to this trainer when `holding` does not name it, and to the next trainer when this one is replaced or falls silent.
-    409 when another trainer has registered.
+    It is given again to this trainer when `holding` does not name it, and to the next trainer when this one is
+    replaced or falls silent. 409 when another trainer has registered.
     """
     body = _lease_request.decode(await read_body(request))
     service = service_of(request)

@@ -1,7 +1,8 @@
-"""The batching rules as functions over plain lists of items, by the names under which the archived ancestor published them.
+"""The batching rules as functions over plain lists of items, by the names under which the archived ancestor published
+them.
 
-An item is a mapping with `tokens` (a list of sequences) and optionally `env_id`. Items are never split and never changed. The server
-itself works on `atroposlib.api.selection`, whose rules these are.
+An item is a mapping with `tokens` (a list of sequences) and optionally `env_id`. Items are never split and never
+changed. The server itself works on `atroposlib.api.selection`, whose rules these are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,9 @@ Item = Mapping[str, Any]
 
 
 def find_groups_summing_to_target(buffer: Sequence[Item], target_size: int) -> list[int]:
-    """Indices of the groups in `buffer` whose sequences sum to exactly `target_size`, rising; empty when there are none."""
+    """Indices of the groups in `buffer` whose sequences sum to exactly `target_size`, rising; empty when there are
+    none.
+    """
     return indices_summing_to([len(item["tokens"]) for item in buffer], target_size)
 
 
@@ -25,7 +28,8 @@ def grab_exact_from_heterogeneous_queue(queue: list[Item], batch_size: int) -> t
 def grab_batch_with_minimum_allocations(
     queue: list[Item], batch_size: int, env_configs: Sequence[Mapping[str, Any]]
 ) -> tuple[list[Item] | None, list[Item]]:
-    """As `grab_exact_from_heterogeneous_queue`, each connected environment's `min_batch_allocation` (share of the batch) filled first.
+    """As `grab_exact_from_heterogeneous_queue`, each connected environment's `min_batch_allocation` (share of the
+    batch) filled first.
 
     `env_configs` holds mappings with `registered_id`, `connected` and `min_batch_allocation` (None: no minimum).
     """

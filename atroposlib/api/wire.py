@@ -1,7 +1,8 @@
 """Every request and reply body of the batching API as a typed structure, and the strict decoding of requests.
 
-Bodies are decoded once by msgspec. What it cannot say by type (non-finite numbers, lengths that must agree) is checked here; each
-refusal names the value and its position. Unknown fields are ignored; numeric strings, integral floats and booleans are taken as numbers.
+Bodies are decoded once by msgspec. What it cannot say by type (non-finite numbers, lengths that must agree) is
+checked here; each refusal names the value and its position. Unknown fields are ignored; numeric strings, integral
+floats and booleans are taken as numbers.
 """
 
 from typing import Annotated, Any
@@ -16,10 +17,10 @@ Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON
 class Registration(Struct):
     """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens.
 
-    `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are those whose batches the
-    checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids must be below
-    `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of `atroposlib/groups.py`;
-    others are refused or set aside.
+    `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
+    those whose batches the checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids
+    must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
+    `atroposlib/groups.py`; others are refused or set aside.
     """
 
     wandb_group: str
@@ -43,7 +44,8 @@ class Registered(Struct):
 
 
 class EnvRegistration(Struct):
-    """An environment server. `min_batch_allocation` is its least share (0 to 1) of each batch; a negative `weight` means unweighted.
+    """An environment server. `min_batch_allocation` is its least share (0 to 1) of each batch; a negative `weight`
+    means unweighted.
 
     `steps_per_eval` announces evaluations of every policy version that it divides, and of the last one.
     """
@@ -115,7 +117,8 @@ class Status(Struct, omit_defaults=True):
 class EnvStatus(Struct, omit_defaults=True):
     """The queue as one environment sees it: `queue_size` and `self_queue_size` are in groups of its own size.
 
-    `num_steps` is the trainer's; `instance` changes when the API has forgotten its environments, which then register again.
+    `num_steps` is the trainer's; `instance` changes when the API has forgotten its environments, which then register
+    again.
     """
 
     current_step: int
@@ -234,14 +237,18 @@ class EvaluationResult(Struct):
 
 
 class Evaluations(Struct):
-    """Results of one policy version; `pending` names the connected environments that announced one and have not posted it."""
+    """Results of one policy version; `pending` names the connected environments that announced one and have not posted
+    it.
+    """
 
     results: list[EvaluationResult]
     pending: list[str]
 
 
 class Accepted(Struct, omit_defaults=True):
-    """`status` is "received", or "buffered" with the number of sequences that wait for company to fill the group size."""
+    """`status` is "received", or "buffered" with the number of sequences that wait for company to fill the group
+    size.
+    """
 
     status: str
     buffer_size: int | UnsetType = UNSET
@@ -263,11 +270,13 @@ class Message(Struct):
 
 
 class ScoredData(Struct):
-    """One group of n sequences. The fields, in this order and null when absent, are the item that a trainer gets from /batch.
+    """One group of n sequences. The fields, in this order and null when absent, are the item that a trainer gets from
+    /batch.
 
-    Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given: `advantages`,
-    `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are [sequence][position][top_k]. `policy_versions` is the
-    first and last policy version that a sequence was sampled under; an item has it only if it was posted.
+    Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
+    `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
+    [sequence][position][top_k]. `policy_versions` is the first and last policy version that a sequence was sampled
+    under; an item has it only if it was posted.
     """
 
     tokens: list[list[Integer]]

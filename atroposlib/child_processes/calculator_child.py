@@ -1,6 +1,6 @@
 r"""The process in which `environments/calculator_tool_server.py` executes its tool; see `loop.py` for its protocol.
 
-    {"text": "... <tool_call>{...}</tool_call>", "time_limit_s": 5.0}  ──▶  {"result": "391"}
+{"text": "... <tool_call>{...}</tool_call>", "time_limit_s": 5.0}  ──▶  {"result": "391"}
 """
 
 from decimal import Decimal

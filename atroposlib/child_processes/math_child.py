@@ -77,7 +77,9 @@ def _parsed(found: list[Any]) -> list[Any]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The verdict; whatever math-verify raises is that answer's `grader_failed`, and the next one is judged as usual."""
+    """The verdict; whatever math-verify raises is that answer's `grader_failed`, and the next one is judged as
+    usual.
+    """
     try:
         return judge(request["gold"], request["answer"])
     except Exception as error:

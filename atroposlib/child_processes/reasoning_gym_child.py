@@ -4,12 +4,13 @@
     {"task": "ab", "options": {}, "seed": 0, "index": 7}             ──▶  {"question": "..."}
     {"task": "ab", "options": {}, "seed": 0, "index": 7, "answer": "A# B"}  ──▶  {"score": 0.01, "rejected": null}
 
-An entry is made anew for every request from task, options, seed and index, so that any process can score what another one asked.
-Some scorers evaluate the answer, which is why this process can be killed and has no rights. `evaluated_answers.py`
-limits them to the task's mathematics; "rejected" names what else an answer holds.
+An entry is made anew for every request from task, options, seed and index, so that any process can score what
+another one asked. Some scorers evaluate the answer, which is why this process can be killed and has no rights.
+`evaluated_answers.py` limits them to the task's mathematics; "rejected" names what else an answer holds.
 
-The scorers of countdown and puzzle24 look for the numbers in the text of the answer, where `0x18`, `2_4` and a comment
-deceive them, and puzzle24's takes any four numbers. An answer that they take for right is computed once more.
+The scorers of countdown and puzzle24 look for the numbers in the text of the answer, where `0x18`, `2_4` and a
+comment deceive them, and puzzle24's takes any four numbers. An answer that they take for right is computed once
+more.
 """
 
 import functools

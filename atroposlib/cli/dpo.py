@@ -1,6 +1,7 @@
 """`atropos-dpo-gen FILE`: pairs of a good and a bad sample of running environments, for preference training.
 
-A line is {"prefix", "pos", "neg", "score", "neg_score"}; with --save-messages there is no prefix and pos and neg are messages.
+A line is {"prefix", "pos", "neg", "score", "neg_score"}; with --save-messages there is no prefix and pos and neg are
+messages.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,16 +18,25 @@ class DpoConfig(GenerationConfig):
     save_n_pairs_per_group: int = Field(
         default=3, ge=1, description="Pairs kept of a group: best with worst, second with second worst, ..."
     )
-    minimum_score_diff_max_min: float = Field(default=0.5, ge=0, description="Least difference of the scores of a pair.")
+    minimum_score_diff_max_min: float = Field(
+        default=0.5, ge=0, description="Least difference of the scores of a pair."
+    )
     tasks_per_step: int = Field(default=8, ge=1, description="Groups a batch.")
 
 
 def records(config: DpoConfig, group: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The lines of one group."""
     order, scores = ranked(config, group), group["scores"]
-    for good, bad in list(zip(order, reversed(order), strict=True))[: min(config.save_n_pairs_per_group, len(order) // 2)]:
+    for good, bad in list(zip(order, reversed(order), strict=True))[
+        : min(config.save_n_pairs_per_group, len(order) // 2)
+    ]:
         difference = scores[good] - scores[bad]
-        if difference <= 0 or difference < config.minimum_score_diff_max_min or scores[good] < 0 and not config.allow_negative_scores:
+        if (
+            difference <= 0
+            or difference < config.minimum_score_diff_max_min
+            or scores[good] < 0
+            and not config.allow_negative_scores
+        ):
             continue
         if config.save_messages:
             pair: dict[str, Any] = {"pos": messages_of(group, good), "neg": messages_of(group, bad)}

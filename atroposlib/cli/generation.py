@@ -1,4 +1,5 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: they stand where a trainer would, and keep what environments send as text.
+"""What `atropos-sft-gen` and `atropos-dpo-gen` share: they stand where a trainer would, and keep what environments
+send as text.
 
 environments ──groups──▶ batching API ──GET /batch──▶ fetch_groups ──▶ records ──▶ FILE, one JSON object a line
 """
@@ -34,14 +35,20 @@ class GenerationConfig(Config):
     token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")
     group_size: int = Field(default=2, ge=1, description="Samples in a group of the environments.")
     max_token_len: int = Field(default=2048, ge=1, description="Longest sequence that is taken.")
-    tokenizer: str = Field(default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Tokenizer to write tokens as text.")
+    tokenizer: str = Field(
+        default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Tokenizer to write tokens as text."
+    )
     save_messages: bool = Field(default=False, description="Keep messages instead of prefix and completion.")
     num_seqs_to_save: int = Field(default=100, ge=1, description="Records to write.")
     allow_negative_scores: bool = Field(default=False, description="Also keep samples with scores below 0.")
-    minimum_score_diff_max_min: float = Field(default=0.0, ge=0, description="Least difference of a group's best and worst score.")
+    minimum_score_diff_max_min: float = Field(
+        default=0.0, ge=0, description="Least difference of a group's best and worst score."
+    )
     append_to_previous: bool = Field(default=False, description="Append to FILE if it exists.")
     tasks_per_step: int = Field(default=64, ge=1, description="Groups a batch.")
-    take_over: bool = Field(default=False, description="Go on although a trainer has registered with this API: it loses its batches.")
+    take_over: bool = Field(
+        default=False, description="Go on although a trainer has registered with this API: it loses its batches."
+    )
     timeout: float = Field(default=1800.0, gt=0, description="Seconds to wait for the API, and for each batch.")
 
 
@@ -52,7 +59,9 @@ class GenerationError(Exception):
     """The command cannot go on; the message is one line."""
 
 
-def run(config_cls: type[C], prog: str, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]) -> NoReturn:
+def run(
+    config_cls: type[C], prog: str, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]
+) -> NoReturn:
     """The command: FILE and flags from the command line, records until there are enough, an exit code."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith("-") and arguments[0] not in ("-h", "--help"):
@@ -70,7 +79,9 @@ def run(config_cls: type[C], prog: str, records_of: Callable[[C, Mapping[str, An
 
 
 def generate(config: C, path: Path, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]) -> int:
-    """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of the API."""
+    """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of
+    the API.
+    """
     if path.exists() and not config.append_to_previous:
         raise GenerationError(f"{path} exists; name another file, or pass --append-to-previous")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -98,7 +109,9 @@ def fetch_groups(config: GenerationConfig) -> Iterator[dict[str, Any]]:
 def _register(config: GenerationConfig, session: requests.Session) -> None:
     info = _call(config, session, "GET", "/info")
     if info["batch_size"] > 0 and not config.take_over:
-        raise GenerationError(f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run")
+        raise GenerationError(
+            f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
+        )
     body = {
         "wandb_group": "",
         "wandb_project": "",
@@ -120,12 +133,19 @@ def _next_batch(config: GenerationConfig, session: requests.Session) -> list[dic
             return batch
         if time.monotonic() - reported >= REPORT_S:
             reported = time.monotonic()
-            log.info("Waiting for a batch from %s, %.0f s of at most %.0f s so far", config.api_url, reported - start, config.timeout)
+            log.info(
+                "Waiting for a batch from %s, %.0f s of at most %.0f s so far",
+                config.api_url,
+                reported - start,
+                config.timeout,
+            )
         time.sleep(POLL_S)
     raise GenerationError(f"no batch from {config.api_url} within {config.timeout:g} s; is an environment running?")
 
 
-def _call(config: GenerationConfig, session: requests.Session, method: str, path: str, body: Any = None) -> dict[str, Any]:
+def _call(
+    config: GenerationConfig, session: requests.Session, method: str, path: str, body: Any = None
+) -> dict[str, Any]:
     url = config.api_url.rstrip("/") + path
     try:
         reply = session.request(method, url, json=body, timeout=REQUEST_TIMEOUT_S, allow_redirects=False)
@@ -138,7 +158,7 @@ def _call(config: GenerationConfig, session: requests.Session, method: str, path
     return content
 
 
-# --- records ----------------------------------------------------------------------------------------------------------
+# --- records --------------------------------------------------------------------------------------------------------
 
 
 def ranked(config: GenerationConfig, group: Mapping[str, Any]) -> list[int]:
@@ -159,6 +179,8 @@ def prompt_and_completion(group: Mapping[str, Any], index: int, tokenizer: Any) 
 def messages_of(group: Mapping[str, Any], index: int) -> list[Any]:
     """A sample's messages. Raises GenerationError when the environment sends none."""
     if not group.get("messages"):
-        raise GenerationError("the environment sends no messages: start it with --env.include_messages true, or leave out --save-messages")
+        raise GenerationError(
+            "the environment sends no messages: start it with --env.include_messages true, or leave out --save-messages"
+        )
     found: list[Any] = group["messages"][index]
     return found

@@ -1,8 +1,8 @@
 """`inference-node-wandb-watcher`: which inference servers of this node answer, as figures of the run's W&B project.
 
 One is started on each inference node. It waits for the trainer to name a project, then asks every server of the node
-(ports 9000, 9001, ..., one for `tp` of its GPUs) every minute, and logs `server/server_health_<node>_<i>`, 1 or 0, at the API's step.
-An API that is away costs a line; the figures go on with the last step that is known.
+(ports 9000, 9001, ..., one for `tp` of its GPUs) every minute, and logs `server/server_health_<node>_<i>`, 1 or 0,
+at the API's step. An API that is away costs a line; the figures go on with the last step that is known.
 """
 
 import asyncio
@@ -29,18 +29,24 @@ class WatcherConfig(Config):
     api_addr: str = Field(description="Address of the batching API, e.g. http://node1:8000.")
     tp: int = Field(ge=1, description="GPUs of one inference server.")
     node_num: int = Field(ge=0, description="Number of this node, for the names of its figures.")
-    token: SecretStr | None = Field(default=None, description="Token of the API.", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
+    token: SecretStr | None = Field(
+        default=None, description="Token of the API.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+    )
     gpus: int = Field(default=8, ge=1, description="GPUs of the node.")
     host: str = Field(default="localhost", description="Address of the node's servers.")
     first_port: int = Field(default=9000, ge=1, le=65535, description="Port of the first server; the others follow.")
     health_path: str = Field(default="/health", description="What a server is asked for; 200 counts as healthy.")
     interval: float = Field(default=60.0, gt=0, description="Seconds between two rounds.")
-    startup_timeout: float = Field(default=1800.0, gt=0, description="Seconds to wait for the trainer to name a project.")
+    startup_timeout: float = Field(
+        default=1800.0, gt=0, description="Seconds to wait for the trainer to name a project."
+    )
 
     @property
     def servers(self) -> dict[str, str]:
         """Address of each server's health by the name of its figure."""
-        urls = [f"http://{self.host}:{self.first_port + index}{self.health_path}" for index in range(self.gpus // self.tp)]
+        urls = [
+            f"http://{self.host}:{self.first_port + index}{self.health_path}" for index in range(self.gpus // self.tp)
+        ]
         return {f"server/server_health_{self.node_num}_{index}": url for index, url in enumerate(urls)}
 
 

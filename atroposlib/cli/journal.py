@@ -5,8 +5,8 @@
     run-api journal export FILE [--output LINES]    the groups in it, one JSON object per line
     run-api journal dead-letters FILE [--export LINES]    the groups that could not be trained on
 
-Each command first reads and checks the whole journal, as it is at one moment. A journal that is damaged is one line and exit code 1.
-Nothing is written to it.
+Each command first reads and checks the whole journal, as it is at one moment. A journal that is damaged is one line
+and exit code 1. Nothing is written to it.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
                 found.restore()
 
 
-# --- commands -------------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------------------------
 
 
 def _verify(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
@@ -147,7 +147,7 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
                 _write(lines, fields)
 
 
-# --- output ---------------------------------------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 `run-api journal` looks after the journal (`journal.py`).
 
-The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process only: it owns the
-queue, and the journal that brings the queue back after a restart.
+The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process
+only: it owns the queue, and the journal that brings the queue back after a restart.
 """
 
 import errno
@@ -36,28 +36,38 @@ class RunApiConfig(Config):
     """Where and how the batching API is served."""
 
     host: str = Field(
-        "127.0.0.1", description="Address to listen on. Other machines can reach it only if it is theirs to reach, e.g. 0.0.0.0."
+        "127.0.0.1",
+        description="Address to listen on. Other machines can reach it only if it is theirs to reach, e.g. 0.0.0.0.",
     )
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one, which the log names.")
     reload: bool = Field(
-        False, description="Restart when the code changes (development): in memory, the queue is lost each time, other flags are refused."
+        False,
+        description=(
+            "Restart when the code changes (development): in memory, the queue is lost each time, other flags are"
+            " refused."
+        ),
     )
     json_logs: bool = Field(False, description="Log one JSON object a line.")
 
-    # --- what outlives a restart ---------------------------------------------------------------------------------------
+    # --- what outlives a restart -------------------------------------------------------------------------------------
     journal: Path | None = Field(
-        None, description="File of accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
+        None,
+        description=(
+            "File of accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
+        ),
     )
     journal_accept_loss: bool = Field(
         False, description="Start from a damaged journal with what is whole in it; the log tells how much was lost."
     )
     in_memory: bool = Field(False, description="Keep no journal: a restart loses the queue.")
 
-    # --- who may use it ------------------------------------------------------------------------------------------------
+    # --- who may use it ----------------------------------------------------------------------------------------------
     api_token: SecretStr | None = Field(
         None, description="Token that every request must carry.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
-    api_token_file: Path | None = Field(None, description="File whose first line is the token; a flag shows in the process list.")
+    api_token_file: Path | None = Field(
+        None, description="File whose first line is the token; a flag shows in the process list."
+    )
     post_token: SecretStr | None = Field(
         None,
         description="Second token, for environments: it opens what they ask for, and nothing else.",
@@ -71,7 +81,7 @@ class RunApiConfig(Config):
         description="Allow GET /batch and GET /reset_data, which change state; by default only the first.",
     )
 
-    # --- limits --------------------------------------------------------------------------------------------------------
+    # --- limits ------------------------------------------------------------------------------------------------------
     max_body_mb: int = Field(512, ge=1, description="MiB of one request, as sent and decompressed.")
     max_inflight_mb: int = Field(2048, ge=1, description="MiB of all bodies under way; more are answered 503.")
     max_client_mb: int = Field(1024, ge=1, description="MiB of one client's bodies under way; more are answered 429.")
@@ -79,17 +89,27 @@ class RunApiConfig(Config):
     max_connections: int = Field(4096, ge=1, description="Open connections; of more, those that wait are closed.")
     max_environments: int = Field(100_000, ge=1, description="Registered environments; more are answered 429.")
     max_queued_groups: int = Field(200_000, ge=1, description="Groups that wait or are leased; more are answered 429.")
-    max_queued_mb: int = Field(16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429.")
+    max_queued_mb: int = Field(
+        16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429."
+    )
     max_sequences: int = Field(65_536, ge=1, description="Sequences of one group.")
-    vocab_size: int | None = Field(None, ge=1, description="Token ids must be below it; a trainer can register it, too.")
+    vocab_size: int | None = Field(
+        None, ge=1, description="Token ids must be below it; a trainer can register it, too."
+    )
 
-    # --- patience ------------------------------------------------------------------------------------------------------
+    # --- patience ----------------------------------------------------------------------------------------------------
     body_timeout: float = Field(120.0, gt=0, description="Seconds in which a body must be complete.")
-    env_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse.")
+    env_timeout: float = Field(
+        120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse."
+    )
     env_forget: float = Field(3600.0, gt=0, description="Seconds of silence after which an environment is forgotten.")
-    trainer_timeout: float = Field(120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again.")
+    trainer_timeout: float = Field(
+        120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again."
+    )
     max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
-    stale_groups: Literal["drop", "down-weight"] = Field("drop", description="What becomes of groups above --max-staleness.")
+    stale_groups: Literal["drop", "down-weight"] = Field(
+        "drop", description="What becomes of groups above --max-staleness."
+    )
 
     @field_validator("api_token", "post_token")
     @classmethod
@@ -116,8 +136,8 @@ class RunApiConfig(Config):
             )
         if self.token is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
-                f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or ATROPOS_API_TOKEN), "
-                "or say --allow-unauthenticated"
+                f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or"
+                " ATROPOS_API_TOKEN), or say --allow-unauthenticated"
             )
         return self
 
@@ -132,7 +152,9 @@ class RunApiConfig(Config):
         return _given(self.post_token, self.post_token_file, "--post-token-file")
 
     def journal_at(self, port: int) -> Path | None:
-        """The journal's file for an API that listens on `port`; None is in memory. Nobody finds a random port's journal again."""
+        """The journal's file for an API that listens on `port`; None is in memory. Nobody finds a random port's
+        journal again.
+        """
         if self.journal is not None or self.in_memory or self.port == 0:
             return self.journal
         return Path(f"atropos-api-{port}.db")
@@ -178,7 +200,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
-        raise AddressError(f"host {host!r} has no address ({error.strerror}); use --host 127.0.0.1 or an address of this machine") from None
+        raise AddressError(
+            f"host {host!r} has no address ({error.strerror}); use --host 127.0.0.1 or an address of this machine"
+        ) from None
     bound: list[socket.socket] = []
     refusal: OSError | None = None
     for family, _, _, _, address in found:

@@ -1,6 +1,8 @@
-"""`view-run`, also `view-run-multimodal`: a page with the last groups of a live run, which it neither resets nor takes anything from.
+"""`view-run`, also `view-run-multimodal`: a page with the last groups of a live run, which it neither resets nor takes
+anything from.
 
-It asks the batching API for its latest example again and again (GET /latest_example), and shows what it has seen on a page of its own.
+It asks the batching API for its latest example again and again (GET /latest_example), and shows what it has seen on
+a page of its own.
 """
 
 import asyncio
@@ -35,7 +37,9 @@ class ViewConfig(Config):
     host: str = Field(default="127.0.0.1", description="Address to serve the page on.")
     allowed_host: list[HostName] = Field(default=[], description="A further name that browsers call it by; repeatable.")
     port: int = Field(default=9002, ge=0, le=65535, description="Port to serve the page on.")
-    tokenizer: str | None = Field(default=None, description="Tokenizer to show groups without messages; their ids are shown if unset.")
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer to show groups without messages; their ids are shown if unset."
+    )
     interval: float = Field(default=2.0, gt=0, description="Seconds between two looks.")
     groups: int = Field(default=20, ge=1, description="Groups to show.")
 
@@ -60,7 +64,12 @@ class Watcher:
             self.problem = f"{self.config.api_url} cannot be asked: {error or type(error).__name__}"
             return
         self.problem = ""
-        shown = {"scores": group["scores"], "tokens": group["tokens"], "messages": group.get("messages"), "images": group.get("images")}
+        shown = {
+            "scores": group["scores"],
+            "tokens": group["tokens"],
+            "messages": group.get("messages"),
+            "images": group.get("images"),
+        }
         if shown["scores"] and (not self.groups or shown != {key: self.groups[0][key] for key in shown}):
             self.seen += 1
             self.groups.appendleft({**shown, "number": self.seen})

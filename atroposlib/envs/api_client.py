@@ -61,7 +61,9 @@ class Registration(BaseModel):
 
 
 class EnvStatus(BaseModel):
-    """The reply of /status-env. `policy_version` and `trained_steps` are None under a trainer that does not report them."""
+    """The reply of /status-env. `policy_version` and `trained_steps` are None under a trainer that does not report
+    them.
+    """
 
     current_step: int = Field(description="batches delivered")
     queue_size: int = Field(description="groups that wait to be delivered, in groups of this environment")
@@ -98,7 +100,9 @@ class BatchingApiClient:
     async def __aenter__(self) -> "BatchingApiClient":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -138,7 +142,9 @@ class BatchingApiClient:
         return reply.get("group"), reply.get("project")
 
     async def post_groups(self, groups: Sequence[Mapping[str, Any]], key: str | None = None) -> dict[str, Any]:
-        """Hand over one group, or several at once. However often it is repeated with the same `key`, the groups are stored once."""
+        """Hand over one group, or several at once. However often it is repeated with the same `key`, the groups are
+        stored once.
+        """
         if len(groups) == 1:
             return await self._request("POST", "/scored_data", groups[0], key=key)
         return await self._request("POST", "/scored_data_list", list(groups), key=key)
@@ -153,7 +159,9 @@ class BatchingApiClient:
         headers = headers | self._headers | ({} if key is None else {"Idempotency-Key": key})
         if self._session is None:
             # A proxy of the surroundings does not reach loopback, so the environment's proxy variables are left aside.
-            self._session = aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S))
+            self._session = aiohttp.ClientSession(
+                trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+            )
         try:
             asked = self._session.request(method, self.url + path, data=content, headers=headers, allow_redirects=False)
             async with asked as reply:
@@ -162,13 +170,17 @@ class BatchingApiClient:
         except aiohttp.InvalidURL as error:
             raise ApiRefused(f"{self.url} is not an address; correct --env.rollout_server_url", 400) from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ApiUnreachable(f"{self.url}{path}: {error or f'no reply within {REQUEST_TIMEOUT_S:.0f} s'}") from error
+            raise ApiUnreachable(
+                f"{self.url}{path}: {error or f'no reply within {REQUEST_TIMEOUT_S:.0f} s'}"
+            ) from error
         if redirected := refused_redirect(self.url + path, reply.status, reply.headers.get("Location")):
             raise ApiRefused(redirected, reply.status)
         if reply.status == 401:
             raise ApiRefused(f"{self.url} wants its token: set ATROPOS_API_TOKEN", 401)
         if reply.status >= 500 or reply.status in NOT_NOW:
-            raise ApiUnreachable(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", _seconds(reply.headers.get("Retry-After")))
+            raise ApiUnreachable(
+                f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", _seconds(reply.headers.get("Retry-After"))
+            )
         if reply.status >= 400:
             raise ApiRefused(f"{self.url}{path} replied {reply.status}: {_excerpt(text)}", reply.status)
         return _object(text, f"{self.url}{path}")
@@ -204,7 +216,9 @@ def _object(text: bytes, url: str) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise ApiUnreachable(f"{url} did not reply JSON ({error}); is that the batching API?") from error
     if not isinstance(content, dict):
-        raise ApiUnreachable(f"{url} replied a {type(content).__name__} instead of an object; is that the batching API?")
+        raise ApiUnreachable(
+            f"{url} replied a {type(content).__name__} instead of an object; is that the batching API?"
+        )
     if content.get("status") in ("error", "failure"):
         raise ApiRefused(f"{url} refused: {content.get('error') or content.get('message')}", 400)
     return content

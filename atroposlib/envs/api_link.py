@@ -1,7 +1,7 @@
 """An environment's standing with the batching API: joined, lost and joined again, left.
 
-The serve loop asks for `status`; that call is also what notices an API that was restarted, waits for it with a log line every ten
-seconds, and registers again. Rollouts that finish meanwhile wait here to be posted: none is lost.
+The serve loop asks for `status`; that call is also what notices an API that was restarted, waits for it with a log
+line every ten seconds, and registers again. Rollouts that finish meanwhile wait here to be posted: none is lost.
 """
 
 import asyncio
@@ -82,7 +82,9 @@ class ApiLink:
             try:
                 return await self._answered("its status", lambda: self.client.status(self._joined_id()))
             except ApiRefused as error:
-                log.warning("%s does not know this environment any more (%s): registering again", self.client.url, error)
+                log.warning(
+                    "%s does not know this environment any more (%s): registering again", self.client.url, error
+                )
                 await self.join()
                 if self._last_evaluation is not None:
                     await self.post_evaluation(**self._last_evaluation)
@@ -98,16 +100,23 @@ class ApiLink:
     async def post_groups(self, bodies: Sequence[dict[str, Any]]) -> None:
         """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API stays away."""
         key = uuid.uuid4().hex  # of all tries together
-        await self._persistently(lambda: self.client.post_groups([body | {"env_id": self.env_id} for body in bodies], key), "groups")
+        await self._persistently(
+            lambda: self.client.post_groups([body | {"env_id": self.env_id} for body in bodies], key), "groups"
+        )
 
     async def post_evaluation(self, policy_version: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
         """Report an evaluation; the last one is reported again to an API that was restarted."""
         self._last_evaluation = {"policy_version": policy_version, "accuracy": accuracy, "metrics": dict(metrics)}
         evaluation = self._last_evaluation
         try:
-            await self._persistently(lambda: self.client.post_evaluation(evaluation | {"env_id": self.env_id}), "an evaluation")
+            await self._persistently(
+                lambda: self.client.post_evaluation(evaluation | {"env_id": self.env_id}), "an evaluation"
+            )
         except ApiRefused as error:
-            log.warning("The API refused an evaluation, which is reported again if this environment has to register again: %s", error)
+            log.warning(
+                "The API refused an evaluation, which is reported again if this environment has to register again: %s",
+                error,
+            )
 
     async def leave(self) -> None:
         """Disconnect, if registered; an API that is gone needs no goodbye."""
@@ -146,8 +155,16 @@ class ApiLink:
                 tries += 1
                 waited = time.monotonic() - start
                 if waited >= self._timeout_s:
-                    raise PeerError(f"could not post {what} to {self.client.url} within {self._timeout_s:g} s: {error}") from error
+                    raise PeerError(
+                        f"could not post {what} to {self.client.url} within {self._timeout_s:g} s: {error}"
+                    ) from error
                 if tries == 1:
-                    log.warning("Keeping %s until %s takes them, at most %.0f s: %s", what, self.client.url, self._timeout_s, error)
+                    log.warning(
+                        "Keeping %s until %s takes them, at most %.0f s: %s",
+                        what,
+                        self.client.url,
+                        self._timeout_s,
+                        error,
+                    )
                 pause = REPOST_PAUSE_S if error.retry_after_s is None else error.retry_after_s
             await asyncio.sleep(min(pause, self._timeout_s - waited))

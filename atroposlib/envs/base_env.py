@@ -1,9 +1,9 @@
 """`BaseEnv`: what an environment author extends. How it is run is in `serve.py`, `process.py` and `cli.py`.
 
-    item = get_next_item() ──▶ collect_trajectories(item) ──▶ postprocess_histories ──▶ handle_send_to_api ──▶ batching API
-                                     │ rollouts, scores                                     │ checked, kept in files
-                                     ▼                                                      ▼
-                                 self.server (inference)                        samples, metrics, W&B
+item = get_next_item() ──▶ collect_trajectories(item) ──▶ postprocess_histories ──▶ handle_send_to_api ──▶ batching API
+                                 │ rollouts, scores                                     │ checked, kept in files
+                                 ▼                                                      ▼
+                             self.server (inference)                        samples, metrics, W&B
 """
 
 import time
@@ -49,16 +49,24 @@ REJECTIONS_REPORTED = 50
 
 
 class BaseEnv(ABC):
-    """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`, mostly `setup` too."""
+    """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`,
+    mostly `setup` too.
+    """
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
     server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]
 
-    def __init__(self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
         self.config: Any = config  # of env_config_cls, whatever that is in a subclass
         self.server = ServerManager(
-            server_configs, server_class=self.server_cls, slurm=slurm, testing=testing, reasoning_config=config.reasoning
+            server_configs,
+            server_class=self.server_cls,
+            slurm=slurm,
+            testing=testing,
+            reasoning_config=config.reasoning,
         )
         self.tokenizer = load_tokenizer(config.tokenizer_name)
         self.link: ApiLink | None = None
@@ -90,17 +98,23 @@ class BaseEnv(ABC):
 
         self.sinks: list[Sink] = [JsonlSink(Path(config.metrics_path))] if config.metrics_path else []
         self.wandb_is_open = False
-        self.jsonl_writer = JsonlWriter(Path(config.data_path_to_save_groups)) if config.data_path_to_save_groups else None
+        self.jsonl_writer = (
+            JsonlWriter(Path(config.data_path_to_save_groups)) if config.data_path_to_save_groups else None
+        )
 
     # --- what an author writes ------------------------------------------------------------------------------------
 
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
-        """The configuration before YAML and flags: the environment's, and that of one server, a list of them, or a ServerBaseline."""
+        """The configuration before YAML and flags: the environment's, and that of one server, a list of them, or a
+        ServerBaseline.
+        """
         return cls.env_config_cls(), ServerBaseline()
 
     async def setup(self) -> None:
-        """Load data; called once, before anything else, when the tokenizer is loaded and the inference server answers."""
+        """Load data; called once, before anything else, when the tokenizer is loaded and the inference server
+        answers.
+        """
         return
 
     @abstractmethod
@@ -109,14 +123,18 @@ class BaseEnv(ABC):
 
     @abstractmethod
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
-        """Measure the served policy. Return metrics (`accuracy`, 0..1, is the one that trainers read), or pass them to `evaluate_log`."""
+        """Measure the served policy. Return metrics (`accuracy`, 0..1, is the one that trainers read), or pass them to
+        `evaluate_log`.
+        """
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
         """One scored sample of `item`, or None to drop the whole group; and items to go on with later."""
         raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:
-        """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to go on with later."""
+        """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to go on
+        with later.
+        """
         results = await gather_or_cancel([self.collect_trajectory(item) for _ in range(self.config.group_size)])
         backlog = [later for _, more in results for later in more or []]
         samples = [sample for sample, _ in results if sample is not None]
@@ -188,7 +206,11 @@ class BaseEnv(ABC):
         groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
         defects = [defect(group) or untrainable(group, self.needs) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
-        accepted = [await self.before_sending(group) for group in whole if self._accept(group, item, abort_on_any_max_length_exceeded)]
+        accepted = [
+            await self.before_sending(group)
+            for group in whole
+            if self._accept(group, item, abort_on_any_max_length_exceeded)
+        ]
         for group in accepted:
             await self.add_rollouts_for_wandb(group, item)
             self._remember(group)
@@ -196,7 +218,9 @@ class BaseEnv(ABC):
             await self._send(accepted)
         if len(whole) < len(groups):
             self.counts["groups_malformed"] += len(groups) - len(whole)
-            raise MalformedGroup("a group cannot be trained on: " + "; ".join(found for found in defects if found is not None))
+            raise MalformedGroup(
+                "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
+            )
 
     def _accept(self, group: ScoredDataGroup, item: Item, limit_lengths: bool) -> bool:
         reason = rejection(
@@ -212,7 +236,11 @@ class BaseEnv(ABC):
         self._rejected_in_row += 1
         log.info("Dropped a group of the item %s: %s", shown(item), reason)
         if self._rejected_in_row % REJECTIONS_REPORTED == 0:
-            log.warning("%d groups in a row were dropped and nothing was sent, the last because %s", self._rejected_in_row, reason)
+            log.warning(
+                "%d groups in a row were dropped and nothing was sent, the last because %s",
+                self._rejected_in_row,
+                reason,
+            )
         return False
 
     def _remember(self, group: ScoredDataGroup) -> None:
@@ -224,7 +252,11 @@ class BaseEnv(ABC):
             texts = [self.tokenizer.decode(tokens) for tokens in group["tokens"]]
             group["messages"] = [[{"role": "user", "content": text}] for text in texts]
         if self.jsonl_writer is not None:
-            text = {} if group.get("messages") else {"texts": [self.tokenizer.decode(tokens) for tokens in group["tokens"]]}
+            text = (
+                {}
+                if group.get("messages")
+                else {"texts": [self.tokenizer.decode(tokens) for tokens in group["tokens"]]}
+            )
             extra = {"step": self.curr_step, "policy_version": self.policy_version, "completion_tokens": lengths}
             self.jsonl_writer.write({**extra, **group, **text})
 
@@ -295,8 +327,8 @@ class BaseEnv(ABC):
         self.config.batch_size, self.max_token_len, self.needs = await self.link.batch_limits()
         if 0 < self.config.batch_size < self.config.group_size:
             raise GroupTooLargeError(
-                f"group_size {self.config.group_size} is larger than the trainer's batch of {self.config.batch_size} sequences: "
-                "lower --env.group_size, or raise the trainer's batch"
+                f"group_size {self.config.group_size} is larger than the trainer's batch of {self.config.batch_size}"
+                " sequences: lower --env.group_size, or raise the trainer's batch"
             )
 
     async def get_status(self) -> EnvStatus:
@@ -307,7 +339,9 @@ class BaseEnv(ABC):
         return status
 
     async def env_step_checks(self) -> None:
-        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the figures of the step."""
+        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the figures of
+        the step.
+        """
         self.curr_step = self.status_dict["current_step"]
         if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
             await self.wandb_log({})
@@ -376,7 +410,9 @@ class BaseEnv(ABC):
         samples: list[dict[str, Any]] | None = None,
         verbose: bool = True,
     ) -> None:
-        """Note an evaluation's `metrics`; with data_dir_to_save_evals write them and the samples there. Times are seconds."""
+        """Note an evaluation's `metrics`; with data_dir_to_save_evals write them and the samples there. Times are
+        seconds.
+        """
         self.eval_results = dict(metrics)
         if verbose:
             print(markdown_table(metrics), flush=True)
@@ -398,7 +434,9 @@ class BaseEnv(ABC):
     # --- checkpoints ----------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Called at the trainer's checkpoint steps. An override passes `data`: attributes that a resumed run sets again."""
+        """Called at the trainer's checkpoint steps. An override passes `data`: attributes that a resumed run sets
+        again.
+        """
         if data is not None:
             checkpoints.save(self.checkpoint_dir, self.registered_name, step, data)
 
@@ -406,7 +444,12 @@ class BaseEnv(ABC):
         """Set the attributes that the last whole checkpoint at or before `self.curr_step` holds, if there is one."""
         found = checkpoints.load(self.checkpoint_dir, self.registered_name, self.display_name, self.curr_step)
         if found is None:
-            log.info("No checkpoint of %s up to step %d in %r: starting afresh", self.display_name, self.curr_step, self.checkpoint_dir)
+            log.info(
+                "No checkpoint of %s up to step %d in %r: starting afresh",
+                self.display_name,
+                self.curr_step,
+                self.checkpoint_dir,
+            )
             return
         path, attributes = found
         for name, value in attributes.items():
@@ -425,7 +468,9 @@ class BaseEnv(ABC):
         await self.server.close()
 
     async def add_train_workers(self) -> None:
-        """Called ten times a second: start what the queue policy allows. An override may do nothing, and send groups by itself."""
+        """Called ten times a second: start what the queue policy allows. An override may do nothing, and send groups
+        by itself.
+        """
         await self.start_groups()
 
     async def start_groups(self) -> None:

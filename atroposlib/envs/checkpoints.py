@@ -1,4 +1,5 @@
-"""An environment's own checkpoints: `CHECKPOINT_DIR/env_checkpoints/NAME/step-N.json`, each an object of attributes to set again.
+"""An environment's own checkpoints: `CHECKPOINT_DIR/env_checkpoints/NAME/step-N.json`, each an object of attributes to
+set again.
 
 Each is written whole. One that was damaged since is passed over for the one before it, with a log line.
 """
@@ -27,7 +28,9 @@ def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) 
 
 
 def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[Path, dict[str, Any]] | None:
-    """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a restart gets."""
+    """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a
+    restart gets.
+    """
     for path in _candidates(checkpoint_dir, name, display_name, step):
         try:
             attributes = orjson.loads(path.read_bytes())
@@ -42,7 +45,9 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
 
 def _candidates(checkpoint_dir: str, name: str, display_name: str, step: int) -> Iterator[Path]:
     root = _root(checkpoint_dir)
-    numbered = [folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()]
+    numbered = [
+        folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()
+    ]
     for folder in dict.fromkeys([root / name, *numbered]):
         yield from (path for saved, path in _newest_first(folder) if saved <= step)
 

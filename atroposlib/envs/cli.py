@@ -1,11 +1,13 @@
-"""`python environment.py serve | process | evaluate`: one configuration tree from flags and YAML, one command, one exit code.
+"""`python environment.py serve | process | evaluate`: one configuration tree from flags and YAML, one command, one
+exit code.
 
     --env.<field>      the environment's configuration           --slurm, --testing     how the inference servers are found
     --openai.<field>   that of its one inference server          --config FILE.yaml     keys env, openai (or a list), slurm, testing
     --teacher.<field>  that of a teacher, for environments with one (`teacher_distillation_env.py`)
 
-Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree, without keys.
-Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and terminated.
+Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree,
+without keys. Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and
+terminated.
 """
 
 import asyncio
@@ -50,7 +52,9 @@ class EnvTree(Config):
     slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")
     testing: bool = Field(default=False, description="Use one in-process harness with canned replies for inference.")
     max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
-    proxy_url: str | None = Field(default=None, description="Address of a managed proxy; that of ATROPOS_PROXY_URL if unset.")
+    proxy_url: str | None = Field(
+        default=None, description="Address of a managed proxy; that of ATROPOS_PROXY_URL if unset."
+    )
 
 
 class TeacherTree(EnvTree):
@@ -59,7 +63,7 @@ class TeacherTree(EnvTree):
     teacher: Any = None
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------------------------
 
 
 async def run_serve(env: "BaseEnv", tree: EnvTree) -> None:
@@ -104,7 +108,9 @@ def main(env_cls: type["BaseEnv"], argv: Sequence[str] | None = None, default_co
 
 
 async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
-    """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if it is a bug."""
+    """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if
+    it is a bug.
+    """
     try:
         await fill_in_models(tree.env, tree.openai)
         if isinstance(tree, TeacherTree) and tree.teacher is not None:
@@ -147,7 +153,7 @@ def _exit(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-# --- configuration ----------------------------------------------------------------------------------------------------
+# --- configuration --------------------------------------------------------------------------------------------------
 
 
 def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
@@ -158,8 +164,12 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     if issubclass(env_cls, TeacherDistillationEnv):
         base, entries["teacher"] = TeacherTree, _server_entry("teacher", env_cls.teacher_config_init(), arguments, prog)
     env = _strict(type(env_config))
-    fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {name: entry.field for name, entry in entries.items()}
-    defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {name: entry.given for name, entry in entries.items()}
+    fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {
+        name: entry.field for name, entry in entries.items()
+    }
+    defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {
+        name: entry.given for name, entry in entries.items()
+    }
     bases: Any = (ForeignKeys, base)
     tree_cls: type[EnvTree] = create_model("EnvTree", __base__=bases, **fields)
     tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
@@ -177,7 +187,9 @@ def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ServerEntry:
-    """A group of inference servers in the tree: whether it is a list, of which class, and what is `given` before YAML and flags."""
+    """A group of inference servers in the tree: whether it is a list, of which class, and what is `given` before YAML
+    and flags.
+    """
 
     server_cls: type[ServerBaseline]
     several: bool
@@ -199,19 +211,33 @@ class ServerEntry:
 
 
 def _server_entry(name: str, servers: Any, arguments: Sequence[str], prog: str) -> ServerEntry:
-    """The entry of `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Exits 2 on flags for several."""
+    """The entry of `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Exits 2 on flags
+    for several.
+    """
     servers = list(servers) if isinstance(servers, Sequence) else servers
     yaml_servers = _yaml_servers(arguments, name)
     flagged = any(argument.startswith(f"--{name}.") for argument in arguments)
-    count = len(yaml_servers) if isinstance(yaml_servers, list) else 1 if isinstance(yaml_servers, dict) else _count(servers)
+    count = (
+        len(yaml_servers)
+        if isinstance(yaml_servers, list)
+        else 1
+        if isinstance(yaml_servers, dict)
+        else _count(servers)
+    )
     if count > 1 and flagged:
         _exit(
-            f"{prog}: error: --{name}.* sets one inference server but {count} are configured; list them under `{name}:` in a --config file"
+            f"{prog}: error: --{name}.* sets one inference server but {count} are configured; list them under `{name}:`"
+            " in a --config file"
         )
     several = count > 1 or isinstance(yaml_servers, list)
     asked = flagged or yaml_servers is not None
     server_cls = APIServerConfig if asked or servers is None or _has_address(servers) else ServerBaseline
-    return ServerEntry(server_cls, several, {} if servers is None else _server_defaults(servers, several), servers is None and not asked)
+    return ServerEntry(
+        server_cls,
+        several,
+        {} if servers is None else _server_defaults(servers, several),
+        servers is None and not asked,
+    )
 
 
 class ForeignKeys(BaseModel):
@@ -224,7 +250,11 @@ class ForeignKeys(BaseModel):
     @classmethod
     def _leave_out(cls, values: Any) -> Any:
         known = known_keys(cls)
-        foreign = [key for key in values if key not in known and not nearest(str(key), known)] if isinstance(values, Mapping) else []
+        foreign = (
+            [key for key in values if key not in known and not nearest(str(key), known)]
+            if isinstance(values, Mapping)
+            else []
+        )
         for key in foreign:
             log.warning("Ignoring the key '%s', which %s does not know", key, cls.__name__)
         return {key: values[key] for key in values if key not in foreign} if foreign else values
@@ -278,7 +308,7 @@ def _yaml_servers(arguments: Sequence[str], name: str) -> Any:
     return None
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------------------------
 
 
 def _run_until_stopped(main_coroutine: Callable[[], Awaitable[int]]) -> int:

@@ -23,18 +23,38 @@ class BaseEnvConfig(BaseModel):
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     group_size: int = Field(default=4, ge=1, description="Samples of one item that are scored together.")
-    max_num_workers: int = Field(default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the servers.")
-    max_eval_workers: int = Field(default=16, ge=1, description="Evaluation items in flight, for environments that bound them.")
+    max_num_workers: int = Field(
+        default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the servers."
+    )
+    max_eval_workers: int = Field(
+        default=16, ge=1, description="Evaluation items in flight, for environments that bound them."
+    )
     max_num_workers_per_node: int = Field(default=8, ge=1, description="Groups in flight per inference server.")
-    steps_per_eval: int = Field(default=100, description="Policy versions between evaluations; 0 or less never evaluates.")
-    eval_at_start: bool = Field(default=False, description="Evaluate policy version 0 too, before training data is sampled.")
-    max_token_length: int = Field(default=2048, description="Context that this environment needs; with it the API weighs environments.")
-    eval_handling: EvalHandlingEnum = Field(default=EvalHandlingEnum.STOP_TRAIN, description="Sampling of training data while evaluating.")
-    eval_limit_ratio: float = Field(default=0.5, ge=0, le=1, description="Share of workers left under eval_handling LIMIT_TRAIN.")
-    inference_weight: float = Field(default=1.0, description="Share of the inference servers, relative to other environments.")
+    steps_per_eval: int = Field(
+        default=100, description="Policy versions between evaluations; 0 or less never evaluates."
+    )
+    eval_at_start: bool = Field(
+        default=False, description="Evaluate policy version 0 too, before training data is sampled."
+    )
+    max_token_length: int = Field(
+        default=2048, description="Context that this environment needs; with it the API weighs environments."
+    )
+    eval_handling: EvalHandlingEnum = Field(
+        default=EvalHandlingEnum.STOP_TRAIN, description="Sampling of training data while evaluating."
+    )
+    eval_limit_ratio: float = Field(
+        default=0.5, ge=0, le=1, description="Share of workers left under eval_handling LIMIT_TRAIN."
+    )
+    inference_weight: float = Field(
+        default=1.0, description="Share of the inference servers, relative to other environments."
+    )
     batch_size: int = Field(default=-1, description="Sequences a batch; the API's figure replaces it.")
     max_batches_offpolicy: int = Field(
-        default=3, ge=0, description="Batches in flight and queued at most; 0 also waits until the delivered batch is trained (on-policy)."
+        default=3,
+        ge=0,
+        description=(
+            "Batches in flight and queued at most; 0 also waits until the delivered batch is trained (on-policy)."
+        ),
     )
     tokenizer_name: str = Field(
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
@@ -42,11 +62,17 @@ class BaseEnvConfig(BaseModel):
     )
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
-    rollout_server_token: SecretStr | None = Field(default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"})
-    total_steps: int = Field(default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those.")
+    rollout_server_token: SecretStr | None = Field(
+        default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+    )
+    total_steps: int = Field(
+        default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those."
+    )
     wandb_name: Name | None = Field(default=None, description="Name of this environment; its class's name if unset.")
     num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")
-    num_rollouts_per_group_for_logging: int = Field(default=1, description="Samples of each kept group in the table; -1 means all.")
+    num_rollouts_per_group_for_logging: int = Field(
+        default=1, description="Samples of each kept group in the table; -1 means all."
+    )
     ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")
     data_path_to_save_groups: OutputFileText | None = Field(
         default=None, description="JSONL file for every group; an existing one is kept."
@@ -58,15 +84,25 @@ class BaseEnvConfig(BaseModel):
     metrics_path: OutputFileText | None = Field(default=None, description="JSONL file, one line of metrics per step.")
     min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before figures are logged.")
     include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
-    min_batch_allocation: float | None = Field(default=None, ge=0, le=1, description="Share of every batch that is this environment's.")
-    worker_timeout: float = Field(default=600, description="Seconds one group may take before it is dropped; 0 or less: any time.")
-    max_failed_items: int = Field(
-        default=32, ge=0, description="Of the last 100 items, how many the environment's own code may fail on before the server ends."
+    min_batch_allocation: float | None = Field(
+        default=None, ge=0, le=1, description="Share of every batch that is this environment's."
     )
-    startup_timeout: float = Field(default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server.")
+    worker_timeout: float = Field(
+        default=600, description="Seconds one group may take before it is dropped; 0 or less: any time."
+    )
+    max_failed_items: int = Field(
+        default=32,
+        ge=0,
+        description="Of the last 100 items, how many the environment's own code may fail on before the server ends.",
+    )
+    startup_timeout: float = Field(
+        default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server."
+    )
     thinking_mode: bool = Field(default=False, description="Ask the model to reason before it answers.")
     reasoning_effort: Effort | None = Field(default=None, description="How much; implies thinking_mode.")
-    max_reasoning_tokens: int | None = Field(default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode.")
+    max_reasoning_tokens: int | None = Field(
+        default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode."
+    )
     custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
 
     @property

@@ -23,10 +23,17 @@ class ServedModel(BaseModel):
 
 
 async def fill_in_models(config: BaseEnvConfig, servers: ServerBaseline | list[APIServerConfig]) -> None:
-    """Replace 'default' model and tokenizer names by what the vLLM servers say. Waits for them, up to `startup_timeout`."""
+    """Replace 'default' model and tokenizer names by what the vLLM servers say. Waits for them, up to
+    `startup_timeout`.
+    """
     entries = servers if isinstance(servers, list) else [servers]
     for server in entries:
-        if isinstance(server, APIServerConfig) and server.server_type == "vllm" and server.base_url and server.model_name == DEFAULT:
+        if (
+            isinstance(server, APIServerConfig)
+            and server.server_type == "vllm"
+            and server.base_url
+            and server.model_name == DEFAULT
+        ):
             served = await served_model(server, config.startup_timeout)
             log.info("%s serves %s", server.base_url, served.id)
             server.model_name = served.id
@@ -53,6 +60,10 @@ async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel
         except (aiohttp.ClientError, TimeoutError) as error:
             raise NotYet(str(error) or f"no reply within {REQUEST_TIMEOUT_S:.0f} s") from None
 
-    remedy = "start the inference server, correct --openai.base_url, or name --openai.model_name and --env.tokenizer_name"
-    async with aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session:
+    remedy = (
+        "start the inference server, correct --openai.base_url, or name --openai.model_name and --env.tokenizer_name"
+    )
+    async with aiohttp.ClientSession(
+        trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    ) as session:
         return await wait_for_peer("the name of the served model", url, attempt, timeout_s=timeout_s, remedy=remedy)

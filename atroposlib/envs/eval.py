@@ -6,7 +6,8 @@
 
     asyncio.run(eval_runner(Addition(temperature=0.0, eval_dir="results")))      # --server-url, --model-name, --api-key
 
-Metrics are means over the questions. With `eval_dir` they are written there as `metrics.json`, the samples as `samples.jsonl`.
+Metrics are means over the questions. With `eval_dir` they are written there as `metrics.json`, the samples as
+`samples.jsonl`.
 """
 
 import math
@@ -30,7 +31,9 @@ log = get_logger(__name__)
 
 
 def pass_at_k(m: int, c: float, k: int) -> float:
-    """The chance that one of `k` samples is right, drawn from `m` of which `c` are. Chen et al. 2021, arXiv 2107.03374, equation 1."""
+    """The chance that one of `k` samples is right, drawn from `m` of which `c` are. Chen et al. 2021, arXiv
+    2107.03374, equation 1.
+    """
     return 1.0 - math.comb(m - round(c), k) / math.comb(m, k) if k <= m else 1.0
 
 
@@ -65,7 +68,8 @@ def evaluate_log(
 class EvalBase(ABC):
     """Write `setup_data` and `run_item`. Further keyword arguments become attributes.
 
-    Those that are read here: temperature (0), top_p (1), max_tokens (-1, the server's own), eval_dir (None), verbose (False).
+    Those that are read here: temperature (0), top_p (1), max_tokens (-1, the server's own), eval_dir (None), verbose
+    (False).
     """
 
     temperature: float = 0.0
@@ -102,7 +106,9 @@ class EvalBase(ABC):
 
     async def chat_completion(self, server: Any, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:
         """`n` replies to `messages` of a server, or of a managed one."""
-        parameters = {name: value for name, value in self.get_generation_params().items() if name != "max_tokens" or value >= 0}
+        parameters = {
+            name: value for name, value in self.get_generation_params().items() if name != "max_tokens" or value >= 0
+        }
         reply: ChatCompletion = await server.chat_completion(messages=messages, **parameters)
         return reply
 
@@ -134,11 +140,19 @@ class EvalBase(ABC):
 class EvalRunnerConfig(Config):
     """Flags of an evaluation."""
 
-    server_url: str = Field(default="http://localhost:8000", description="Address of the inference server, with its /v1.")
+    server_url: str = Field(
+        default="http://localhost:8000", description="Address of the inference server, with its /v1."
+    )
     model_name: str = Field(default="default", description="Name that the server knows the model by.")
-    server_type: ServerType = Field(default="openai", description="Protocol of the server; managed servers need one with token ids.")
-    tokenizer_name: str = Field(default="none", description="Tokenizer of managed servers; 'none' means that of model_name.")
-    api_key: SecretStr = Field(default=SecretStr(""), description="Its key.", json_schema_extra={"env": "OPENAI_API_KEY"})
+    server_type: ServerType = Field(
+        default="openai", description="Protocol of the server; managed servers need one with token ids."
+    )
+    tokenizer_name: str = Field(
+        default="none", description="Tokenizer of managed servers; 'none' means that of model_name."
+    )
+    api_key: SecretStr = Field(
+        default=SecretStr(""), description="Its key.", json_schema_extra={"env": "OPENAI_API_KEY"}
+    )
 
 
 async def eval_runner(eval_env: EvalBase, argv: Sequence[str] | None = None) -> dict[str, float]:

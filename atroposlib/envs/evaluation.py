@@ -25,7 +25,11 @@ class Evaluation:
 
     def line(self) -> str:
         """`Held-out accuracy 75.0 % (48/64) at policy version 5 (greedy, 3.4 s)`, with as much of it as is known."""
-        count = f" ({self.metrics['correct']:.0f}/{self.metrics['total']:.0f})" if {"correct", "total"} <= self.metrics.keys() else ""
+        count = (
+            f" ({self.metrics['correct']:.0f}/{self.metrics['total']:.0f})"
+            if {"correct", "total"} <= self.metrics.keys()
+            else ""
+        )
         result = "Evaluated" if self.accuracy is None else f"Held-out accuracy {100 * self.accuracy:.1f} %{count}"
         late = "" if self.served_version == self.policy_version else f" (with version {self.served_version} served)"
         decoding = "greedy, " if self.metrics.get("temperature") == 0 else ""

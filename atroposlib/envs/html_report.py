@@ -1,4 +1,6 @@
-"""A page for people out of a JSONL file of groups: every sample's messages, images and score. All text is escaped, nothing is fetched."""
+"""A page for people out of a JSONL file of groups: every sample's messages, images and score. All text is escaped,
+nothing is fetched.
+"""
 
 import html
 import json
@@ -32,7 +34,9 @@ def write_html(jsonl: Path, page: Path) -> None:
                 try:
                     out.write(group_html(json.loads(line), number))
                 except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{jsonl}:{number + 1} is no group with messages and scores ({error!r})") from error
+                    raise ValueError(
+                        f"{jsonl}:{number + 1} is no group with messages and scores ({error!r})"
+                    ) from error
 
 
 def group_html(group: Mapping[str, Any], number: int) -> str:
@@ -42,12 +46,18 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     # A file may hold fewer messages than scores, or more: what has both is shown.
     images = _images(group, len(scores))
     samples = "".join(_sample_html(*sample) for sample in zip(_conversations(group), scores, images, strict=False))
-    return f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
+    return (
+        f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
+    )
 
 
 def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
     for index in range(len(group.get("messages") or group["scores"])):
-        messages = group["messages"][index] if group.get("messages") else [{"role": "tokens", "content": str(group["tokens"][index])}]
+        messages = (
+            group["messages"][index]
+            if group.get("messages")
+            else [{"role": "tokens", "content": str(group["tokens"][index])}]
+        )
         yield messages if isinstance(messages, list) else [{"role": "text", "content": messages}]
 
 
@@ -59,7 +69,10 @@ def _images(group: Mapping[str, Any], count: int) -> list[Any]:
 
 def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -> str:
     roles = [html.escape(str(message["role"]).capitalize()) for message in messages]
-    parts = [f"<p class=role>{role}</p>{_content_html(message['content'])}" for role, message in zip(roles, messages, strict=True)]
+    parts = [
+        f"<p class=role>{role}</p>{_content_html(message['content'])}"
+        for role, message in zip(roles, messages, strict=True)
+    ]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
     return f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>{shown}{''.join(parts)}</details>"
 

@@ -1,7 +1,7 @@
 """Where an environment's figures go: a JSONL file, Weights & Biases, both, or nowhere.
 
-W&B is on when the configuration wants it and the trainer has named a project. Whatever keeps it from starting costs one log
-line, never the run.
+W&B is on when the configuration wants it and the trainer has named a project. Whatever keeps it from starting costs
+one log line, never the run.
 """
 
 import asyncio
@@ -82,13 +82,18 @@ async def open_wandb(name: str, group: str | None, project: str | None, config: 
             settings=wandb.Settings(init_timeout=WANDB_START_LIMIT_S, silent=True),
         )
     except wandb.Error as error:
-        log.warning("W&B is off: %s (log in with `wandb login`, set WANDB_MODE=offline, or --env.use_wandb false)", _one_line(error))
+        log.warning(
+            "W&B is off: %s (log in with `wandb login`, set WANDB_MODE=offline, or --env.use_wandb false)",
+            _one_line(error),
+        )
         return None
     return WandbSink(run)
 
 
 class Durations:
-    """The most recent durations (s), or counts, of named activities, handed over as mean, std, max, min and forgotten by `take`."""
+    """The most recent durations (s), or counts, of named activities, handed over as mean, std, max, min and forgotten
+    by `take`.
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, deque[float]] = {}
@@ -112,7 +117,9 @@ class Durations:
 
 
 def length_metrics(lengths: list[int], max_token_len: int) -> dict[str, float]:
-    """Figures of completion lengths in tokens; `_p95` is the share above 95 % of `max_token_len`, as the ancestor has it."""
+    """Figures of completion lengths in tokens; `_p95` is the share above 95 % of `max_token_len`, as the ancestor has
+    it.
+    """
     if not lengths:
         return {}
     name = "train/completion_lengths"

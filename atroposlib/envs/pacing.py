@@ -1,9 +1,9 @@
 """When to sample and when to evaluate: pure decisions on figures that the serve loop reads.
 
-The queue policy. A group counts from the moment its sampling starts until the trainer takes it: groups in flight and groups
-queued together never exceed `max_batches_offpolicy` batches. When that is reached nothing new starts; what is in flight is
-finished and kept. With `max_batches_offpolicy` 0 the limit is one batch, and sampling waits besides until the trainer has
-trained on every batch it took, so that all samples come from the policy they train.
+The queue policy. A group counts from the moment its sampling starts until the trainer takes it: groups in flight and
+groups queued together never exceed `max_batches_offpolicy` batches. When that is reached nothing new starts; what is
+in flight is finished and kept. With `max_batches_offpolicy` 0 the limit is one batch, and sampling waits besides
+until the trainer has trained on every batch it took, so that all samples come from the policy they train.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,9 @@ def plan(
     evaluating: bool,
     idle_s: float,
 ) -> Plan:
-    """Groups to start. `in_flight` was counted before `status` was asked for; `idle_s` is the time since the trainer moved on."""
+    """Groups to start. `in_flight` was counted before `status` was asked for; `idle_s` is the time since the trainer
+    moved on.
+    """
     if batch_size <= 0:
         return Plan(0, "the trainer has not said its batch size")
     if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:

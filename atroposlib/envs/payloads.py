@@ -1,7 +1,8 @@
 """Groups of scored sequences, from what an environment returns to what the batching API accepts. Pure functions.
 
-A group holds parallel lists, one entry a sequence: tokens, masks (the token's id where it is trained on, -100 elsewhere), scores,
-inference_logprobs (the sampler's log-probabilities, 1.0 on masked positions), policy_versions ([first, last] a sequence).
+A group holds parallel lists, one entry a sequence: tokens, masks (the token's id where it is trained on, -100
+elsewhere), scores, inference_logprobs (the sampler's log-probabilities, 1.0 on masked positions), policy_versions
+([first, last] a sequence).
 """
 
 import math
@@ -82,7 +83,8 @@ class ScoredDataItem(TypedDict, total=False):
 def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     """One group of `items`, in order. An optional field is set when every item has it, else None.
 
-    Differing generation parameters cannot be the group's: what a trainer reads of them then becomes overrides of each sequence.
+    Differing generation parameters cannot be the group's: what a trainer reads of them then becomes overrides of
+    each sequence.
     """
     group: dict[str, Any] = {key: [item[key] for item in items] for key in REQUIRED}
     for key in PER_SEQUENCE:
@@ -131,7 +133,9 @@ def untrainable(group: Mapping[str, Any], needs: Needs) -> str | None:
 
 
 def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
-    """Why a whole `group` is not to be sent: what was sampled is of no use; or None. `max_token_len` 0 or less is no limit."""
+    """Why a whole `group` is not to be sent: what was sampled is of no use; or None. `max_token_len` 0 or less is no
+    limit.
+    """
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = len(group["tokens"])
     if count != expected:

@@ -1,7 +1,8 @@
-"""Question and answer records: from files, from the hub, or generated. A record of GSM8K is {"question": str, "answer": "... #### 12"}.
+"""Question and answer records: from files, from the hub, or generated. A record of GSM8K is {"question": str,
+"answer": "... #### 12"}.
 
-The hub is read by a child process (`hub_download.py`) that is killed at its deadline: the hub's client retries for minutes,
-and no thread can be stopped.
+The hub is read by a child process (`hub_download.py`) that is killed at its deadline: the hub's client retries for
+minutes, and no thread can be stopped.
 """
 
 import asyncio
@@ -37,7 +38,9 @@ class Problem:
 
     @property
     def result(self) -> str:
-        r"""The result alone: what follows the last `####` (without thousands separators), else the last \boxed{}, else the answer."""
+        r"""The result alone: what follows the last `####` (without thousands separators), else the last \boxed{}, else
+        the answer.
+        """
         _, mark, marked = self.answer.rpartition(ANSWER_MARK)
         return marked.strip().replace(",", "") if mark else extract_boxed(self.answer) or self.answer.strip()
 
@@ -75,9 +78,13 @@ def arithmetic_problems(held_out: int, seed: int = ARITHMETIC_SEED) -> ProblemSe
 
 
 def split(problems: Sequence[Problem], held_out: int, seed: int, source: str) -> ProblemSet:
-    """`problems` shuffled by `seed`, the first `held_out` of them held out. Raises DataError when none is left to train on."""
+    """`problems` shuffled by `seed`, the first `held_out` of them held out. Raises DataError when none is left to
+    train on.
+    """
     if held_out >= len(problems):
-        raise DataError(f"{source} has {len(problems)} problems, of which heldout_size {held_out} leaves none to train on; lower it")
+        raise DataError(
+            f"{source} has {len(problems)} problems, of which heldout_size {held_out} leaves none to train on; lower it"
+        )
     shuffled = random.Random(seed).sample(list(problems), len(problems))
     return ProblemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
 
@@ -88,14 +95,19 @@ def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"cannot read problems from {path}: {error.strerror}") from error
-    problems = [_problem(line, f"{path}:{number}", fields) for number, line in enumerate(lines, start=1) if line.strip()]
+    problems = [
+        _problem(line, f"{path}:{number}", fields) for number, line in enumerate(lines, start=1) if line.strip()
+    ]
     if not problems:
         raise DataError(f"{path} holds no problems; write one {fields.shape} a line")
     return problems
 
 
-def read_problem_set(path: Path, test_path: Path | None, held_out: int, seed: int, fields: Fields = GSM8K_FIELDS) -> ProblemSet:
-    """A folder with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is held out.
+def read_problem_set(
+    path: Path, test_path: Path | None, held_out: int, seed: int, fields: Fields = GSM8K_FIELDS
+) -> ProblemSet:
+    """A folder with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is held
+    out.
 
     At most `held_out` problems of a test file are taken, by `seed`.
     """
@@ -126,7 +138,9 @@ async def hub_problem_set(
 
 
 async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
-    remedy = "check the network, or pass --env.dataset arithmetic or generated, or --env.dataset_path with local jsonl files"
+    remedy = (
+        "check the network, or pass --env.dataset arithmetic or generated, or --env.dataset_path with local jsonl files"
+    )
     child = await asyncio.create_subprocess_exec(
         sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
     )
@@ -134,13 +148,17 @@ async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
         async with asyncio.timeout(deadline_s):
             _, said = await child.communicate()
     except TimeoutError:
-        raise DataError(f"the hub did not give {arguments[0]} within {deadline_s:.0f} s (--env.hub_timeout); {remedy}") from None
+        raise DataError(
+            f"the hub did not give {arguments[0]} within {deadline_s:.0f} s (--env.hub_timeout); {remedy}"
+        ) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             child.kill()
         await child.wait()
     if child.returncode != 0:
-        reason = next((line for line in reversed(said.decode(errors="replace").splitlines()) if line.strip()), "no reason given")
+        reason = next(
+            (line for line in reversed(said.decode(errors="replace").splitlines()) if line.strip()), "no reason given"
+        )
         raise DataError(f"the hub did not give {arguments[0]}: {reason.strip()[:300]}; {remedy}")
 
 

@@ -19,9 +19,13 @@ LONGEST_PAUSE_S = 10.0
 
 
 async def process(env: BaseEnv) -> None:
-    """Sample one group after the other, then render the page. Raises ProcessError after a hundred items that gave none."""
+    """Sample one group after the other, then render the page. Raises ProcessError after a hundred items that gave
+    none.
+    """
     if env.jsonl_writer is None or env.total_steps <= 0:
-        raise ProcessError("process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0")
+        raise ProcessError(
+            "process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0"
+        )
     env.process_mode = True
     try:
         await wait_for_inference(env)

@@ -1,9 +1,10 @@
-"""`QuestionEnv`: an environment that asks a question and scores the answer. The author writes the task, the rest is here.
+"""`QuestionEnv`: an environment that asks a question and scores the answer. The author writes the task, the rest is
+here.
 
     training_item(number) ──▶ prompt(item) ──▶ rollouts: `group_size` answers ──▶ score(item, answer) ──▶ group
 
-Items are numbered, and an item is a function of its number and the seed alone. So a resumed run goes on where its checkpoint was
-written, and two runs with one seed ask the same. A multi-turn environment overrides `rollouts`.
+Items are numbered, and an item is a function of its number and the seed alone. So a resumed run goes on where its
+checkpoint was written, and two runs with one seed ask the same. A multi-turn environment overrides `rollouts`.
 """
 
 import asyncio
@@ -53,7 +54,9 @@ class QuestionEnv(BaseEnv):
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
 
-    def __init__(self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
+    def __init__(
+        self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
+    ) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
         self.held_out: Sequence[Item] = []
@@ -103,7 +106,12 @@ class QuestionEnv(BaseEnv):
         messages = self.conversation(item)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             reply = await managed.chat_completion(
-                messages=messages, n=n, max_tokens=self.config.max_new_tokens, temperature=temperature, top_p=top_p, split=split
+                messages=messages,
+                n=n,
+                max_tokens=self.config.max_new_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                split=split,
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
@@ -111,7 +119,9 @@ class QuestionEnv(BaseEnv):
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """A group of scored answers; None when one of them could not be scored."""
-        rollouts = await self.rollouts(item, self.config.group_size, "train", self.config.temperature, self.config.top_p)
+        rollouts = await self.rollouts(
+            item, self.config.group_size, "train", self.config.temperature, self.config.top_p
+        )
         scores = await gather_or_cancel([self._score(item, rollout) for rollout in rollouts])
         known = [score for score in scores if score is not None]
         self.scores.extend(known)
@@ -136,7 +146,13 @@ class QuestionEnv(BaseEnv):
         scores = [score for _, _, score in results if score is not None]
         correct = sum(score >= self.right_from for score in scores)
         shares = {"accuracy": correct / len(scores), "mean_score": sum(scores) / len(scores)} if scores else {}
-        metrics = {**shares, "correct": correct, "total": len(scores), "unscored": len(results) - len(scores), "temperature": 0.0}
+        metrics = {
+            **shares,
+            "correct": correct,
+            "total": len(scores),
+            "unscored": len(results) - len(scores),
+            "temperature": 0.0,
+        }
         if self.config.data_dir_to_save_evals is not None:
             samples = [{"messages": rollout.messages, "score": score} for _, rollout, score in results]
             await self.evaluate_log(metrics, samples=samples, verbose=False)
@@ -171,7 +187,9 @@ def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[st
     return [*said, {"role": "assistant", "content": text}]
 
 
-def scored_group(rollouts: Sequence[Rollout], scores: Sequence[float], sampling: Mapping[str, float]) -> ScoredDataGroup:
+def scored_group(
+    rollouts: Sequence[Rollout], scores: Sequence[float], sampling: Mapping[str, float]
+) -> ScoredDataGroup:
     """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
     nodes = [rollout.node for rollout in rollouts]
     versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]

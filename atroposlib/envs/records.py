@@ -34,7 +34,9 @@ class JsonlWriter:
 
 
 def unused_path(path: Path) -> Path:
-    """`path`, or with the first number that makes it the name of no file. Raises NotRegularFile for a device or a link."""
+    """`path`, or with the first number that makes it the name of no file. Raises NotRegularFile for a device or a
+    link.
+    """
     number, candidate = 0, expect_regular(path)
     while candidate.exists():
         number += 1
@@ -59,7 +61,9 @@ def append_line(file: IO[bytes], record: Mapping[str, Any]) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         file.truncate(end)
-        raise RecordError(f"cannot write {len(line)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere") from error
+        raise RecordError(
+            f"cannot write {len(line)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere"
+        ) from error
 
 
 def crossed(old: int, new: int, interval: int) -> int | None:
@@ -72,12 +76,19 @@ def crossed(old: int, new: int, interval: int) -> int | None:
 
 def markdown_table(metrics: Mapping[str, Any]) -> str:
     """`metrics` as a table to print."""
-    rows = [f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |" for name, value in metrics.items()]
+    rows = [
+        f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |"
+        for name, value in metrics.items()
+    ]
     return "\n".join(["| Metric | Value |", "|---|---|", *rows])
 
 
 def write_eval_results(
-    folder: Path, results: Mapping[str, Any], task: str, general: Mapping[str, Any], samples: Sequence[Mapping[str, Any]] | None
+    folder: Path,
+    results: Mapping[str, Any],
+    task: str,
+    general: Mapping[str, Any],
+    samples: Sequence[Mapping[str, Any]] | None,
 ) -> None:
     """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole."""
     content = {"config_general": general, "results": {f"atropos|{task}|0": results, "all": results}}

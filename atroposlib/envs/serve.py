@@ -2,8 +2,9 @@
 
     inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered ─▶ loop ─▶ last evaluation ─▶ disconnect
 
-A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and write figures;
-start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to make room.
+A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and
+write figures; start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to
+make room.
 """
 
 import asyncio
@@ -38,7 +39,9 @@ async def serve(env: BaseEnv) -> None:
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
     token = env.config.rollout_server_token
-    async with BatchingApiClient(env.config.rollout_server_url, None if token is None else token.get_secret_value()) as client:
+    async with BatchingApiClient(
+        env.config.rollout_server_url, None if token is None else token.get_secret_value()
+    ) as client:
         loop = ServeLoop(env, client)
         try:
             await loop.start_up()
@@ -53,7 +56,9 @@ class ServeLoop:
     def __init__(self, env: BaseEnv, client: BatchingApiClient) -> None:
         self.env = env
         self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
-        self.pool = WorkerPool(env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env))))
+        self.pool = WorkerPool(
+            env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
+        )
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         env.start_groups = self._sample  # type: ignore[method-assign]
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
@@ -79,10 +84,16 @@ class ServeLoop:
         await self._await_open_run()
         while True:
             turn_began = time.monotonic()
-            in_flight = self.pool.in_flight  # before the status is asked for: a group must not slip between the two counts
+            in_flight = (
+                self.pool.in_flight
+            )  # before the status is asked for: a group must not slip between the two counts
             status = await self.env.get_status()
             if self.schedule.went_back(status.version):
-                log.info("Policy version %d follows %d: another trainer has taken over", status.version, self.env.policy_version)
+                log.info(
+                    "Policy version %d follows %d: another trainer has taken over",
+                    status.version,
+                    self.env.policy_version,
+                )
                 await self._join_again()
             await self._follow(status)
             if status.version >= self.env.total_steps:
@@ -108,7 +119,9 @@ class ServeLoop:
             async with asyncio.timeout(GOODBYE_LIMIT_S):
                 await self.link.leave()
         except TimeoutError:
-            log.warning("Left without disconnecting: %s did not reply within %g s", self.link.client.url, GOODBYE_LIMIT_S)
+            log.warning(
+                "Left without disconnecting: %s did not reply within %g s", self.link.client.url, GOODBYE_LIMIT_S
+            )
         await self.env.close()
 
     async def _await_open_run(self) -> None:
@@ -131,7 +144,9 @@ class ServeLoop:
         await self.link.leave()
         timeout_s = self.env.config.startup_timeout
         remedy = "start a trainer that has steps left"
-        await wait_for_peer("a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy=remedy, every_s=REJOIN_S)
+        await wait_for_peer(
+            "a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy=remedy, every_s=REJOIN_S
+        )
 
     async def _join_again(self) -> None:
         """Leave and join, to learn what the new trainer wants."""
@@ -238,21 +253,32 @@ class ServeLoop:
     async def _evaluate(self, version: int) -> None:
         env = self.env
         evaluation = await self._evaluation_of(version)
-        keep(evaluation, env.display_name, evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals))
+        keep(
+            evaluation,
+            env.display_name,
+            evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals),
+        )
         metrics = evaluation.metrics | {"served_version": float(evaluation.served_version)}
         await self.link.post_evaluation(version, evaluation.accuracy, metrics)
-        await env.wandb_log({key if key.startswith("eval/") else f"eval/{key}": value for key, value in evaluation.metrics.items()})
+        await env.wandb_log(
+            {key if key.startswith("eval/") else f"eval/{key}": value for key, value in evaluation.metrics.items()}
+        )
 
     async def _evaluation_of(self, version: int) -> Evaluation:
-        """The evaluation, tried three times; one that failed for good has no accuracy, so that a trainer need not wait for it."""
+        """The evaluation, tried three times; one that failed for good has no accuracy, so that a trainer need not wait
+        for it.
+        """
         log.info("Evaluating policy version %d", version)
         for attempt in range(1, EVALUATION_TRIES + 1):
             try:
                 evaluation = await evaluate_version(self._evaluate_env, version, self.env.policy_version)
             except EnvError:
                 raise
-            except Exception:  # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
-                log.exception("The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES)
+            # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
+            except Exception:
+                log.exception(
+                    "The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES
+                )
                 self.env.counts["evaluations_failed"] += 1
             else:
                 log.info("%s", evaluation.line())
@@ -267,7 +293,9 @@ class ServeLoop:
 
 
 async def wait_for_inference(env: BaseEnv) -> None:
-    """Return when one of the environment's inference servers answers; those without a health check count as answering."""
+    """Return when one of the environment's inference servers answers; those without a health check count as
+    answering.
+    """
     servers = [server for server in env.server.servers if server.config.health_check]
     if len(servers) < len(env.server.servers):
         return
@@ -279,4 +307,6 @@ async def wait_for_inference(env: BaseEnv) -> None:
 
     peer = ", ".join(server.name for server in servers)
     remedy = "start the inference server, or correct --openai.base_url"
-    await wait_for_peer("an answer of the inference server", peer, attempt, timeout_s=env.config.startup_timeout, remedy=remedy)
+    await wait_for_peer(
+        "an answer of the inference server", peer, attempt, timeout_s=env.config.startup_timeout, remedy=remedy
+    )

@@ -1,10 +1,12 @@
-"""`TeacherDistillationEnv`: groups that carry, beside the samples, what a second model would have said at each of their tokens.
+"""`TeacherDistillationEnv`: groups that carry, beside the samples, what a second model would have said at each of
+their tokens.
 
     accepted group ──tokens──▶ teacher server (prompt log-probabilities) ──▶ distill_token_ids, distill_logprobs [sequence][position][k]
 
-The teacher is another server with flags of its own (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have the student's
-vocabulary, since ids are compared with ids. At each position the sequence's own token comes first, then the teacher's
-likeliest others; nothing precedes the first position, so its lists are empty. A group that the teacher fails on is sent without.
+The teacher is another server with flags of its own (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have
+the student's vocabulary, since ids are compared with ids. At each position the sequence's own token comes first,
+then the teacher's likeliest others; nothing precedes the first position, so its lists are empty. A group that the
+teacher fails on is sent without.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ class TeacherDistillationConfig(BaseEnvConfig):
 
     teacher_enabled: bool = Field(default=False, description="Ask the teacher about every accepted group.")
     teacher_top_k: int = Field(
-        default=0, ge=-1, description="Likeliest tokens a position, beside the sequence's own; 0: that alone, -1: ask nothing."
+        default=0,
+        ge=-1,
+        description="Likeliest tokens a position, beside the sequence's own; 0: that alone, -1: ask nothing.",
     )
 
 
@@ -57,12 +61,14 @@ class TeacherDistillationEnv(BaseEnv):
         servers = teacher_server_configs or self.teacher_servers
         if servers is None:
             raise ValueError(
-                "teacher_enabled, but no teacher server configuration was provided: pass --teacher.base_url and --teacher.model_name, "
-                "override teacher_config_init, or pass teacher_server_configs"
+                "teacher_enabled, but no teacher server configuration was provided: pass --teacher.base_url and"
+                " --teacher.model_name, override teacher_config_init, or pass teacher_server_configs"
             )
         given = [servers] if isinstance(servers, APIServerConfig) else servers
         self.teacher_server = ServerManager(given, slurm=False, testing=False)
-        self._validate_teacher_tokenizer_compatibility((given if isinstance(given, ServerBaseline) else given[0]).tokenizer_id)
+        self._validate_teacher_tokenizer_compatibility(
+            (given if isinstance(given, ServerBaseline) else given[0]).tokenizer_id
+        )
 
     @classmethod
     def teacher_config_init(cls) -> TeacherServers:
@@ -87,7 +93,9 @@ class TeacherDistillationEnv(BaseEnv):
         try:
             teacher = load_tokenizer(teacher_tokenizer_name)
         except OSError as error:
-            raise ValueError(f"{refusal}, and the teacher's cannot be compared: {error}; set --teacher.tokenizer_name") from error
+            raise ValueError(
+                f"{refusal}, and the teacher's cannot be compared: {error}; set --teacher.tokenizer_name"
+            ) from error
         if teacher.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(f"{refusal}, the teacher's {teacher_tokenizer_name!r} has another vocabulary")
 
@@ -102,13 +110,20 @@ class TeacherDistillationEnv(BaseEnv):
         fetched = [answer for answer in answers if not isinstance(answer, BaseException)]
         if len(fetched) < len(answers):
             failures = [answer for answer in answers if isinstance(answer, BaseException)]
-            log.warning("A group goes without the teacher, who failed on %d of %d sequences: %s", len(failures), len(answers), failures[0])
+            log.warning(
+                "A group goes without the teacher, who failed on %d of %d sequences: %s",
+                len(failures),
+                len(answers),
+                failures[0],
+            )
             return group
         group["distill_token_ids"] = [ids for ids, _ in fetched]
         group["distill_logprobs"] = [logprobs for _, logprobs in fetched]
         return group
 
-    async def _fetch_teacher_for_sequence(self, token_ids: list[int], top_k: int) -> tuple[list[list[int]], list[list[float]]]:
+    async def _fetch_teacher_for_sequence(
+        self, token_ids: list[int], top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
         """Ids and log-probabilities, each [position][k]. Raises ValueError unless there is one entry a token."""
         assert self.teacher_server is not None
         answer = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, split="train")

@@ -35,7 +35,14 @@ async def wait_for_peer(
             if waited >= timeout_s:
                 raise PeerError(f"no {what} from {peer} within {timeout_s:g} s ({reason}); {remedy}") from None
             if time.monotonic() >= next_report:
-                log.info("Waiting for %s from %s, %.0f s of at most %.0f s so far (%s)", what, peer, waited, timeout_s, reason)
+                log.info(
+                    "Waiting for %s from %s, %.0f s of at most %.0f s so far (%s)",
+                    what,
+                    peer,
+                    waited,
+                    timeout_s,
+                    reason,
+                )
                 next_report += REPORT_EVERY_S
             await asyncio.sleep(min(every_s, max(0.0, timeout_s - waited)))
             continue

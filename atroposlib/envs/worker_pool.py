@@ -28,9 +28,9 @@ class Worker:
 class WorkerPool:
     """Runs `handle` on items, as tasks that stand in `tasks`.
 
-    An item whose handling raises is logged with its traceback, counted by `on_end` and by `budget`, and dropped; nothing starts for
-    a while that doubles with each failure in a row, up to half a minute. An EnvError is no failure of an item: it is kept in `fatal`,
-    as is a spent budget.
+    An item whose handling raises is logged with its traceback, counted by `on_end` and by `budget`, and dropped;
+    nothing starts for a while that doubles with each failure in a row, up to half a minute. An EnvError is no
+    failure of an item: it is kept in `fatal`, as is a spent budget.
     """
 
     def __init__(
@@ -76,7 +76,11 @@ class WorkerPool:
     def drop_overdue(self, limit_s: float) -> int:
         """Cancel workers that run for more than `limit_s` seconds and drop their items; how many."""
         now = time.monotonic()
-        overdue = {task: worker for task, worker in self._workers.items() if now - worker.since > limit_s and not task.cancelling()}
+        overdue = {
+            task: worker
+            for task, worker in self._workers.items()
+            if now - worker.since > limit_s and not task.cancelling()
+        }
         for task, worker in overdue.items():
             log.warning("Dropping an item after %.0f s (--env.worker_timeout): %s", limit_s, shown(worker.item))
             task.cancel()

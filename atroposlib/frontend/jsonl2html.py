@@ -1,4 +1,6 @@
-"""`python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]`: a page out of a file of groups. See `atroposlib.envs.html_report`."""
+"""`python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]`: a page out of a file of groups. See
+`atroposlib.envs.html_report`.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +16,9 @@ def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
 
 
 def generate_html(input_path: str, output_path: str | None = None) -> Path:
-    """Write the page of `input_path`, beside it unless told where, and return its path. Raises OSError, or ValueError naming the line."""
+    """Write the page of `input_path`, beside it unless told where, and return its path. Raises OSError, or ValueError
+    naming the line.
+    """
     page = Path(output_path) if output_path else Path(input_path).with_suffix(".html")
     write_html(Path(input_path), page)
     return page

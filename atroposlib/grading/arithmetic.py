@@ -26,7 +26,9 @@ class Computed:
 
 
 def compute(text: str) -> Computed:
-    """The exact value of `text`. Raises ExpressionError for anything but numbers, + - * / and brackets, and for a division by zero."""
+    """The exact value of `text`. Raises ExpressionError for anything but numbers, + - * / and brackets, and for a
+    division by zero.
+    """
     if len(text) > MAX_CHARS:
         raise ExpressionError(f"{len(text)} characters, at most {MAX_CHARS} are read")
     parser = _Parser(_tokens(text.translate(SPELLINGS)))

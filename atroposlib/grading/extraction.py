@@ -30,7 +30,9 @@ def last_number(text: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""What stands in the last closed \boxed{...} of `text`, braces balanced, blanks stripped; None when that is nothing."""
+    r"""What stands in the last closed \boxed{...} of `text`, braces balanced, blanks stripped; None when that is
+    nothing.
+    """
     end = len(text)
     while (start := text.rfind(BOXED, 0, end)) >= 0:
         # A box that is open where a later one begins stays open: that one's brace is never closed.

@@ -1,4 +1,5 @@
-"""Compare an answer with the known result by math-verify, in child processes that are killed when they take too long.
+"""Compare an answer with the known result by math-verify, in child processes that are killed when they take too
+long.
 
     asyncio task ──▶ Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
                                         └─ no reply in time: kill, restart on the next call ──▶ grader_failed
@@ -40,8 +41,12 @@ class GraderSettings(Config):
     """Limits of grading."""
 
     processes: int = Field(default=1, ge=1, le=64, description="Child processes that grade at the same time.")
-    time_limit_s: float = Field(default=5.0, gt=0, description="Seconds one answer may take before its process is killed.")
-    start_limit_s: float = Field(default=60.0, gt=0, description="Seconds a child process may take to import math-verify.")
+    time_limit_s: float = Field(
+        default=5.0, gt=0, description="Seconds one answer may take before its process is killed."
+    )
+    start_limit_s: float = Field(
+        default=60.0, gt=0, description="Seconds a child process may take to import math-verify."
+    )
 
 
 class Grader:
@@ -49,7 +54,9 @@ class Grader:
 
     def __init__(self, settings: GraderSettings | None = None) -> None:
         settings = settings or GraderSettings()
-        self._pool = ChildPool(CHILD, count=settings.processes, time_limit_s=settings.time_limit_s, start_limit_s=settings.start_limit_s)
+        self._pool = ChildPool(
+            CHILD, count=settings.processes, time_limit_s=settings.time_limit_s, start_limit_s=settings.start_limit_s
+        )
         self.outcomes: Counter[Outcome] = Counter()
 
     async def grade(self, answer: str | None, gold: str) -> Outcome:
@@ -69,7 +76,9 @@ class Grader:
         # math-verify would read another box, or 5$3 as 53
         if closes_the_box or OTHER_ANSWER.search(answer.strip(" $")):
             return Outcome.UNPARSEABLE
-        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):  # where math-verify says the same, and a process is not needed
+        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(
+            gold
+        ):  # where math-verify says the same, and a process is not needed
             return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         try:
             reply = await self._pool.ask({"gold": gold, "answer": answer})

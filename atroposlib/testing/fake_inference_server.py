@@ -1,13 +1,14 @@
-"""An inference server without a model: deterministic replies on the routes of the real one, for tests and for trying environments.
+"""An inference server without a model: deterministic replies on the routes of the real one, for tests and for trying
+environments.
 
     async with FakeInferenceServer(answer=lambda prompt: "4") as server:   # a free loopback port
         config = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)
 
     python -m atroposlib.testing.fake_inference_server --port 9001 --answer "The answer is 4."
 
-Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text of a reply comes
-from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`. Tests steer the server while it
-runs: `policy_version`, `delay_s`, `healthy`, `heeds_n`, `fail_next`.
+Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text
+of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`.
+Tests steer the server while it runs: `policy_version`, `delay_s`, `healthy`, `heeds_n`, `fail_next`.
 """
 
 import asyncio
@@ -41,8 +42,9 @@ def fake_logprob(token_id: int, position: int) -> float:
 class FakeInferenceServer:
     """Listens from `start` to `close`, or as an async context manager. `port` 0 takes a free one.
 
-    Requests are recorded in `requests` (path and JSON body) and counted by path in `hits`. A reply ends with the tokenizer's
-    end-of-sequence token and "stop", or is cut at max_tokens with "length". With `api_key`, requests without it get 401.
+    Requests are recorded in `requests` (path and JSON body) and counted by path in `hits`. A reply ends with the
+    tokenizer's end-of-sequence token and "stop", or is cut at max_tokens with "length". With `api_key`, requests
+    without it get 401.
     """
 
     def __init__(
@@ -111,7 +113,9 @@ class FakeInferenceServer:
         await self.start()
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.close()
 
     # --- routes ---------------------------------------------------------------------------------------------------
@@ -129,7 +133,9 @@ class FakeInferenceServer:
             status, headers = self._failures.popleft()
             if status == 0 and request.transport is not None:
                 request.transport.abort()
-            return web.json_response({"error": {"message": f"made to fail with {status}"}}, status=status or 500, headers=headers)
+            return web.json_response(
+                {"error": {"message": f"made to fail with {status}"}}, status=status or 500, headers=headers
+            )
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         try:
@@ -146,7 +152,9 @@ class FakeInferenceServer:
     async def _models(self, request: web.Request) -> web.Response:
         if not self.healthy:
             return web.Response(status=503)
-        return web.json_response({"object": "list", "data": [{"id": self.model_name, "root": self.model_name, "object": "model"}]})
+        return web.json_response(
+            {"object": "list", "data": [{"id": self.model_name, "root": self.model_name, "object": "model"}]}
+        )
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -159,7 +167,9 @@ class FakeInferenceServer:
             "finish_reasons": [reason for _, reason in samples],
             "prompt_token_ids": ids,
             "token_ids": [tokens for tokens, _ in samples],
-            "logprobs": [[[{token: fake_logprob(token, at)}] for at, token in enumerate(tokens)] for tokens, _ in samples],
+            "logprobs": [
+                [[{token: fake_logprob(token, at)}] for at, token in enumerate(tokens)] for tokens, _ in samples
+            ],
             "policy_versions": [[self.policy_version, self.policy_version] for _ in samples],
         }
         if body.get("prompt_logprobs") is not None:
@@ -183,7 +193,10 @@ class FakeInferenceServer:
         body = await request.json()
         ids = self.tokenizer.encode(body["prompt"])
         samples = self._sample(ids, body)
-        choices = [{"index": index, "finish_reason": reason, "text": self._text(tokens)} for index, (tokens, reason) in enumerate(samples)]
+        choices = [
+            {"index": index, "finish_reason": reason, "text": self._text(tokens)}
+            for index, (tokens, reason) in enumerate(samples)
+        ]
         return web.json_response(self._openai_reply("text_completion", choices, ids, samples))
 
     # --- replies --------------------------------------------------------------------------------------------------
@@ -212,7 +225,14 @@ class FakeInferenceServer:
             "completion_tokens": completion,
             "total_tokens": len(prompt_ids) + completion,
         }
-        return {"id": "fake", "object": kind, "created": int(time.time()), "model": self.model_name, "choices": choices, "usage": usage}
+        return {
+            "id": "fake",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.model_name,
+            "choices": choices,
+            "usage": usage,
+        }
 
 
 class FakeServerConfig(Config):
@@ -221,13 +241,17 @@ class FakeServerConfig(Config):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     answer: str = Field(default="ok", description="The reply to every prompt.")
-    tokenizer: str | None = Field(default=None, description="Tokenizer folder or hub name; a tiny byte-level one if unset.")
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer folder or hub name; a tiny byte-level one if unset."
+    )
     served_name: str = Field(default="fake", description="Name in /v1/models.")
 
 
 async def _serve(config: FakeServerConfig) -> None:
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    server = FakeInferenceServer(lambda prompt: config.answer, tokenizer, host=config.host, port=config.port, model_name=config.served_name)
+    server = FakeInferenceServer(
+        lambda prompt: config.answer, tokenizer, host=config.host, port=config.port, model_name=config.served_name
+    )
     async with server:
         log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
         await asyncio.Event().wait()
@@ -242,7 +266,9 @@ def main() -> None:
     except KeyboardInterrupt:
         log.info("Interrupted")
     except OSError as error:
-        raise SystemExit(f"fake_inference_server: cannot listen on {config.host}:{config.port}: {error.strerror}") from None
+        raise SystemExit(
+            f"fake_inference_server: cannot listen on {config.host}:{config.port}: {error.strerror}"
+        ) from None
 
 
 if __name__ == "__main__":

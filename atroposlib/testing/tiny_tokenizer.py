@@ -1,4 +1,6 @@
-"""Tokenizers small enough to make in a test: byte-level BPE with ChatML, as transformers would load one from a model folder."""
+"""Tokenizers small enough to make in a test: byte-level BPE with ChatML, as transformers would load one from a model
+folder.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +23,8 @@ THINK_DROPPING_CHATML = CHATML.replace(
 def make_tiny_tokenizer(merges: Sequence[tuple[str, str]] = (), chat_template: str = CHATML) -> Any:
     """A PreTrainedTokenizerFast of 256 bytes, one token per merge, and the two ChatML tokens.
 
-    Each of `merges` joins two tokens that exist by then, e.g. ("a", "b") and then ("ab", "c"); a space is written as "Ġ". The
-    end-of-sequence token is <|im_end|>; there is no BOS.
+    Each of `merges` joins two tokens that exist by then, e.g. ("a", "b") and then ("ab", "c"); a space is written as
+    "Ġ". The end-of-sequence token is <|im_end|>; there is no BOS.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +34,9 @@ def make_tiny_tokenizer(merges: Sequence[tuple[str, str]] = (), chat_template: s
     backend = Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=IM_END, additional_special_tokens=[IM_START])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=IM_END, additional_special_tokens=[IM_START]
+    )
     tokenizer.chat_template = chat_template
     return tokenizer
 

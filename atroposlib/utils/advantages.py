@@ -17,7 +17,9 @@ def allclose_to_first(
 
 
 def compute_stats(data: Sequence[Any]) -> dict[str, float]:
-    """`mean` and population variance `var` of all numbers in a nested, possibly jagged list. Raises ValueError when there is none."""
+    """`mean` and population variance `var` of all numbers in a nested, possibly jagged list. Raises ValueError when
+    there is none.
+    """
     numbers = list(_numbers(data))
     if not numbers:
         raise ValueError("compute_stats got no numbers")
@@ -42,7 +44,9 @@ def compute_grpo_process_supervision_advantages(
     stats = compute_stats(rewards)
     deviation = stats["var"] ** 0.5
     if deviation < std_tol:
-        raise ValueError(f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they say nothing apart")
+        raise ValueError(
+            f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they say nothing apart"
+        )
     normalised = [(np.asarray(trajectory, dtype=np.float64) - stats["mean"]) / deviation for trajectory in rewards]
     return [compute_discounted_returns(trajectory, 1.0 if gamma is None else gamma) for trajectory in normalised]
 

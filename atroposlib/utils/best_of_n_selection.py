@@ -16,7 +16,10 @@ def select_best_index(
     if not primary_scores:
         raise ValueError("select_best_index got no scores; it needs at least one alternative")
     if len(primary_scores) != len(secondary_scores):
-        raise ValueError(f"{len(primary_scores)} primary and {len(secondary_scores)} secondary scores; need one of each per alternative")
+        raise ValueError(
+            f"{len(primary_scores)} primary and {len(secondary_scores)} secondary scores; need one of each per"
+            " alternative"
+        )
     primary_sign = 1 if primary_higher_is_better else -1
     secondary_sign = -1 if secondary_lower_is_better else 1
 

@@ -11,7 +11,14 @@ log = get_logger(__name__)
 OPEN, CLOSE = "<think>", "</think>"
 # The system prompt, the last observation and the last reply are always kept.
 NEVER_CUT_FROM_END = 2
-OF_THE_TOKENS = ("inference_logprobs", "ref_logprobs", "advantages", "policy_versions", "distill_token_ids", "distill_logprobs")
+OF_THE_TOKENS = (
+    "inference_logprobs",
+    "ref_logprobs",
+    "advantages",
+    "policy_versions",
+    "distill_token_ids",
+    "distill_logprobs",
+)
 
 
 def strip_thinking(response_text: str) -> str:
@@ -21,23 +28,32 @@ def strip_thinking(response_text: str) -> str:
 
 
 def truncate_thinking(response_text: str, tokenizer: Any, max_think_tokens: int) -> str:
-    """`response_text` with at most the last `max_think_tokens` tokens of its thoughts, from the start of a paragraph where one begins."""
+    """`response_text` with at most the last `max_think_tokens` tokens of its thoughts, from the start of a paragraph
+    where one begins.
+    """
     before, after = _around_thoughts(response_text)
     if after is None:
         return response_text
     thoughts = response_text[len(before) + len(OPEN) : len(response_text) - len(after) - len(CLOSE)].strip()
     ids = tokenizer.encode(thoughts, add_special_tokens=False)
     if len(ids) > max_think_tokens:
-        kept = tokenizer.decode(ids[len(ids) - max_think_tokens :], skip_special_tokens=True) if max_think_tokens > 0 else ""
+        kept = (
+            tokenizer.decode(ids[len(ids) - max_think_tokens :], skip_special_tokens=True)
+            if max_think_tokens > 0
+            else ""
+        )
         thoughts = (kept.partition("\n\n")[2] or kept).strip()
     return f"{before}{OPEN}\n{thoughts}\n{CLOSE}{after}" if thoughts else f"{before}{OPEN}{CLOSE}{after}"
 
 
-def ensure_trajectory_token_limit(trajectory: Sequence[Mapping[str, Any]], tokenizer: Any, max_trajectory_tokens: int) -> list[Any]:
+def ensure_trajectory_token_limit(
+    trajectory: Sequence[Mapping[str, Any]], tokenizer: Any, max_trajectory_tokens: int
+) -> list[Any]:
     """The steps of an episode, each with its alternatives cut to `max_trajectory_tokens`.
 
-    From every alternative of a step the same number of old messages is left out, after the system prompt and in pairs where they are
-    pairs, until the longest fits. A step that does not fit without all of them is left out, with a log line.
+    From every alternative of a step the same number of old messages is left out, after the system prompt and in
+    pairs where they are pairs, until the longest fits. A step that does not fit without all of them is left out,
+    with a log line.
     """
     fitted = [_fitted(step, tokenizer, max_trajectory_tokens, number) for number, step in enumerate(trajectory)]
     return [step for step in fitted if step is not None]
@@ -55,7 +71,9 @@ def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) ->
             # What was sampled for the longer text no longer fits these tokens.
             stale = {key: None for key in OF_THE_TOKENS if step.get(key) is not None}
             return {**step, **stale, "messages": messages, "tokens": tokens, "masks": masks}
-    log.warning("Left out step %d of a trajectory: it does not fit in %d tokens even without its old messages", number, limit)
+    log.warning(
+        "Left out step %d of a trajectory: it does not fit in %d tokens even without its old messages", number, limit
+    )
     return None
 
 

@@ -1,4 +1,6 @@
-"""A finished conversation as the trainer wants it: token ids, and a mask that is -100 wherever nothing is to be learnt."""
+"""A finished conversation as the trainer wants it: token ids, and a mask that is -100 wherever nothing is to be
+learnt.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +22,17 @@ def tokenize_for_trainer(
     """`tokens` and `masks` of one length (and `messages` on request) for `chat`.
 
     The mask shows the last message's tokens, or those of all assistant and agent turns. A reply that was cut off
-    (`finish_reason` "length") ends without the end-of-sequence token that the template adds. Raises ValueError for an empty chat.
+    (`finish_reason` "length") ends without the end-of-sequence token that the template adds. Raises ValueError for
+    an empty chat.
     """
     if not chat:
         raise ValueError("tokenize_for_trainer got an empty chat; it needs at least one message")
     tokens = chat_ids(tokenizer, chat)
-    masks = _mask_all_turns(tokenizer, chat, tokens) if train_on_all_assistant_turns else _mask_last_turn(tokenizer, chat, tokens)
+    masks = (
+        _mask_all_turns(tokenizer, chat, tokens)
+        if train_on_all_assistant_turns
+        else _mask_last_turn(tokenizer, chat, tokens)
+    )
     if finish_reason == "length":
         tokens, masks = _without_ending(tokenizer, tokens, masks)
     result: dict[str, Any] = {"tokens": tokens, "masks": masks}
@@ -42,7 +49,9 @@ def _mask_all_turns(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) 
     for turn, message in enumerate(chat):
         if message["role"] in TRAINED_ROLES:
             start = _prompt_length(tokenizer, chat, turn, tokens)
-            end = len(tokens) if turn == len(chat) - 1 else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
+            end = (
+                len(tokens) if turn == len(chat) - 1 else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
+            )
             masks[start:end] = tokens[start:end]
     return masks
 

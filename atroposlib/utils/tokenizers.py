@@ -1,7 +1,8 @@
 """Tokenizers for environments: loaded without torch, and returning plain lists.
 
-transformers 5 makes `apply_chat_template` return a BatchEncoding by default, and its AutoTokenizer imports torch wherever torch is
-installed. Environments take `len()` of a templated prompt and must stay light, so tokenizers are loaded here.
+transformers 5 makes `apply_chat_template` return a BatchEncoding by default, and its AutoTokenizer imports torch
+wherever torch is installed. Environments take `len()` of a templated prompt and must stay light, so tokenizers are
+loaded here.
 """
 
 import functools
@@ -37,12 +38,15 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
 
-# Requests ask from threads: one loads, the others wait for it. Also, transformers' lazy imports fail when threads race for them.
+# Requests ask from threads: one loads, the others wait for it. Also, transformers' lazy imports fail when threads race
+# for them.
 LOADING = threading.Lock()
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a local folder or a hub model; the same object for the same name. Raises OSError naming `name`."""
+    """The tokenizer of a local folder or a hub model; the same object for the same name. Raises OSError naming
+    `name`.
+    """
     with LOADING:
         return _load(name)
 
@@ -64,7 +68,9 @@ def chat_ids(tokenizer: Tokenizer, messages: Sequence[Any], **kwargs: Any) -> li
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of raw prompt text with the special tokens that the tokenizer adds, but not a second BOS after one in the text."""
+    """Token ids of raw prompt text with the special tokens that the tokenizer adds, but not a second BOS after one in
+    the text.
+    """
     ids = tokenizer.encode(text, add_special_tokens=True)
     doubled = len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
     return ids[1:] if doubled else ids
@@ -79,7 +85,9 @@ def _local_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
-        raise OSError(f"no tokenizer for {name!r}: neither a local folder nor a model the hub gives; set tokenizer_name to one") from error
+        raise OSError(
+            f"no tokenizer for {name!r}: neither a local folder nor a model the hub gives; set tokenizer_name to one"
+        ) from error
 
 
 def _load_fast(folder: Path) -> Any:

@@ -39,7 +39,11 @@ def parse_tool_call(
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(arguments, dict):
         return NO_TOOL, {}, True
-    known = None if not available_tools else {tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools}
+    known = (
+        None
+        if not available_tools
+        else {tool.get("name") or tool.get("function", {}).get("name") for tool in available_tools}
+    )
     if not isinstance(name, str) or not name or (known is not None and name not in known):
         return NO_TOOL, arguments, True
     return name, arguments, False

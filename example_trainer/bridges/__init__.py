@@ -1,8 +1,8 @@
 """Weight bridges: how a policy reaches vLLM after each step. One file a bridge, one line here that registers it.
 
-The trainer calls, in this order: `connect(source, device)` once, which gives the model to train, before the optimizer exists;
-`sync(version, update)` with the start weights and for every step, where `update` is what changes the weights; `parity_probe()`
-when it wants proof; `check()` while it waits for a batch; `close()` at the end.
+The trainer calls, in this order: `connect(source, device)` once, which gives the model to train, before the
+optimizer exists; `sync(version, update)` with the start weights and for every step, where `update` is what changes
+the weights; `parity_probe()` when it wants proof; `check()` while it waits for a batch; `close()` at the end.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,14 @@ class WeightBridge(Protocol):
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         """Run `update`, which changes the model's weights, and make the result what vLLM serves, as `policy_version`.
 
-        What `update` raises comes out as it is, with vLLM serving what it served before; or, where weights are shared and already half
-        updated, refusing to generate until a trainer's next whole sync.
+        What `update` raises comes out as it is, with vLLM serving what it served before; or, where weights are
+        shared and already half updated, refusing to generate until a trainer's next whole sync.
         """
 
     def parity_probe(self) -> float:
-        """How far vLLM's log-probabilities of a fixed prompt are from the trainer's, root mean square in nats; after a sync that served."""
+        """How far vLLM's log-probabilities of a fixed prompt are from the trainer's, root mean square in nats; after a
+        sync that served.
+        """
 
     def check(self) -> None:
         """Return if vLLM is there as far as is known; never waits, and may be called before `connect`."""
@@ -98,7 +100,8 @@ def make_bridge(config: TrainerConfig) -> WeightBridge:
     chosen = config.weight_bridge_mode + (flag if config.weight_bridge_mode == "shared_vllm" else "")
     if chosen not in BRIDGES:
         raise BridgeError(
-            f"--weight-bridge-mode {chosen} is not available; choose: {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}"
+            f"--weight-bridge-mode {chosen} is not available; choose:"
+            f" {', '.join('--weight-bridge-mode ' + name for name in BRIDGES)}"
         )
     servers = config.vllm_servers
     if chosen not in FEEDS_SEVERAL and (len(servers) > 1 or config.num_inference_nodes):

@@ -1,12 +1,14 @@
-"""`--weight-bridge-mode shared_vllm --use-shared-memory`: broadcast to one updater thread per vLLM worker, of one server or of several.
+"""`--weight-bridge-mode shared_vllm --use-shared-memory`: broadcast to one updater thread per vLLM worker, of one
+server or of several.
 
     parameters ─(views)─▶ flat buffer in wire order ──Gloo/NCCL broadcast──▶ staging on every worker ──commit──▶ served
 
-The trainer's parameters are views into one flat fp32 buffer laid out like the wire image, so when vLLM holds fp32 nothing is packed:
-the buffer itself is sent. For a bf16 server each bucket is cast on the way. The protocol is vllm_patching/protocol.py.
+The trainer's parameters are views into one flat fp32 buffer laid out like the wire image, so when vLLM holds fp32
+nothing is packed: the buffer itself is sent. For a bf16 server each bucket is cast on the way. The protocol is
+vllm_patching/protocol.py.
 
-Several servers each have their own link. After a sync all of them serve the same version; one that failed is fenced off, named in a
-warning and left out, and let in again when it answers. Training ends when none is left.
+Several servers each have their own link. After a sync all of them serve the same version; one that failed is fenced
+off, named in a warning and left out, and let in again when it answers. Training ends when none is left.
 """
 
 import ipaddress
@@ -76,7 +78,9 @@ class BroadcastBridge:
         update()
         updated = time.perf_counter()
         # several NCCL communicators of one device take turns; Gloo's groups are sockets of their own
-        self._on_each(lambda link: link.transfer(policy_version, self._image.bucket), at_once=self._settings.backend == "gloo")
+        self._on_each(
+            lambda link: link.transfer(policy_version, self._image.bucket), at_once=self._settings.backend == "gloo"
+        )
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.commit(policy_version))
         stall_s, apply_s = (max(commit[part] for commit in commits) for part in ("stall_s", "apply_s"))
@@ -115,7 +119,9 @@ class BroadcastBridge:
             self._rendezvous = None
 
     def _on_each(self, act: Callable[[ServerLink], T], at_once: bool = True) -> list[T]:
-        """What `act` returns for each server that lives. One for which it fails is dropped; raises BridgeError when none is left."""
+        """What `act` returns for each server that lives. One for which it fails is dropped; raises BridgeError when
+        none is left.
+        """
 
         def attempt(link: ServerLink) -> T | BridgeError:
             try:
@@ -125,7 +131,11 @@ class BroadcastBridge:
 
         with ThreadPoolExecutor(len(self._links) if at_once else 1, thread_name_prefix="BridgeLink") as pool:
             outcomes = list(pool.map(attempt, self._links))
-        failed = [(link, outcome) for link, outcome in zip(self._links, outcomes, strict=True) if isinstance(outcome, BridgeError)]
+        failed = [
+            (link, outcome)
+            for link, outcome in zip(self._links, outcomes, strict=True)
+            if isinstance(outcome, BridgeError)
+        ]
         if len(failed) == len(self._links):
             lost = f"no vLLM server of {len(self._servers)} is left: " if len(self._servers) > 1 else ""
             raise BridgeError(lost + "; ".join(str(error) for _, error in failed)) from failed[0][1]
@@ -142,7 +152,9 @@ class BroadcastBridge:
         link.drop(f"left out of the weight sync: {error}"[:1000])
 
     def _readmit(self, rendezvous: Rendezvous) -> None:
-        """Open a new session with every server that was left out and answers again; the sync that follows brings it up to date."""
+        """Open a new session with every server that was left out and answers again; the sync that follows brings it up
+        to date.
+        """
         if not self._left_out or time.monotonic() < self._next_look:
             return
         for vllm in tuple(self._left_out):
@@ -163,11 +175,13 @@ class BroadcastBridge:
         try:
             compare(manifest, {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()})
         except ManifestMismatch as mismatch:
-            raise BridgeError(f"trainer and the vLLM server at {vllm.url} do not hold the same model: {mismatch}") from mismatch
+            raise BridgeError(
+                f"trainer and the vLLM server at {vllm.url} do not hold the same model: {mismatch}"
+            ) from mismatch
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
-                f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url} ({self.served_dtype}): "
-                "start all vLLM servers with the same --model and --dtype"
+                f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url}"
+                f" ({self.served_dtype}): start all vLLM servers with the same --model and --dtype"
             )
         return manifest
 
@@ -189,8 +203,8 @@ def _reachable_address(config: TrainerConfig) -> str:
         own = transport.address_towards(server)
         if own != server and not ipaddress.ip_address(server).is_loopback:
             raise BridgeError(
-                f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={config.master_addr} ({address}): "
-                f"set --master-addr to an address of this machine that it can reach, probably {own}"
+                f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={config.master_addr}"
+                f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
             )
     return address
 
@@ -212,7 +226,9 @@ class FlatParameters:
         device = next(iter(parameters.values())).device
         # same order as the wire; with fp32 on the wire also the same offsets
         starts = (
-            [tensor.offset // 4 for tensor in tensors] if self._as_is else _compact_starts([parameters[t.name].numel() for t in tensors])
+            [tensor.offset // 4 for tensor in tensors]
+            if self._as_is
+            else _compact_starts([parameters[t.name].numel() for t in tensors])
         )
         self.buffer = torch.zeros(starts[-1] + parameters[tensors[-1].name].numel(), dtype=torch.float32, device=device)
         for start, tensor in zip(starts, tensors, strict=True):

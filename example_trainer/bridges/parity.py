@@ -12,7 +12,8 @@ PROBE_TOKENS = 48
 def parity(model: PreTrainedModel, vllm: VllmClient) -> float:
     """Root mean square of the differences between the log-probabilities of the prompt's tokens, in nats.
 
-    Not the largest: of 47 float32 differences that one is rounding, and varies threefold from prompt to prompt (docs/bridges.md).
+    Not the largest: of 47 float32 differences that one is rounding, and varies threefold from prompt to prompt
+    (docs/bridges.md).
     """
     vocabulary = model.config.get_text_config().vocab_size
     tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()

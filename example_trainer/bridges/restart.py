@@ -1,10 +1,12 @@
-"""`--weight-bridge-mode none` and `lora_restart`: a checkpoint every `--vllm-restart-interval` policy versions, vLLM started anew from it.
+"""`--weight-bridge-mode none` and `lora_restart`: a checkpoint every `--vllm-restart-interval` policy versions, vLLM
+started anew from it.
 
     parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served, labelled policy version N
 
-If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever ends that one. A
-server that is there already is never touched: its owner is asked, in one line, to restart it from the checkpoint, and is waited for.
-Between two restarts vLLM goes on with the version it has, and `sync` says which. Needs no bridge inside vLLM.
+If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever
+ends that one. A server that is there already is never touched: its owner is asked, in one line, to restart it from
+the checkpoint, and is waited for. Between two restarts vLLM goes on with the version it has, and `sync` says which.
+Needs no bridge inside vLLM.
 """
 
 import ipaddress
@@ -66,7 +68,10 @@ class RestartBridge:
         if self._owns:
             self._start(source, read_policy_version(source))  # loads while the trainer does
         else:
-            log.info("[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it", self._vllm.url)
+            log.info(
+                "[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it",
+                self._vllm.url,
+            )
         self._model = self._load(source, device)
         self._tokenizer = load_tokenizer(source)
         status = self._await_server(None)
@@ -94,8 +99,8 @@ class RestartBridge:
         end = self._server.end()
         if end is not None:
             raise BridgeError(
-                f"the vLLM server that this trainer started (pid {self._server.pid}, {self._vllm.url}) ended by itself: {end}. "
-                f"Last lines of {self._server.log_path}:\n{self._server.last_lines()}"
+                f"the vLLM server that this trainer started (pid {self._server.pid}, {self._vllm.url}) ended by itself:"
+                f" {end}. Last lines of {self._server.log_path}:\n{self._server.last_lines()}"
             )
 
     def close(self) -> None:
@@ -111,7 +116,9 @@ class RestartBridge:
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
         """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
         start = time.perf_counter()
-        folder = save_served_model(self._config.save_path, self._model, self._tokenizer, policy_version, self.form).resolve()
+        folder = save_served_model(
+            self._config.save_path, self._model, self._tokenizer, policy_version, self.form
+        ).resolve()
         transfer_s = time.perf_counter() - start
         log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
         start = time.perf_counter()
@@ -122,7 +129,9 @@ class RestartBridge:
         else:
             stopped = start
             command = shlex.join(["python", "-u", *self._command(str(folder), policy_version, self._vllm.models()[0])])
-            log.warning("[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s", self._vllm.url, command)
+            log.warning(
+                "[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s", self._vllm.url, command
+            )
         self._await_server((str(folder), policy_version))
         end = time.perf_counter()
         self._served = policy_version
@@ -140,9 +149,19 @@ class RestartBridge:
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
         _await_free_port(config.vllm_host, config.vllm_port, PORT_WAIT_S)
-        command = ["-u", *self._command(source, policy_version, config.model_name), *self._defaults(), *shlex.split(config.vllm_flags)]
+        command = [
+            "-u",
+            *self._command(source, policy_version, config.model_name),
+            *self._defaults(),
+            *shlex.split(config.vllm_flags),
+        ]
         self._server = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
-        log.info("[Bridge] Started vLLM (pid %d, log %s): python %s", self._server.pid, self._server.log_path, shlex.join(command))
+        log.info(
+            "[Bridge] Started vLLM (pid %d, log %s): python %s",
+            self._server.pid,
+            self._server.log_path,
+            shlex.join(command),
+        )
 
     def _stop(self) -> None:
         if self._server is not None:
@@ -161,7 +180,9 @@ class RestartBridge:
         return Path(status["model"]).resolve() == Path(source) and status["policy_version"] == policy_version
 
     def _command(self, source: str, policy_version: int, served_name: str) -> list[str]:
-        """What serves `source`: under the name that clients know, and in the dtype served so far, though a checkpoint is float32."""
+        """What serves `source`: under the name that clients know, and in the dtype served so far, though a checkpoint
+        is float32.
+        """
         words = [str(self._launcher), *self._model_flags(source, policy_version)]
         words += ["--served-model-name", served_name, "--port", str(self._config.vllm_port)]
         return [*words, "--dtype", self.served_dtype] if self.served_dtype else words
@@ -193,12 +214,15 @@ class RestartBridge:
                     return found
                 if time.monotonic() > end:
                     raise BridgeError(
-                        f"{what} is not at {self._vllm.url} after {deadline_s:.0f} s: {found}; see its log, or raise --vllm-start-timeout"
+                        f"{what} is not at {self._vllm.url} after {deadline_s:.0f} s: {found}; see its log, or raise"
+                        " --vllm-start-timeout"
                     )
                 time.sleep(POLL_S)
 
     def _ask(self, wanted: tuple[str, int] | None) -> dict[str, Any] | str:
-        """The status, or what is not as wanted yet. Raises BridgeError if our own server has ended or serves something else."""
+        """The status, or what is not as wanted yet. Raises BridgeError if our own server has ended or serves something
+        else.
+        """
         self.check()
         try:
             status = self._vllm.status()
@@ -212,7 +236,9 @@ class RestartBridge:
             return status
         found = f"it serves {status['served_model']} as policy version {status['policy_version']}"
         if self._owns:
-            raise BridgeError(f"vLLM was started from {wanted[0]} (policy version {wanted[1]}), but {found}: check --vllm-flags")
+            raise BridgeError(
+                f"vLLM was started from {wanted[0]} (policy version {wanted[1]}), but {found}: check --vllm-flags"
+            )
         return found
 
 
@@ -227,7 +253,9 @@ class LoraRestartBridge(RestartBridge):
     def _model_flags(self, source: str, policy_version: int) -> list[str]:
         rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self._config.lora_r)
         flags = ["--model", self._config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
-        adapter = [] if source == self._config.model_name else ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+        adapter = (
+            [] if source == self._config.model_name else ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+        )
         return [*flags, *adapter]
 
     def _serves(self, status: dict[str, Any], source: str, policy_version: int) -> bool:
@@ -255,7 +283,9 @@ def _await_free_port(host: str, port: int, seconds: float) -> None:
     end = time.monotonic() + seconds
     while _listens(host, port):
         if time.monotonic() > end:
-            raise BridgeError(f"port {port} on {host} is taken by another process now: stop that one, or choose another --vllm-port")
+            raise BridgeError(
+                f"port {port} on {host} is taken by another process now: stop that one, or choose another --vllm-port"
+            )
         time.sleep(POLL_S)
 
 

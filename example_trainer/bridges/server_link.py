@@ -1,7 +1,7 @@
 """One vLLM server as the broadcast bridge holds it: a session, process groups of its own, and a heartbeat.
 
-A link fails alone: what breaks it (a dead, silent or refusing peer) ends this session and touches no other server's. A method that
-raised BridgeError is not called again; `drop` ends what is left.
+A link fails alone: what breaks it (a dead, silent or refusing peer) ends this session and touches no other server's.
+A method that raised BridgeError is not called again; `drop` ends what is left.
 """
 
 import os
@@ -113,12 +113,16 @@ class ServerLink:
         return self.vllm.commit(self._session, version)
 
     def drop(self, reason: str) -> None:
-        """End a link that failed; ask the server, if it still listens, not to sample from a version that the others have left."""
+        """End a link that failed; ask the server, if it still listens, not to sample from a version that the others
+        have left.
+        """
         self._heart.stop(timeout_s=0)
         try:
             self.vllm.fence(self._session, reason)
         except BridgeError as error:
-            log.warning("[Bridge] %s could not be fenced off and may go on serving an older version: %s", self.vllm.url, error)
+            log.warning(
+                "[Bridge] %s could not be fenced off and may go on serving an older version: %s", self.vllm.url, error
+            )
         self._release()
 
     def close(self) -> None:
@@ -179,5 +183,6 @@ class ServerLink:
         except (OSError, BridgeError) as error:
             return f"The vLLM server at {self.vllm.url} does not answer either ({type(error).__name__}); see its log."
         return "Workers: " + "; ".join(
-            f"TP{worker['rank']} {worker['state']}" + (f" ({worker['error']})" if worker["error"] else "") for worker in workers
+            f"TP{worker['rank']} {worker['state']}" + (f" ({worker['error']})" if worker["error"] else "")
+            for worker in workers
         )

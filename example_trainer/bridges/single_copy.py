@@ -1,9 +1,11 @@
-"""`--weight-bridge-mode shared_vllm --single-copy`: the trainer's parameters are vLLM's own memory, so nothing is sent.
+"""`--weight-bridge-mode shared_vllm --single-copy`: the trainer's parameters are vLLM's own memory, so nothing is
+sent.
 
     pause ──▶ optimizer step on the live weights ──▶ resume          (vllm_patching/single_copy.py watches us in between)
 
-Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc. GPU: CUDA IPC.
-With TP > 1 what every rank holds alike (norms, biases of row-split layers, shared key/value heads) is stepped once and copied.
+Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc.
+GPU: CUDA IPC. With TP > 1 what every rank holds alike (norms, biases of row-split layers, shared key/value heads) is
+stepped once and copied.
 """
 
 import os
@@ -54,7 +56,10 @@ class SingleCopyBridge:
         manifest = Manifest.from_json(self._vllm.manifest())
         self.served_dtype = manifest.tensors[0].dtype
         if any(tensor.dtype == "float16" for tensor in manifest.tensors):
-            raise BridgeError("vLLM serves float16, in which weights cannot be trained in place: serve with --dtype float32 or bfloat16")
+            raise BridgeError(
+                "vLLM serves float16, in which weights cannot be trained in place: serve with --dtype float32 or"
+                " bfloat16"
+            )
         model = meta_model(source)
         try:
             compare(manifest, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
@@ -64,11 +69,17 @@ class SingleCopyBridge:
         self._heartbeat = Heartbeat(partial(self._vllm.heartbeat, self._session), self._config.bridge_lease_s / 3)
         buffers = [_open(worker) for worker in workers]
         if buffers[0].device.type != device.type:
-            raise BridgeError(f"--device {device}: vLLM's weights are on {buffers[0].device}; give --device {buffers[0].device.type}")
+            raise BridgeError(
+                f"--device {device}: vLLM's weights are on {buffers[0].device}; give --device {buffers[0].device.type}"
+            )
         self._show_memory(buffers, manifest, status["tp_size"])
         self._tensors = list(shared_tensors(workers, buffers, self._as_parameter).values())
         self._start: StartWeights | None = StartWeights(source, self._tensors)
-        bind(model, {tensor.name: tensor for tensor in self._tensors}, gradient_checkpointing=self._config.gradient_checkpointing)
+        bind(
+            model,
+            {tensor.name: tensor for tensor in self._tensors},
+            gradient_checkpointing=self._config.gradient_checkpointing,
+        )
         count = len(manifest.tensors)
         log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
         self._model, self._nbytes = model, manifest.nbytes
@@ -77,7 +88,12 @@ class SingleCopyBridge:
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
         deadline_s = self._config.bridge_timeout_s + (self._nbytes / DISK_BYTES_PER_S if self._start else 0)
-        log.info("[Bridge] Pausing %s to make policy version %d in its memory, at most %.0f s", self._vllm.url, policy_version, deadline_s)
+        log.info(
+            "[Bridge] Pausing %s to make policy version %d in its memory, at most %.0f s",
+            self._vllm.url,
+            policy_version,
+            deadline_s,
+        )
         self._vllm.pause(self._session, policy_version, deadline_s)
         untouched = self._writes()
         try:
@@ -136,7 +152,10 @@ class SingleCopyBridge:
     def _show_memory(self, buffers: list[torch.Tensor], manifest: Manifest, tp_size: int) -> None:
         for device in dict.fromkeys(buffer.device for buffer in buffers):
             ranks = sum(buffer.device == device for buffer in buffers)
-            shapes = [torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta") for tensor in manifest.tensors]
+            shapes = [
+                torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+                for tensor in manifest.tensors
+            ]
             lines = needs(shapes, self._config, reference=self._config.kl_coef > 0)
             share = [type(line)(line.what, line.nbytes * ranks // tp_size, line.shared) for line in lines]
             free = free_bytes(device)
@@ -154,7 +173,9 @@ class SingleCopyBridge:
                 torch.cuda.synchronize(device)
 
     def _give_up(self, *, written: bool) -> None:
-        """After a failed update: serve on if nothing was written, else have vLLM refuse to serve what is half written."""
+        """After a failed update: serve on if nothing was written, else have vLLM refuse to serve what is half
+        written.
+        """
         try:
             self._wait_for_devices()
             if written:

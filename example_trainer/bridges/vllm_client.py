@@ -1,7 +1,7 @@
 """HTTP client of the vLLM server's bridge routes, as the trainer uses them.
 
-Every call has a deadline and opens its own connection: vLLM closes an idle one after 5 s, perhaps just as the next request leaves, and a
-POST that was lost that way must not be repeated blindly.
+Every call has a deadline and opens its own connection: vLLM closes an idle one after 5 s, perhaps just as the next
+request leaves, and a POST that was lost that way must not be repeated blindly.
 """
 
 import time
@@ -31,7 +31,8 @@ class VllmClient:
         self._headers = {"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def wait_until_ready(self, deadline_s: float, *, lora: bool = False) -> dict[str, Any]:
-        """The bridge status once the server answers with its bridge on: for LoRA adapters if `lora`, else for whole weights.
+        """The bridge status once the server answers with its bridge on: for LoRA adapters if `lora`, else for whole
+        weights.
 
         Raises BridgeError at the deadline, and at once for a server of the other kind.
         """
@@ -56,9 +57,14 @@ class VllmClient:
         if lora and not takes_adapters:
             raise BridgeError(f"the vLLM server at {self.url} takes no LoRA adapters: restart it with --enable-lora")
         if takes_adapters and not lora:
-            raise BridgeError(f"the vLLM server at {self.url} takes LoRA adapters only: restart it without --enable-lora")
+            raise BridgeError(
+                f"the vLLM server at {self.url} takes LoRA adapters only: restart it without --enable-lora"
+            )
         if not lora and not status["enabled"]:
-            raise BridgeError(f"the vLLM server at {self.url} runs without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
+            raise BridgeError(
+                f"the vLLM server at {self.url} runs without the weight bridge: restart it with"
+                " VLLM_ENABLE_SHARED_WEIGHTS=1"
+            )
         log.info(
             "vLLM server at %s is ready after %.1f s: model %s, TP=%d, policy version %d",
             self.url,
@@ -93,7 +99,9 @@ class VllmClient:
         return self._call("POST", "/v1/bridge/commit", {"session": session, "policy_version": policy_version})
 
     def fence(self, session: str, reason: str) -> None:
-        """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole version."""
+        """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole
+        version.
+        """
         self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason[:2000]}, timeout_s=QUICK_S)
 
     def open_adapter_session(self, offer: dict[str, Any]) -> dict[str, Any]:
@@ -113,7 +121,9 @@ class VllmClient:
         return self._call("POST", "/v1/bridge/attach", offer)
 
     def pause(self, session: str, policy_version: int, deadline_s: float) -> dict[str, Any]:
-        return self._call("POST", "/v1/bridge/pause", {"session": session, "policy_version": policy_version, "deadline_s": deadline_s})
+        return self._call(
+            "POST", "/v1/bridge/pause", {"session": session, "policy_version": policy_version, "deadline_s": deadline_s}
+        )
 
     def resume(self, session: str, policy_version: int | None) -> dict[str, Any]:
         return self._call("POST", "/v1/bridge/resume", {"session": session, "policy_version": policy_version})
@@ -122,7 +132,9 @@ class VllmClient:
         """vLLM's log-probability of each prompt token but the first."""
         body = {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         reply = self._call("POST", "/v1/generate", body)
-        return [position[str(token)] for token, position in zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)]
+        return [
+            position[str(token)] for token, position in zip(token_ids[1:], reply["prompt_logprobs"][1:], strict=True)
+        ]
 
     def _call(
         self,
@@ -144,14 +156,19 @@ class VllmClient:
             if raise_transport:
                 raise
             raise BridgeError(
-                f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit {limit_s:.0f} s); see its log"
+                f"the vLLM server at {self.url} did not answer {method} {path} ({type(error).__name__}, limit"
+                f" {limit_s:.0f} s); see its log"
             ) from error
         if redirected := refused_redirect(self.url + path, reply.status_code, reply.headers.get("Location")):
             raise BridgeError(redirected)
         if reply.status_code == 404 and path == "/v1/bridge/status":
-            raise BridgeError(f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py")
+            raise BridgeError(
+                f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py"
+            )
         if reply.status_code >= 400:
-            raise BridgeError(f"the vLLM server at {self.url} refused {method} {path} ({reply.status_code}): {_reason(reply)}")
+            raise BridgeError(
+                f"the vLLM server at {self.url} refused {method} {path} ({reply.status_code}): {_reason(reply)}"
+            )
         content: dict[str, Any] = reply.json()
         return content
 

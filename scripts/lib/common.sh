@@ -13,7 +13,8 @@ usage_error() { printf '%s: error: %s (--help lists all flags)\n' "${0##*/}" "$*
 # print_help SCRIPT: the comment block at its top, without the marks.
 print_help() { awk 'NR == 1 { next } !/^#/ { exit } { sub(/^# ?/, ""); print }' "$1"; }
 
-# nearest WORD CANDIDATE...: the candidate that shares the longest run of leading letters with WORD, nothing when none shares two.
+# nearest WORD CANDIDATE...: the candidate that shares the longest run of leading letters with WORD, nothing when none
+# shares two.
 nearest() {
   local word=$1 candidate best='' length best_length=1 shorter
   shift
@@ -57,7 +58,8 @@ port_number() {
   if ! [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then usage_error "$1 expects a port from 1 to 65535, got '$2'"; fi
 }
 
-# use_python: sets python to ATROPOS_PYTHON as it is (a container's, a cluster's), else to that of .venv, which is set up if needed.
+# use_python: sets python to ATROPOS_PYTHON as it is (a container's, a cluster's), else to that of .venv, which is set
+# up if needed.
 use_python() {
   python=${ATROPOS_PYTHON:-$root/.venv/bin/python}
   if [[ -z ${ATROPOS_PYTHON:-} ]]; then

@@ -1,8 +1,10 @@
-"""Looks at this machine and the servers before a run, and prints a line a check; scripts/bridge_doctor.sh is its front.
+"""Looks at this machine and the servers before a run, and prints a line a check; scripts/bridge_doctor.sh is its
+front.
 
     python -m scripts.lib.doctor --mode broadcast --model MODEL        exit status 1 if a check fails
 
-It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it 2 s.
+It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it
+2 s.
 """
 
 import csv
@@ -35,15 +37,21 @@ CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no paramete
 
 
 class DoctorConfig(Config):
-    """Checks ports, ranks, allocator, shared memory, versions, models, limits and environment variables before a run."""
+    """Checks ports, ranks, allocator, shared memory, versions, models, limits and environment variables before a
+    run.
+    """
 
     mode: Literal["broadcast", "single_copy", "lora", "lora_restart", "restart"] = Field(
         description="the bridge, as in scripts/run_gsm8k_MODE.sh"
     )
-    model: str | None = Field(None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked")
+    model: str | None = Field(
+        None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked"
+    )
     vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM servers")
     vllm_port: str = Field("9001", pattern=r"^\d{1,5}(,\d{1,5})*$", description="their ports, separated by commas")
-    hosts_file: Path | None = Field(None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment")
+    hosts_file: Path | None = Field(
+        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
+    )
     slurm_job_nodelist: str | None = Field(
         None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
     )
@@ -53,18 +61,30 @@ class DoctorConfig(Config):
         "auto", description="what vLLM serves; auto is float32 without a GPU, bfloat16 with one"
     )
     save_path: Path = Field(Path("."), description="folder of the trainer's checkpoints")
-    vllm_api_key: SecretStr | None = Field(None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"})
-    master_addr: str = Field("localhost", description="where the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"})
-    master_port: int = Field(0, ge=0, le=65535, description="its port, 0 for a free one", json_schema_extra={"env": "MASTER_PORT"})
+    vllm_api_key: SecretStr | None = Field(
+        None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
+    )
+    master_addr: str = Field(
+        "localhost", description="where the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
+    )
+    master_port: int = Field(
+        0, ge=0, le=65535, description="its port, 0 for a free one", json_schema_extra={"env": "MASTER_PORT"}
+    )
     num_inference_nodes: int = Field(
         0, ge=0, description="machines of vLLM beside this one", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
     )
     shared_weights: str = Field(
         "", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"}
     )
-    cuda_visible_devices: str | None = Field(None, description="GPUs to use", json_schema_extra={"env": "CUDA_VISIBLE_DEVICES"})
-    cuda_alloc_conf: str = Field("", description="PyTorch's allocator settings", json_schema_extra={"env": "PYTORCH_CUDA_ALLOC_CONF"})
-    cpu_kv_cache_gib: int = Field(1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"})
+    cuda_visible_devices: str | None = Field(
+        None, description="GPUs to use", json_schema_extra={"env": "CUDA_VISIBLE_DEVICES"}
+    )
+    cuda_alloc_conf: str = Field(
+        "", description="PyTorch's allocator settings", json_schema_extra={"env": "PYTORCH_CUDA_ALLOC_CONF"}
+    )
+    cpu_kv_cache_gib: int = Field(
+        1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"}
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +111,10 @@ def main() -> int:
         findings.append(finding)
     failed = sum(finding.level == "fail" for finding in findings)
     warned = sum(finding.level == "warn" for finding in findings)
-    print(f"{len(findings)} checks, {failed} failed, {warned} warnings" + (": mend what failed before you start" if failed else ""))
+    print(
+        f"{len(findings)} checks, {failed} failed, {warned} warnings"
+        + (": mend what failed before you start" if failed else "")
+    )
     return 1 if failed else 0
 
 
@@ -110,7 +133,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     yield from devices(config, gpus, servers)
 
 
-# --- the groups of checks ----------------------------------------------------------------------------------------------
+# --- the groups of checks -------------------------------------------------------------------------------------------
 
 
 def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None) -> Iterator[Finding]:
@@ -144,7 +167,9 @@ def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server
 def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequence[Server]) -> Iterator[Finding]:
     mode = MODES[config.mode]
     api = listeners.get(config.api_port)
-    yield checks.check_api(config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0))
+    yield checks.check_api(
+        config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0)
+    )
     if config.mode == "broadcast":
         yield checks.check_master_port(config.master_port, listeners.get(config.master_port))
     for server in servers:
@@ -170,12 +195,16 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
             "memory, ranks and shapes are not checked; download it",
         )
     else:
-        yield Finding("ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters")
+        yield Finding(
+            "ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters"
+        )
         yield checks.check_heads(ranks, model)
         if gpus and len(gpus) >= ranks:
             yield checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
         elif not gpus:
-            yield checks.check_memory(available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running)
+            yield checks.check_memory(
+                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running
+            )
         if mode.owns_vllm:
             folder = nearest_folder(config.save_path)
             yield checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
@@ -185,13 +214,15 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
     yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, separate_workers=ranks > 1 or not gpus)
 
 
-# --- looking -----------------------------------------------------------------------------------------------------------
+# --- looking --------------------------------------------------------------------------------------------------------
 
 
 def addresses(config: DoctorConfig) -> list[Address]:
     """The servers that a trainer with these flags would feed. Raises ValueError."""
     ports = [int(port) for port in config.vllm_port.split(",")]
-    return server_addresses(config.vllm_host, ports, config.num_inference_nodes, config.hosts_file, config.slurm_job_nodelist)
+    return server_addresses(
+        config.vllm_host, ports, config.num_inference_nodes, config.hosts_file, config.slurm_job_nodelist
+    )
 
 
 def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Listener]) -> Server:
@@ -242,9 +273,15 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
         return [], None
-    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4]  # no notes of the driver
+    rows = [
+        row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4
+    ]  # no notes of the driver
     names = None if visible is None else [name.strip() for name in visible.split(",")]
-    chosen = [row for row in rows if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)]
+    chosen = [
+        row
+        for row in rows
+        if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)
+    ]
     header = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
     release = re.search(r"CUDA[A-Za-z ]*Version:\s*([\d.]+)", header)
     return [Gpu(int(row[0]), row[2], int(row[3]) * MIB) for row in chosen], release[1] if release else None
@@ -262,7 +299,9 @@ def torch_cuda() -> str | None:
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
-    built = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
+    built = re.search(
+        r"^cuda\b[^=]*=\s*'([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE
+    )
     return built[1] if built else None
 
 
@@ -302,7 +341,12 @@ def read_model(name: str) -> Model | None:
         return None
     config: dict[str, Any] = json.loads((folder / "config.json").read_text())
     config |= config.get("text_config") or {}
-    shapes = {name: shape for file in files for name, shape in safetensors_shapes(file) if not name.endswith(CHECKPOINT_BUFFERS)}
+    shapes = {
+        name: shape
+        for file in files
+        for name, shape in safetensors_shapes(file)
+        if not name.endswith(CHECKPOINT_BUFFERS)
+    }
     if config.get("tie_word_embeddings"):
         shapes.pop("lm_head.weight", None)
     heads = config["num_attention_heads"]

@@ -1,7 +1,7 @@
 """What bridge_doctor.sh knows: pure functions from what was found to findings. doctor.py looks, this module judges.
 
-A finding is a line: ok, warn (it runs, but worse than it could) or fail (the run would not start, or break), with the value, the
-limit, and what to change. Sizes are bytes.
+A finding is a line: ok, warn (it runs, but worse than it could) or fail (the run would not start, or break), with
+the value, the limit, and what to change. Sizes are bytes.
 """
 
 import math
@@ -19,7 +19,9 @@ MIB = 1 << 20
 PYTHON = (3, 11)
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 PROCESSES_BYTES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache
-QUEUE_BYTES = 400 * MIB  # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
+QUEUE_BYTES = (
+    400 * MIB
+)  # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,18 @@ class Answer:
     body: Any = None
 
 
-# --- versions and limits of the system ---------------------------------------------------------------------------------
+# --- versions and limits of the system ------------------------------------------------------------------------------
 
 
 def check_python(version: tuple[int, int]) -> Finding:
     shown = f"{version[0]}.{version[1]}"
     if version < PYTHON:
-        return Finding("fail", "Python", f"{shown}, needs {PYTHON[0]}.{PYTHON[1]}", "set PYTHON to a newer one and run scripts/setup.sh")
+        return Finding(
+            "fail",
+            "Python",
+            f"{shown}, needs {PYTHON[0]}.{PYTHON[1]}",
+            "set PYTHON to a newer one and run scripts/setup.sh",
+        )
     return Finding("ok", "Python", shown)
 
 
@@ -123,7 +130,10 @@ def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
         return Finding("fail", "CUDA", "this machine has GPUs and PyTorch is a CPU build", "run scripts/setup.sh --gpu")
     if driver_cuda is None:
         return Finding(
-            "warn", "CUDA", f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows", "compare by hand"
+            "warn",
+            "CUDA",
+            f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows",
+            "compare by hand",
         )
     if int(driver_cuda.split(".")[0]) < int(torch_cuda.split(".")[0]):
         return Finding(
@@ -137,7 +147,9 @@ def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
 
 def check_open_files(soft: int, hard: int) -> Finding:
     if soft < 1024:
-        return Finding("fail", "open files", f"at most {soft}, needs 1024", "ulimit -n 65535 in the shell that starts the services")
+        return Finding(
+            "fail", "open files", f"at most {soft}, needs 1024", "ulimit -n 65535 in the shell that starts the services"
+        )
     if hard < OPEN_FILES:
         return Finding(
             "warn",
@@ -148,35 +160,54 @@ def check_open_files(soft: int, hard: int) -> Finding:
     return Finding("ok", "open files", f"{soft}, up to {hard}")
 
 
-# --- environment variables ----------------------------------------------------------------------------------------------
+# --- environment variables ------------------------------------------------------------------------------------------
 
 
 def check_switch(mode: Mode, enabled: str, running: bool) -> Finding:
     """VLLM_ENABLE_SHARED_WEIGHTS, as a server started from this shell would see it."""
     name = "VLLM_ENABLE_SHARED_WEIGHTS"
     if not mode.bridge or running or enabled == "1":
-        return Finding("ok", "bridge switch", f"{name}={enabled or 'unset'}" + (", but a server runs already" if running else ""))
+        return Finding(
+            "ok", "bridge switch", f"{name}={enabled or 'unset'}" + (", but a server runs already" if running else "")
+        )
     return Finding(
-        "warn", "bridge switch", f"{name}={enabled or 'unset'}", f"export {name}=1 before the server (scripts/run_gsm8k_*.sh do so)"
+        "warn",
+        "bridge switch",
+        f"{name}={enabled or 'unset'}",
+        f"export {name}=1 before the server (scripts/run_gsm8k_*.sh do so)",
     )
 
 
 def check_allocator(same_devices: bool, gpus: int, settings: str, command: str) -> Finding:
-    """CUDA IPC, by which a single copy is shared, knows plain cudaMalloc allocations only. `command`: of a vLLM that runs."""
+    """CUDA IPC, by which a single copy is shared, knows plain cudaMalloc allocations only. `command`: of a vLLM that
+    runs.
+    """
     name = "allocator"
     if not same_devices or not gpus:
         return Finding("ok", name, "no memory is shared between processes by CUDA IPC here")
     if "expandable_segments:true" in settings.lower().replace(" ", ""):
-        return Finding("fail", name, f"PYTORCH_CUDA_ALLOC_CONF={settings}: CUDA IPC cannot share such memory", "unset expandable_segments")
+        return Finding(
+            "fail",
+            name,
+            f"PYTORCH_CUDA_ALLOC_CONF={settings}: CUDA IPC cannot share such memory",
+            "unset expandable_segments",
+        )
     if "--enable-sleep-mode" in command:
-        return Finding("fail", name, "vLLM runs with --enable-sleep-mode: CUDA IPC cannot share its memory", "restart vLLM without it")
+        return Finding(
+            "fail",
+            name,
+            "vLLM runs with --enable-sleep-mode: CUDA IPC cannot share its memory",
+            "restart vLLM without it",
+        )
     return Finding("ok", name, f"PYTORCH_CUDA_ALLOC_CONF={settings or 'unset'}, no sleep mode")
 
 
 def check_master(address: str, resolved: str | None, remote_hosts: Sequence[str]) -> Finding:
     """The trainer's rendezvous must be reachable from every machine that vLLM runs on."""
     if resolved is None:
-        return Finding("fail", "MASTER_ADDR", f"{address} has no address here", "set it to a name or address of this machine")
+        return Finding(
+            "fail", "MASTER_ADDR", f"{address} has no address here", "set it to a name or address of this machine"
+        )
     if remote_hosts and resolved.startswith("127."):
         return Finding(
             "fail",
@@ -191,12 +222,15 @@ def check_hosts(remote: Sequence[str], shared_memory: bool) -> Finding:
     """A single copy is shared memory: it cannot cross machines."""
     if remote and shared_memory:
         return Finding(
-            "fail", "hosts", f"{', '.join(remote)}: one copy is shared within a machine", "drop the remote hosts, or take broadcast"
+            "fail",
+            "hosts",
+            f"{', '.join(remote)}: one copy is shared within a machine",
+            "drop the remote hosts, or take broadcast",
         )
     return Finding("ok", "hosts", ", ".join(remote) or "this machine alone")
 
 
-# --- ports and servers --------------------------------------------------------------------------------------------------
+# --- ports and servers ----------------------------------------------------------------------------------------------
 
 
 def check_api(port: int, listener: Listener | None, answer: Answer) -> Finding:
@@ -206,53 +240,92 @@ def check_api(port: int, listener: Listener | None, answer: Answer) -> Finding:
         return Finding("ok", name, "free for the batching API")
     if answer.status == 200 and isinstance(answer.body, dict) and "Atropos" in str(answer.body.get("message", "")):
         return Finding("ok", name, f"the batching API runs there (pid {listener.pid})")
-    return Finding("fail", name, f"wanted by the batching API, held by {_holder(listener)}", "end that, or choose another --api-port")
+    return Finding(
+        "fail",
+        name,
+        f"wanted by the batching API, held by {_holder(listener)}",
+        "end that, or choose another --api-port",
+    )
 
 
 def check_master_port(port: int, listener: Listener | None) -> Finding:
     if port and listener:
-        return Finding("fail", "MASTER_PORT", f"{port} is held by {_holder(listener)}", "end that, or set MASTER_PORT=0 for a free one")
+        return Finding(
+            "fail",
+            "MASTER_PORT",
+            f"{port} is held by {_holder(listener)}",
+            "end that, or set MASTER_PORT=0 for a free one",
+        )
     return Finding("ok", "MASTER_PORT", f"{port} is free" if port else "0: the trainer takes a free one")
 
 
 def check_server(mode: Mode, where: str, local: bool, listener: Listener | None, status: Answer) -> Finding:
     """The vLLM server at `where` (host:port), by what it answers to /v1/bridge/status."""
     if local and listener is None:
-        starter = "the trainer will start vLLM there" if mode.owns_vllm else "start vLLM there before or after the trainer"
+        starter = (
+            "the trainer will start vLLM there" if mode.owns_vllm else "start vLLM there before or after the trainer"
+        )
         return Finding("ok", where, f"free: {starter}")
     if status.status == 0:
         if local and listener:
             return Finding(
-                "fail", where, f"held by {_holder(listener)}, which does not answer", "wait for it to load, end it, or choose --vllm-port"
+                "fail",
+                where,
+                f"held by {_holder(listener)}, which does not answer",
+                "wait for it to load, end it, or choose --vllm-port",
             )
-        return Finding("fail", where, "nobody answers", "start vLLM there, open its port, or change --vllm-host and --vllm-port")
+        return Finding(
+            "fail", where, "nobody answers", "start vLLM there, open its port, or change --vllm-host and --vllm-port"
+        )
     if mode.owns_vllm:
         return Finding(
-            "fail", where, f"held by {_holder(listener)}", "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port"
+            "fail",
+            where,
+            f"held by {_holder(listener)}",
+            "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port",
         )
     if status.status in (401, 403):
         return Finding("fail", where, "vLLM refuses the key", "set VLLM_API_KEY to the server's --api-key")
     if status.status != 200 or not isinstance(status.body, dict):
-        return Finding("fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py")
+        return Finding(
+            "fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py"
+        )
     if mode.adapters != ("max_lora_rank" in status.body):
         how = "with --enable-lora --max-lora-rank 16" if mode.adapters else "without --enable-lora"
-        return Finding("fail", where, "vLLM takes " + ("no adapters" if mode.adapters else "adapters only"), f"restart it {how}")
+        return Finding(
+            "fail", where, "vLLM takes " + ("no adapters" if mode.adapters else "adapters only"), f"restart it {how}"
+        )
     if mode.bridge and not status.body["enabled"]:
-        return Finding("fail", where, "vLLM runs without the weight bridge", "restart it with VLLM_ENABLE_SHARED_WEIGHTS=1")
+        return Finding(
+            "fail", where, "vLLM runs without the weight bridge", "restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
+        )
     if status.body["poisoned"]:
-        return Finding("warn", where, f"generation is paused ({status.body['poisoned']})", "the next trainer's first sync ends that")
+        return Finding(
+            "warn",
+            where,
+            f"generation is paused ({status.body['poisoned']})",
+            "the next trainer's first sync ends that",
+        )
     shown = f"vLLM serves policy version {status.body['policy_version']} with TP={status.body['tp_size']}"
     if lease := status.body["lease_left_s"]:
         if lease > 0:
             return Finding(
-                "fail", where, f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s", "stop that trainer, or wait"
+                "fail",
+                where,
+                f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s",
+                "stop that trainer, or wait",
             )
     return Finding("ok", where, shown)
 
 
 def check_ranks(asked: int, served: int) -> Finding:
     if asked != served:
-        return Finding("fail", "ranks", f"--tensor-parallel-size {asked}, and vLLM runs with {served}", "restart vLLM, or give what it has")
+        return Finding(
+            "fail",
+            "ranks",
+            f"--tensor-parallel-size {asked}, and vLLM runs with {served}",
+            "restart vLLM, or give what it has",
+        )
     return Finding("ok", "ranks", f"vLLM runs with {served}")
 
 
@@ -261,11 +334,13 @@ def check_same_model(model: Model, manifest: Manifest) -> Finding:
     try:
         compare(manifest, dict(model.shapes))
     except ManifestMismatch as mismatch:
-        return Finding("fail", "same model", str(mismatch), f"give --model {manifest.model}, or restart vLLM with {model.source}")
+        return Finding(
+            "fail", "same model", str(mismatch), f"give --model {manifest.model}, or restart vLLM with {model.source}"
+        )
     return Finding("ok", "same model", f"{len(manifest.tensors)}/{len(manifest.tensors)} tensors agree with vLLM's")
 
 
-# --- devices ------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------------------------
 
 
 def check_heads(tensor_parallel: int, model: Model) -> Finding:
@@ -301,11 +376,16 @@ def check_gpus(mode: Mode, tensor_parallel: int, gpus: int) -> Finding:
 
 def check_cores(tensor_parallel: int, cores: int) -> Finding:
     if cores < tensor_parallel:
-        return Finding("fail", "CPU cores", f"{cores} for {tensor_parallel} rank(s) of vLLM", f"--tensor-parallel-size {cores} at most")
+        return Finding(
+            "fail",
+            "CPU cores",
+            f"{cores} for {tensor_parallel} rank(s) of vLLM",
+            f"--tensor-parallel-size {cores} at most",
+        )
     return Finding("ok", "CPU cores", f"{cores} for {tensor_parallel} rank(s) of vLLM, without a GPU")
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------------------
 
 
 def check_shared_memory(free: int, separate_workers: bool) -> Finding:
@@ -313,14 +393,22 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
     need = 64 * MIB + (QUEUE_BYTES if separate_workers else 0)
     shown = f"{_size(free)} free, {_size(need)} needed"
     if free < need:
-        return Finding("fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)")
+        return Finding(
+            "fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)"
+        )
     return Finding("ok", "/dev/shm", shown)
 
 
 def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv_cache: int, running: bool) -> Finding:
-    """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An estimate."""
+    """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An
+    estimate.
+    """
     trainer = model.parameters * mode.trainer
-    vllm = 0 if running else model.parameters * DTYPE_BYTES[served_dtype] * (mode.vllm_copies + mode.packed_copies) + kv_cache
+    vllm = (
+        0
+        if running
+        else model.parameters * DTYPE_BYTES[served_dtype] * (mode.vllm_copies + mode.packed_copies) + kv_cache
+    )
     need = trainer + vllm + PROCESSES_BYTES
     shown = f"{_size(available)} available, about {_size(need)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
     if available < need:
@@ -328,8 +416,12 @@ def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv
     return Finding("ok", "memory", shown)
 
 
-def check_gpu_memory(gpus: Sequence[Gpu], mode: Mode, model: Model, served_dtype: str, tensor_parallel: int, running: bool) -> Finding:
-    """The fullest GPU of the layout: vLLM on the first ranks, the trainer on the next one or, single copy, on the same. An estimate."""
+def check_gpu_memory(
+    gpus: Sequence[Gpu], mode: Mode, model: Model, served_dtype: str, tensor_parallel: int, running: bool
+) -> Finding:
+    """The fullest GPU of the layout: vLLM on the first ranks, the trainer on the next one or, single copy, on the
+    same. An estimate.
+    """
     need = [0] * len(gpus)
     if not running:
         for rank in range(tensor_parallel):

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# Starts, awaits, watches and ends the services of a run. Sourced after common.sh by every launcher, by stop.sh and by status.sh.
+# Starts, awaits, watches and ends the services of a run. Sourced after common.sh by every launcher, by stop.sh and by
+# status.sh.
 #
 #   own_run DIR                      for a launcher: use_run, and all services end with this shell
 #   use_run DIR                      the run's folder; records go to DIR/pids/
@@ -8,10 +9,11 @@
 #   monitor SECONDS NAME...          until all of these ended with status 0; fails as soon as any service dies
 #   stop_services                    ends exactly the recorded process groups: TERM, 5 s of grace, KILL
 #
-# A record is `key=value` lines: name, pid (= process group = session), start (clock ticks after boot), boot, log, url, command. A process
-# is only ever signalled when boot id and start time are those recorded: a pid that was given to another process since is left alone. A
-# run directory may come from somebody else: what no launcher writes is refused (check_records), and nothing of it reaches the terminal raw.
-# A launcher that dies takes its services along: the kernel sends them TERM (setpriv --pdeathsig).
+# A record is `key=value` lines: name, pid (= process group = session), start (clock ticks after boot), boot, log, url,
+# command. A process is only ever signalled when boot id and start time are those recorded: a pid that was given to
+# another process since is left alone. A run directory may come from somebody else: what no launcher writes is refused
+# (check_records), and nothing of it reaches the terminal raw. A launcher that dies takes its services along: the kernel
+# sends them TERM (setpriv --pdeathsig).
 
 grace_s=5          # from TERM to KILL
 poll_s=0.3         # between two looks at the services
@@ -65,8 +67,9 @@ use_run() {
   done
 }
 
-# record_field NAME KEY: sets REPLY to a value out of a record, or to nothing. Like all that runs while services do, it makes no
-# command substitution: bash 5.2 fails to parse a trap that a signal starts in the middle of one, and the services would outlive us.
+# record_field NAME KEY: sets REPLY to a value out of a record, or to nothing. Like all that runs while services do, it
+# makes no command substitution: bash 5.2 fails to parse a trap that a signal starts in the middle of one, and the
+# services would outlive us.
 record_field() {
   local key value
   REPLY=''
@@ -87,13 +90,15 @@ read_record() {
   if [[ $REPLY == "$boot" ]]; then record_field "$1" start && service_start[$1]=$REPLY; fi
 }
 
-# process_fields PID: sets REPLY to what /proc/PID/stat says from the state on (the name before it may hold blanks), or to nothing.
+# process_fields PID: sets REPLY to what /proc/PID/stat says from the state on (the name before it may hold blanks), or
+# to nothing.
 process_fields() {
   { read -r REPLY <"/proc/$1/stat"; } 2>/dev/null || REPLY=''
   REPLY=${REPLY##*) }
 }
 
-# process_start PID: sets REPLY to its start in clock ticks after boot, or to nothing for a process that is gone or a zombie.
+# process_start PID: sets REPLY to its start in clock ticks after boot, or to nothing for a process that is gone or a
+# zombie.
 process_start() {
   local fields
   process_fields "$1"
@@ -117,7 +122,8 @@ write_record() {
 # record_url NAME URL: where the service's health is asked.
 record_url() { sed -i "s|^url=.*|url=$2|" "$run_dir/pids/$1"; }
 
-# own_run DIR: this shell is the run's launcher. Its end, Ctrl-C and TERM included, ends the services; stop.sh ends it first.
+# own_run DIR: this shell is the run's launcher. Its end, Ctrl-C and TERM included, ends the services; stop.sh ends it
+# first.
 own_run() {
   use_run "$1"
   write_record launcher $$ '' "$0"
@@ -141,8 +147,8 @@ is_alive() {
   [[ -n $REPLY && $REPLY == "${service_start[$1]}" ]]
 }
 
-# members NAME: pids of its process group. The kernel gives a group's number to no new process while a member lives, so these are ours
-# unless the process of that number is alive and is another than recorded.
+# members NAME: pids of its process group. The kernel gives a group's number to no new process while a member lives, so
+# these are ours unless the process of that number is alive and is another than recorded.
 members() {
   local group=${service_pid[$1]} pid fields
   process_start "$group"
@@ -154,7 +160,8 @@ members() {
   done
 }
 
-# start_service NAME LOG COMMAND...: returns when the new process leads its own group, so that it can be signalled from then on.
+# start_service NAME LOG COMMAND...: returns when the new process leads its own group, so that it can be signalled from
+# then on.
 start_service() {
   local name=$1 log=$2 guard=() fields
   shift 2
@@ -228,7 +235,8 @@ await_http() {
   say "$name is up after $((SECONDS - started)) s"
 }
 
-# dead_service [NAME...]: reports the first service of this shell that is dead though it should not be; NAMEs may end with status 0.
+# dead_service [NAME...]: reports the first service of this shell that is dead though it should not be; NAMEs may end
+# with status 0.
 dead_service() {
   local name
   for name in "${launched_here[@]}"; do
@@ -241,7 +249,8 @@ dead_service() {
   return 1
 }
 
-# follow LABEL LOG PATTERN: monitor shows the log's new lines that match the extended regular expression, without what stands before it.
+# follow LABEL LOG PATTERN: monitor shows the log's new lines that match the extended regular expression, without what
+# stands before it.
 follow() {
   local fd
   touch "$2"
@@ -282,7 +291,8 @@ monitor() {
   done
 }
 
-# note_shared_memory: keeps boot, inode and name of the shared-memory files that the services have open, for the case that one is killed.
+# note_shared_memory: keeps boot, inode and name of the shared-memory files that the services have open, for the case
+# that one is killed.
 note_shared_memory() {
   local name member boot
   read -r boot </proc/sys/kernel/random/boot_id
@@ -294,8 +304,8 @@ note_shared_memory() {
   mv "$run_dir/pids/shared.memory.new" "$run_dir/pids/shared.memory"
 }
 
-# remove_shared_memory: unlinks what killed services left in /dev/shm, unless another process has it open. A name alone proves nothing: the
-# file must be the one that a service had open since this boot.
+# remove_shared_memory: unlinks what killed services left in /dev/shm, unless another process has it open. A name alone
+# proves nothing: the file must be the one that a service had open since this boot.
 remove_shared_memory() {
   local path inode noted boot
   [[ -f $run_dir/pids/shared.memory ]] || return 0
@@ -349,7 +359,8 @@ stop_services() {
   [[ -n $(signal_groups 0) ]] || rm -rf "$run_dir/pids"
 }
 
-# port_inode PORT: of the socket that listens on it, or with which a vLLM server that is still starting claims it; nothing if it is free.
+# port_inode PORT: of the socket that listens on it, or with which a vLLM server that is still starting claims it;
+# nothing if it is free.
 port_inode() {
   local port
   port=$(printf '%04X' "$1")

@@ -1,6 +1,6 @@
 """What a quickstart run came to: accuracy before and after, where to look, what to try next.
 
-    python scripts/lib/summary.py RUN_DIR --seconds 412
+python scripts/lib/summary.py RUN_DIR --seconds 412
 """
 
 import argparse
@@ -16,7 +16,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def accuracy_line(evaluations: list[dict[str, Any]]) -> str:
-    """`Held-out accuracy: 17.2 % before, 96.9 % after 20 steps`; evaluations hold `policy_version` and `accuracy`, null if not measured."""
+    """`Held-out accuracy: 17.2 % before, 96.9 % after 20 steps`; evaluations hold `policy_version` and `accuracy`,
+    null if not measured.
+    """
     measured = {row["policy_version"]: row["accuracy"] for row in evaluations if row["accuracy"] is not None}
     if not measured:
         return "Held-out accuracy: not measured"
@@ -28,7 +30,10 @@ def accuracy_line(evaluations: list[dict[str, Any]]) -> str:
 def reward_line(metrics: list[dict[str, Any]]) -> str:
     """`Mean sampled reward: 0.11 at step 1, 0.91 at step 20`."""
     first, last = metrics[0], metrics[-1]
-    return f"Mean sampled reward: {first['reward_mean']:.2f} at step {first['step']}, {last['reward_mean']:.2f} at step {last['step']}"
+    return (
+        f"Mean sampled reward: {first['reward_mean']:.2f} at step {first['step']}, {last['reward_mean']:.2f} at step"
+        f" {last['step']}"
+    )
 
 
 def trained_line(checkpoints: Path) -> str:
@@ -61,8 +66,14 @@ def summary(run_dir: Path, seconds: int) -> str:
             f"  runs/{name}/*.log, *.yaml              each service's log and configuration",
             "What to try next:",
             "  scripts/quickstart.sh --seed 2                                    the same with other samples",
-            "  scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k   a larger model, real problems (a GPU helps)",
-            "  scripts/run_gsm8k_lora.sh --dataset arithmetic                    the same by another weight bridge (docs/bridges.md)",
+            (
+                "  scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k   a larger model, real"
+                " problems (a GPU helps)"
+            ),
+            (
+                "  scripts/run_gsm8k_lora.sh --dataset arithmetic                    the same by another weight bridge"
+                " (docs/bridges.md)"
+            ),
             "  README.md, 'Go on'                                                your own model, your own environment",
         ]
     )

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
-# One training run through every service of Atropos: flags, settings of the task, GPUs, start, watch, end. Sourced after common.sh and
-# services.sh by quickstart.sh and by each run_gsm8k_MODE.sh, which change the variables below where they differ and call `train "$@"`.
+# One training run through every service of Atropos: flags, settings of the task, GPUs, start, watch, end. Sourced after
+# common.sh and services.sh by quickstart.sh and by each run_gsm8k_MODE.sh, which change the variables below where they
+# differ and call `train "$@"`.
 #
 #    1 flags   2 set-up   3 ports   4 settings   5 the run's folder, with every service's configuration
 #    6 API, vLLM, trainer, environment: started at once, each waits for whom it needs   7 wait for API and vLLM   8 watch   9 plot, end, sum up
@@ -101,7 +102,8 @@ check_flags() {
   [[ ! -e $root/runs/$run_name ]] || usage_error "runs/$run_name exists; choose another --run-name, or remove that folder"
 }
 
-# choose_port FLAG GIVEN DEFAULT OTHER: the port, a free one in place of a taken default. A taken port that was asked for is an error.
+# choose_port FLAG GIVEN DEFAULT OTHER: the port, a free one in place of a taken default. A taken port that was asked
+# for is an error.
 choose_port() {
   local port
   if [[ -n $2 ]]; then
@@ -138,7 +140,8 @@ task_settings() {
   fi
 }
 
-# device_settings: which of the visible GPUs is whose, and what fits it. The arithmetic task's model is too small for tensor parallelism.
+# device_settings: which of the visible GPUs is whose, and what fits it. The arithmetic task's model is too small for
+# tensor parallelism.
 device_settings() {
   local ranks=1 trainer_at list
   local -a visible
@@ -214,7 +217,8 @@ start_services() {
   start_service env "$run_dir/env.log" "$python" -u environments/gsm8k_server.py serve "${env_flags[@]}"
 }
 
-# watch_services: until trainer and environment have ended. Nothing from start_services on makes a command substitution (services.sh).
+# watch_services: until trainer and environment have ended. Nothing from start_services on makes a command substitution
+# (services.sh).
 watch_services() {
   local trainer_lines='Step [0-9]+/|Trained model: |Bitwise identical: '
   await_http api "$api/health" 60

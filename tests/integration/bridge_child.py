@@ -1,7 +1,8 @@
-"""A trainer without training, as a process of its own that tests can kill or freeze: connects, syncs, and does what it is told.
+"""A trainer without training, as a process of its own that tests can kill or freeze: connects, syncs, and does what it
+is told.
 
-python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S]
-ACT: sync | idle | many | kill-before-transfer | kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
+python -m tests.integration.bridge_child MODEL PORT ACT [TIMEOUT_S] ACT: sync | idle | many | kill-before-transfer |
+kill-mid-transfer | freeze-mid-transfer | kill-after-ack | kill-during-commit
 """
 
 import http.client
@@ -26,7 +27,9 @@ from example_trainer.config import TrainerConfig
 
 
 def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
-    bridge, model = joined(model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s))
+    bridge, model = joined(
+        model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s)
+    )
     if act == "idle":
         time.sleep(300)
     if act == "many":
@@ -103,7 +106,9 @@ def _stop_at_second_bucket(bridge: Any, with_signal: signal.Signals) -> None:
 
 
 def held_by(pids: list[int]) -> dict[str, int]:
-    """What processes hold together; of memory, what the kernel cannot drop and read again from a file when it is short of it."""
+    """What processes hold together; of memory, what the kernel cannot drop and read again from a file when it is short
+    of it.
+    """
     processes = [psutil.Process(pid) for pid in pids]
     kept = re.compile(r"Rss(?:Anon|Shmem):\s+(\d+) kB")
     return {

@@ -40,7 +40,10 @@ class Server:
         return f"http://{self.host}:{self.port}"
 
     def request(self, method: str, path: str, timeout_s: float = 60, **arguments: Any) -> requests.Response:
-        return inside(self.namespace, lambda: requests.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments))
+        return inside(
+            self.namespace,
+            lambda: requests.request(method, self.url + path, headers=AUTHORIZED, timeout=timeout_s, **arguments),
+        )
 
     def status(self) -> dict[str, Any]:
         return self.request("GET", "/v1/bridge/status", 30).json()
@@ -69,7 +72,13 @@ def save_tiny_model(folder: Path, config: PretrainedConfig) -> Path:
 
 
 def start_server(
-    model: Path, folder: Path, *flags: str, port: int = 0, host: str = "127.0.0.1", namespace: str | None = None, wait: bool = True
+    model: Path,
+    folder: Path,
+    *flags: str,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    namespace: str | None = None,
+    wait: bool = True,
 ) -> Server:
     port = port or free_port()
     log = folder / "vllm.log"
@@ -79,12 +88,31 @@ def start_server(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGDIR": str(folder),
     }
-    command = [sys.executable, "-u", str(REPOSITORY / "example_trainer" / "vllm_api_server.py"), "--model", str(model), "--port", str(port)]
+    command = [
+        sys.executable,
+        "-u",
+        str(REPOSITORY / "example_trainer" / "vllm_api_server.py"),
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+    ]
     # few KV blocks: a cache of a gibibyte grows resident page by page for as long as a test looks, as a leak would
-    command += ["--max-model-len", "512", "--num-gpu-blocks-override", "512", "--api-key", API_KEY, "--host", host, *flags]
+    command += [
+        "--max-model-len",
+        "512",
+        "--num-gpu-blocks-override",
+        "512",
+        "--api-key",
+        API_KEY,
+        "--host",
+        host,
+        *flags,
+    ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=folder,
+            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment,
+            cwd=folder,
             start_new_session=True,
         )  # fmt: skip
     server = Server(port, str(model), log, process, host, namespace)
@@ -145,7 +173,8 @@ def stop_server(server: Server) -> None:
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=False, max_position_embeddings=512,
     )  # fmt: skip
     return save_tiny_model(tmp_path_factory.mktemp("llama"), config)
@@ -155,7 +184,8 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2: biases on q, k, v and a tied head; a vocabulary that vLLM pads."""
     config = Qwen2Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=True, max_position_embeddings=512,
     )  # fmt: skip
     return save_tiny_model(tmp_path_factory.mktemp("qwen"), config)

@@ -1,4 +1,6 @@
-"""Two network namespaces joined by a cable (a veth pair), as two hosts; and how a test acts inside one. Needs root on Linux."""
+"""Two network namespaces joined by a cable (a veth pair), as two hosts; and how a test acts inside one. Needs root on
+Linux.
+"""
 
 import contextlib
 import ctypes
@@ -30,12 +32,28 @@ class Host:
 @contextlib.contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     """Raises PermissionError with ip's own words where namespaces may not be made."""
-    pair = tuple(Host(f"atropos{os.getpid()}{end}", f"at{os.getpid()}{end}", f"10.77.0.{number}") for number, end in ((1, "a"), (2, "b")))
+    pair = tuple(
+        Host(f"atropos{os.getpid()}{end}", f"at{os.getpid()}{end}", f"10.77.0.{number}")
+        for number, end in ((1, "a"), (2, "b"))
+    )
     one, other = pair
     try:
         for host in pair:
             _ip("netns", "add", host.namespace)
-        _ip("link", "add", one.device, "netns", one.namespace, "type", "veth", "peer", "name", other.device, "netns", other.namespace)
+        _ip(
+            "link",
+            "add",
+            one.device,
+            "netns",
+            one.namespace,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            other.device,
+            "netns",
+            other.namespace,
+        )
         for host in pair:
             _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", host.device)
             _ip("-n", host.namespace, "link", "set", "lo", "up")
@@ -47,7 +65,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 
 def tied(command: list[str], signal_name: str = "KILL") -> list[str]:
-    """`command` as it is run so that it does not outlive the tests: the kernel signals it when the process that starts it dies."""
+    """`command` as it is run so that it does not outlive the tests: the kernel signals it when the process that starts
+    it dies.
+    """
     return ["setpriv", "--pdeathsig", signal_name, "--", *command]
 
 

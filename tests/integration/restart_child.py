@@ -1,4 +1,5 @@
-"""A trainer without training in mode none: serves version 0, makes version 1, which is not served, then version 2, which is.
+"""A trainer without training in mode none: serves version 0, makes version 1, which is not served, then version 2,
+which is.
 
 python restart_child.py MODEL PORT FOLDER [FLAG VALUE ...]      each line on stdin lets it go on
 """
@@ -19,7 +20,16 @@ from tests.integration.bridge_child import change
 
 def main(model_name: str, port: str, folder: str, *flags: str) -> None:
     configure_logging("child")
-    arguments = ["--model-name", model_name, "--vllm-port", port, "--save-path", f"{folder}/checkpoints", "--log-dir", folder]
+    arguments = [
+        "--model-name",
+        model_name,
+        "--vllm-port",
+        port,
+        "--save-path",
+        f"{folder}/checkpoints",
+        "--log-dir",
+        folder,
+    ]
     config = load_config(TrainerConfig, [*arguments, "--vllm-restart-interval", "2", *flags], prog="restart_child")
     bridge = make_bridge(config)
     with contextlib.closing(bridge):

@@ -1,7 +1,8 @@
-"""A trainer without training that feeds several servers, as a process of its own: python several_child.py [trainer flags]
+"""A trainer without training that feeds several servers, as a process of its own: python several_child.py [trainer
+flags]
 
-For every line on stdin it makes a new version, syncs it, and prints {"version", "servers", "parity", "seconds"}; at the end of stdin it
-leaves in an orderly way. Looks for servers that were left out at every sync.
+For every line on stdin it makes a new version, syncs it, and prints {"version", "servers", "parity", "seconds"}; at
+the end of stdin it leaves in an orderly way. Looks for servers that were left out at every sync.
 """
 
 import json
@@ -28,7 +29,12 @@ def main() -> None:
     for version, _ in enumerate(sys.stdin, start=1):
         start = time.monotonic()
         report = bridge.sync(version, lambda: change(model))
-        row = {"version": version, "servers": report.servers, "seconds": time.monotonic() - start, "parity": bridge.parity_probe()}
+        row = {
+            "version": version,
+            "servers": report.servers,
+            "seconds": time.monotonic() - start,
+            "parity": bridge.parity_probe(),
+        }
         print(json.dumps(row), flush=True)
     bridge.close()
 

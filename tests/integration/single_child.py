@@ -1,4 +1,5 @@
-"""A single-copy trainer without training, as a process of its own that tests can kill or freeze in the middle of an update.
+"""A single-copy trainer without training, as a process of its own that tests can kill or freeze in the middle of an
+update.
 
 python -m tests.integration.single_child MODEL PORT ACT [BF16_UPDATE]
 ACT: sync | train | idle | many | kill-mid-update | freeze-mid-update | fail-mid-update | kill-before-resume
@@ -40,7 +41,9 @@ def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> N
 
 def _training(model: PreTrainedModel, model_name: str, bf16_update: str) -> Callable[[], None]:
     """Steps of the configured optimizer on the gradients of a backward pass."""
-    optimizer = make_optimizer(model.parameters(), TrainerConfig(model_name=model_name, lr=1e-2, bf16_update=bf16_update))
+    optimizer = make_optimizer(
+        model.parameters(), TrainerConfig(model_name=model_name, lr=1e-2, bf16_update=bf16_update)
+    )
     tokens = torch.arange(5, 45)[None]
 
     def update() -> None:

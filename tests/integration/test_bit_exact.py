@@ -1,9 +1,10 @@
-"""Bit-exactness on a real vLLM: batch m against n, decode against prefill, trainer against both, and steps of training over each bridge.
+"""Bit-exactness on a real vLLM: batch m against n, decode against prefill, trainer against both, and steps of training
+over each bridge.
 
-One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many lengths at once, and
-a cache too small for all of them. On a machine with a GPU the first tests run there (scripts/gpu_check.sh), in bfloat16.
-Qwen3 with yarn's rotary embedding here; Qwen2 over two ranks, in bfloat16, with a linear one where the server is restarted; Llama
-with llama3's where one file does it all.
+One server with everything on that could change bits: chunked prefill, prefix caching, two threads, requests of many
+lengths at once, and a cache too small for all of them. On a machine with a GPU the first tests run there
+(scripts/gpu_check.sh), in bfloat16. Qwen3 with yarn's rotary embedding here; Qwen2 over two ranks, in bfloat16, with
+a linear one where the server is restarted; Llama with llama3's where one file does it all.
 """
 
 import contextlib
@@ -34,7 +35,15 @@ from example_trainer.optimizer import make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
-from tests.integration.conftest import API_KEY, REPOSITORY, Server, free_port, save_tiny_model, start_server, stop_server
+from tests.integration.conftest import (
+    API_KEY,
+    REPOSITORY,
+    Server,
+    free_port,
+    save_tiny_model,
+    start_server,
+    stop_server,
+)
 from tests.integration.namespaces import tied
 
 PROMPTS = 12
@@ -46,9 +55,12 @@ BLOCKS = 160  # of 32 tokens: one context of 4,200, not the thirty answers of 18
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Qwen3, with its norms on queries and keys, weights large enough that sampling is not uniform, and scaled rotary angles."""
+    """Qwen3, with its norms on queries and keys, weights large enough that sampling is not uniform, and scaled rotary
+    angles.
+    """
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=264, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=264, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=32, tie_word_embeddings=True, max_position_embeddings=5000, initializer_range=0.1,
         rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 5.0, "original_max_position_embeddings": 1000},
     )  # fmt: skip
@@ -69,7 +81,8 @@ def trainer(server: Server) -> Any:
 
 def rotated(family: type[LlamaConfig] | type[Qwen2Config], folder: Path, **rope_parameters: Any) -> Path:
     config = family(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
         tie_word_embeddings=False, max_position_embeddings=512, initializer_range=0.1,
         rope_parameters={"rope_theta": 10000.0, **rope_parameters},
     )  # fmt: skip
@@ -77,7 +90,9 @@ def rotated(family: type[LlamaConfig] | type[Qwen2Config], folder: Path, **rope_
 
 
 def prompt(index: int, longest: int = 300) -> list[int]:
-    """Prompts of very different lengths; those of odd index share their first 64 tokens, which the prefix cache then holds."""
+    """Prompts of very different lengths; those of odd index share their first 64 tokens, which the prefix cache then
+    holds.
+    """
     chosen = random.Random(index)
     shared = list(range(100, 164)) if index % 2 else []
     return shared + [chosen.randrange(1000) for _ in range(chosen.choice([1, 7, 40, longest]))]
@@ -94,7 +109,9 @@ def answers(server: Server, tokens: list[int], **sampling: Any) -> list[Rollout]
         trained = np.arange(len(ids)) >= len(tokens)
         sampled = np.zeros(len(ids), dtype=np.float32)
         sampled[trained] = [next(iter(entry.values())) for (entry,) in entries]
-        rollouts.append(Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"], *truncation))
+        rollouts.append(
+            Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"], *truncation)
+        )
     return rollouts
 
 
@@ -145,11 +162,18 @@ def test_the_trainer_computes_the_sampled_bits_however_it_packs(server: Server, 
 
 
 def test_temperatures_are_exact(server: Server, trainer: Any) -> None:
-    assert_exact(trainer, together([partial(sample, server, prompt(i), temperature=0.5 + 0.1 * i) for i in range(PROMPTS)]))
+    assert_exact(
+        trainer, together([partial(sample, server, prompt(i), temperature=0.5 + 0.1 * i) for i in range(PROMPTS)])
+    )
 
 
 def test_truncated_sampling_is_exact(server: Server, trainer: Any) -> None:
-    truncations: list[dict[str, Any]] = [{"top_p": 0.7}, {"top_k": 20}, {"top_p": 0.9, "top_k": 50, "temperature": 0.8}, {}]
+    truncations: list[dict[str, Any]] = [
+        {"top_p": 0.7},
+        {"top_k": 20},
+        {"top_p": 0.9, "top_k": 50, "temperature": 0.8},
+        {},
+    ]
     assert_exact(trainer, together([partial(sample, server, prompt(i), **truncations[i % 4]) for i in range(PROMPTS)]))
     assert_exact(trainer, [sample(server, prompt(1), top_k=5), sample(server, prompt(3), top_p=0.5)])
 
@@ -160,7 +184,9 @@ def test_more_than_four_thousand_tokens_are_exact(server: Server, trainer: Any) 
 
 
 def preemptions(server: Server) -> float:
-    counts = re.findall(r"^vllm:num_preemptions_total\{.*\} (\S+)$", server.request("GET", "/metrics").text, re.MULTILINE)
+    counts = re.findall(
+        r"^vllm:num_preemptions_total\{.*\} (\S+)$", server.request("GET", "/metrics").text, re.MULTILINE
+    )
     return sum(map(float, counts))
 
 
@@ -188,18 +214,23 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         for step in (1, 2, 3):
             rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             comparison = Comparison()
-            figures = batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison)
+            figures = batch_gradients(
+                model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
+            )
             assert figures.ratio_mean == 1.0 and figures.logprob_diff_max == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
             bridge.sync(step, partial(update, optimizer, scheduler))
         assert server.status()["policy_version"] == 3
-        assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))  # the policy did move
+        assert not any(
+            torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
+        )  # the policy did move
 
 
 def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
     folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
     config = TrainerConfig(
-        model_name=str(folder), weight_bridge_mode="none", vllm_port=free_port(), vllm_restart_interval=1, vllm_api_key=API_KEY,
+        model_name=str(folder), weight_bridge_mode="none", vllm_port=free_port(), vllm_restart_interval=1,
+        vllm_api_key=API_KEY,
         vllm_flags="--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
         save_path=tmp_path / "checkpoints", log_dir=tmp_path, lr=1e-3, batch_invariant=True,
     )  # fmt: skip
@@ -207,9 +238,13 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
         model = bridge.connect(str(folder), torch.device("cpu"))
         make_exact(model, torch.bfloat16, tp_size=2)
         optimizer = make_optimizer(model.parameters(), config)
-        server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))  # the bridge's own
+        server = Server(
+            config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None)
+        )  # the bridge's own
         for version in (0, 1):
-            bridge.sync(version, partial(update, optimizer, make_scheduler(optimizer, config, 0)) if version else lambda: None)
+            bridge.sync(
+                version, partial(update, optimizer, make_scheduler(optimizer, config, 0)) if version else lambda: None
+            )
             rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             assert_exact(model, rollouts)
             batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings())
@@ -217,17 +252,32 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
 
 
 def test_what_is_not_exact_is_refused_by_name(llama_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=r"error: --batch-invariant does not cover --kv-cache-dtype fp8; see docs/bit-exactness\.md"):
+    with pytest.raises(
+        AssertionError,
+        match=r"error: --batch-invariant does not cover --kv-cache-dtype fp8; see docs/bit-exactness\.md",
+    ):
         start_server(llama_folder, tmp_path, "--batch-invariant", "--kv-cache-dtype", "fp8")
 
 
 def test_the_one_file_run_is_exact_and_gives_the_same_bytes_again(tmp_path: Path) -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     folder = rotated(LlamaConfig, tmp_path / "llama3", rope_type="llama3", **scaling)
-    command = [sys.executable, "-m", "example_trainer.simple_rl", "--model", str(folder), "--steps", "3", "--prompts", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "example_trainer.simple_rl",
+        "--model",
+        str(folder),
+        "--steps",
+        "3",
+        "--prompts",
+        "2",
+    ]
     command += ["--group-size", "4", "--lr", "1e-3", "--kl-coef", "0.1", "--max-new-tokens", "12", "--out"]
     runs = [tmp_path / "once", tmp_path / "again"]
-    processes = [subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs]
+    processes = [
+        subprocess.Popen(tied([*command, str(out)]), stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) for out in runs
+    ]
     for process in processes:
         shown, _ = process.communicate(timeout=240)
         assert process.returncode == 0 and shown.count("Bitwise identical: True") == 3

@@ -23,13 +23,19 @@ from tests.integration.namespaces import tied
 from tests.integration.test_hostile_requests import OFFER
 from vllm_patching.protocol import Manifest
 
-PARITY = 2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
+PARITY = (
+    2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
+)
 PROMPT = [5, 6, 7, 8]
 
 
-def start_child(server: Server, act: str, model: str | None = None, *, child: str = "bridge_child") -> subprocess.Popen[str]:
+def start_child(
+    server: Server, act: str, model: str | None = None, *, child: str = "bridge_child"
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        tied([sys.executable, "-m", f"tests.integration.{child}", model or server.model, str(server.port), *act.split()]),
+        tied(
+            [sys.executable, "-m", f"tests.integration.{child}", model or server.model, str(server.port), *act.split()]
+        ),
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -47,7 +53,9 @@ def read_until(child: subprocess.Popen[str], word: str) -> str:
 
 
 def finish(child: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, str, str]:
-    """Exit status, and what was printed since `read_until`. Not by communicate, which loses lines that were read ahead."""
+    """Exit status, and what was printed since `read_until`. Not by communicate, which loses lines that were read
+    ahead.
+    """
     assert child.stdout is not None and child.stderr is not None
     with ThreadPoolExecutor(2) as pool:
         out, err = pool.submit(child.stdout.read), pool.submit(child.stderr.read)
@@ -207,7 +215,9 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
 
 @contextlib.contextmanager
 def without_memory(workers: list[int]) -> Iterator[None]:
-    """These workers can make no memory file as large as their weights, as where memory is full; their logs stay below the limit."""
+    """These workers can make no memory file as large as their weights, as where memory is full; their logs stay below
+    the limit.
+    """
     limits = {worker: resource.prlimit(worker, resource.RLIMIT_FSIZE) for worker in workers}
     for worker, (_, hard) in limits.items():
         resource.prlimit(worker, resource.RLIMIT_FSIZE, (500_000, hard))
@@ -222,7 +232,9 @@ def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vll
     assert sync_and_probe(vllm_server) <= PARITY
     with without_memory(workers_of(vllm_server)):
         code, _, err = finish(start_child(vllm_server, "sync 8"))
-        assert code != 0 and re.search(r"TP0 failed \(.*cannot allocate .* MB of shared memory: File too large", err), err[-2000:]
+        assert code != 0 and re.search(r"TP0 failed \(.*cannot allocate .* MB of shared memory: File too large", err), (
+            err[-2000:]
+        )
         assert vllm_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
     assert sync_and_probe(vllm_server) <= PARITY
 
@@ -234,13 +246,25 @@ def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qw
 
 
 def test_strangers_are_kept_out(server: Server) -> None:
-    for method, path in [("GET", "/v1/bridge/status"), ("POST", "/v1/bridge/commit"), ("POST", "/generate"), ("POST", "/v1/generate")]:
-        reply = requests.request(method, server.url + path, json={"prompt": "x", "session": "s", "policy_version": 1}, timeout=30)
+    for method, path in [
+        ("GET", "/v1/bridge/status"),
+        ("POST", "/v1/bridge/commit"),
+        ("POST", "/generate"),
+        ("POST", "/v1/generate"),
+    ]:
+        reply = requests.request(
+            method, server.url + path, json={"prompt": "x", "session": "s", "policy_version": 1}, timeout=30
+        )
         assert reply.status_code == 401, (method, path)
 
 
 def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
-    reply = requests.post(f"{server.url}/v1/bridge/commit", json={"session": "nobody", "policy_version": 9}, headers=AUTHORIZED, timeout=30)
+    reply = requests.post(
+        f"{server.url}/v1/bridge/commit",
+        json={"session": "nobody", "policy_version": 9},
+        headers=AUTHORIZED,
+        timeout=30,
+    )
     assert reply.status_code == 404 and "is not the current one" in reply.text
 
 
@@ -254,7 +278,9 @@ def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
         ({"prompt": {"prompt_token_ids": [999999]}, "max_tokens": 1}, 400, "999999"),
     ],
 )
-def test_bad_generate_requests_are_4xx_with_the_value(vllm_server: Server, body: dict, status: int, fragment: str) -> None:
+def test_bad_generate_requests_are_4xx_with_the_value(
+    vllm_server: Server, body: dict, status: int, fragment: str
+) -> None:
     reply = requests.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
     assert reply.status_code == status and fragment in reply.text, reply.text
 

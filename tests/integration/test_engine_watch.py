@@ -1,4 +1,6 @@
-"""A real vLLM whose engine is frozen, comes back and is killed: /health and every client hear why, and no call hangs."""
+"""A real vLLM whose engine is frozen, comes back and is killed: /health and every client hear why, and no call
+hangs.
+"""
 
 import os
 import signal
@@ -15,7 +17,9 @@ DEADLINE_S = 120
 
 
 def engine_of(server: Server) -> int:
-    (found,) = [pid for pid in session_members(server.process.pid) if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()]
+    (found,) = [
+        pid for pid in session_members(server.process.pid) if "EngineCor" in Path(f"/proc/{pid}/comm").read_text()
+    ]
     return found
 
 

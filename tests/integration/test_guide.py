@@ -1,4 +1,5 @@
-"""The README's four commands by hand, started in its order, with a local model: the lines people are told to look for must come.
+"""The README's four commands by hand, started in its order, with a local model: the lines people are told to look for
+must come.
 
 The programs and flags are read out of README.md; only the model, the GPUs and the size of the run are replaced.
 """
@@ -45,7 +46,9 @@ def readme_commands() -> dict[str, list[str]]:
 
 
 def replaced(words: list[str], model: str) -> list[str]:
-    words = [model if word.startswith("Qwen/") else word for word in words if not word.startswith("CUDA_VISIBLE_DEVICES")]
+    words = [
+        model if word.startswith("Qwen/") else word for word in words if not word.startswith("CUDA_VISIBLE_DEVICES")
+    ]
     for flag, value in (("--tensor-parallel-size", "1"), ("--training-steps", "1"), ("--dtype", "float32")):
         if flag in words:
             words[words.index(flag) + 1] = value
@@ -54,10 +57,22 @@ def replaced(words: list[str], model: str) -> list[str]:
 
 def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
     model = subprocess.run(
-        [sys.executable, "-m", "example_trainer.quickstart_model"], cwd=REPOSITORY, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-m", "example_trainer.quickstart_model"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     ).stdout.strip()
     extra = {
-        "trainer": ["--gradient-accumulation-steps", "2", "--save-path", str(tmp_path / "checkpoints"), "--log-dir", str(tmp_path)],
+        "trainer": [
+            "--gradient-accumulation-steps",
+            "2",
+            "--save-path",
+            str(tmp_path / "checkpoints"),
+            "--log-dir",
+            str(tmp_path),
+        ],
         "vllm": ["--max-model-len", "512"],
     }
     environment = os.environ | {
@@ -82,7 +97,10 @@ def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
         deadline = time.monotonic() + 500
         while services["trainer"].poll() is None:
             dead = [name for name in ("api", "vllm") if services[name].poll() is not None]
-            assert not dead and time.monotonic() < deadline, (dead, (tmp_path / f"{(dead or ['trainer'])[0]}.log").read_text()[-3000:])
+            assert not dead and time.monotonic() < deadline, (
+                dead,
+                (tmp_path / f"{(dead or ['trainer'])[0]}.log").read_text()[-3000:],
+            )
             time.sleep(1)
         logs = {name: (tmp_path / f"{name}.log").read_text() for name in services}
         assert services["trainer"].returncode == 0, logs["trainer"][-3000:]

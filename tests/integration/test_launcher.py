@@ -30,13 +30,20 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_a_taken_port_is_refused(llama_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"--port {port} on 127.0.0.1: Address already in use" in refusal("--model", str(llama_folder), "--port", str(port))
+        assert f"--port {port} on 127.0.0.1: Address already in use" in refusal(
+            "--model", str(llama_folder), "--port", str(port)
+        )
 
 
 def test_a_port_that_another_server_is_about_to_take_is_refused(llama_folder: Path) -> None:
     port = free_port()
-    claim = f"from example_trainer import vllm_api_server as s; s._check_port('127.0.0.1', {port}); print('claimed', flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", claim], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    claim = (
+        f"from example_trainer import vllm_api_server as s; s._check_port('127.0.0.1', {port}); print('claimed',"
+        " flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", claim], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "claimed\n"
         assert f"--port {port} on 127.0.0.1: another vLLM server is starting there" in refusal(
             "--model", str(llama_folder), "--port", str(port)

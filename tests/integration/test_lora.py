@@ -1,4 +1,6 @@
-"""LoRA on a real vLLM: every version is served as trained, environments follow without a restart, and nothing bad is ever served."""
+"""LoRA on a real vLLM: every version is served as trained, environments follow without a restart, and nothing bad is
+ever served.
+"""
 
 import contextlib
 import os
@@ -28,7 +30,8 @@ from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server
 from tests.integration.namespaces import tied
 
 CPU = torch.device("cpu")
-PARITY = 2e-5  # fp32 on both sides; the same adapter differs by about 1e-6 on this model, the versions below by more than 1e-2
+# fp32 on both sides; the same adapter differs by about 1e-6 on this model, the versions below by more than 1e-2
+PARITY = 2e-5
 PROMPT = list(range(5, 45))  # longer than a KV block, so that the prefix cache takes part
 DEADLINE_S = 120
 
@@ -42,7 +45,8 @@ def server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def lora_bridge(model: str, port: int, save_path: Path, **changes: Any) -> LoraBridge:
     settings: dict[str, Any] = dict(
-        model_name=model, weight_bridge_mode="lora_only", lora_r=8, vllm_port=port, vllm_api_key=API_KEY, save_path=save_path,
+        model_name=model, weight_bridge_mode="lora_only", lora_r=8, vllm_port=port, vllm_api_key=API_KEY,
+        save_path=save_path,
         bridge_timeout_s=60, bridge_lease_s=20,
     )  # fmt: skip
     return LoraBridge(TrainerConfig(**settings | changes))
@@ -65,13 +69,20 @@ def move(model: PreTrainedModel, seed: int) -> None:
 
 def complete(server: Server, model: str | None, **sampling: Any) -> dict[str, Any]:
     """One greedy completion through the OpenAI route; without `model`, none is named."""
-    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0} | ({"model": model} if model else {}) | sampling
+    body = (
+        {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        | ({"model": model} if model else {})
+        | sampling
+    )
     reply = requests.post(f"{server.url}/v1/completions", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
     return {"status": reply.status_code, **reply.json()}
 
 
 def served_names(server: Server) -> list[str]:
-    return [card["id"] for card in requests.get(f"{server.url}/v1/models", headers=AUTHORIZED, timeout=DEADLINE_S).json()["data"]]
+    return [
+        card["id"]
+        for card in requests.get(f"{server.url}/v1/models", headers=AUTHORIZED, timeout=DEADLINE_S).json()["data"]
+    ]
 
 
 def test_every_version_is_served_as_trained_and_environments_follow(server: Server, tmp_path: Path) -> None:
@@ -81,7 +92,10 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
         for version in range(1, 5):
             report = bridge.sync(version, partial(move, model, version))
             assert bridge.parity_probe() <= PARITY
-            print(f"version {version}: written {report.transfer_s:.3f} s, loaded {report.apply_s:.3f} s, {report.bytes_moved} bytes")
+            print(
+                f"version {version}: written {report.transfer_s:.3f} s, loaded {report.apply_s:.3f} s,"
+                f" {report.bytes_moved} bytes"
+            )
 
             status = server.status()
             name = status["served_model"]
@@ -94,7 +108,12 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
                 assert reply["model"] == name, alias
                 assert reply["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(sampled, abs=1e-5)
             chat = {"model": "default", "messages": [{"role": "user", "content": "2 + 2 ="}], "max_tokens": 2}
-            assert requests.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()["model"] == name
+            assert (
+                requests.post(f"{server.url}/v1/chat/completions", json=chat, headers=AUTHORIZED, timeout=60).json()[
+                    "model"
+                ]
+                == name
+            )
 
             assert complete(server, "base")["choices"][0]["logprobs"] == untouched
             assert server.generate(PROMPT, max_tokens=1, model="base")["policy_versions"] == [[0, 0]]
@@ -114,7 +133,9 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         replies: dict[str, dict[str, Any]] = {}
         runs = [
             threading.Thread(target=lambda: replies.update(generate=server.generate(PROMPT, **long))),
-            threading.Thread(target=lambda: replies.update(openai=complete(server, "default", return_token_ids=True, **long))),
+            threading.Thread(
+                target=lambda: replies.update(openai=complete(server, "default", return_token_ids=True, **long))
+            ),
         ]
         for run in runs:
             run.start()
@@ -123,7 +144,9 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         for version in (2, 3):
             bridge.sync(version, partial(move, model, version))
             assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[version, version]]
-            beside = complete(server, "base")["choices"][0]["logprobs"]["token_logprobs"]  # in a batch with the adapter's requests
+            beside = complete(server, "base")["choices"][0]["logprobs"][
+                "token_logprobs"
+            ]  # in a batch with the adapter's requests
             assert beside == pytest.approx(untouched, abs=1e-4)
         assert (tmp_path / "adapters" / first).is_dir() or not server.status()["adapters_in_use"]
         for run in runs:
@@ -141,7 +164,9 @@ def wait_until(holds: Any) -> None:
         time.sleep(0.02)
 
 
-def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_once(server: Server, tmp_path: Path) -> None:
+def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_once(
+    server: Server, tmp_path: Path
+) -> None:
     child = subprocess.Popen(
         tied([sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)]),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
@@ -164,7 +189,9 @@ def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_onc
 
 
 def save_foreign_adapter(folder: Path, model_folder: str, rank: int = 8, base: str | None = None) -> Path:
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(r=rank, target_modules=["q_proj", "o_proj"]))
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(r=rank, target_modules=["q_proj", "o_proj"])
+    )
     model.peft_config["default"].base_model_name_or_path = base or model_folder
     model.save_pretrained(folder)
     return folder
@@ -175,17 +202,26 @@ def post_adapter(server: Server, path: Path, name: str = "policy-v9-bad") -> req
     return requests.post(f"{server.url}/v1/bridge/adapter", json=body, headers=AUTHORIZED, timeout=DEADLINE_S)
 
 
-def test_a_bad_adapter_is_refused_and_the_one_before_still_served(server: Server, qwen_folder: Path, tmp_path: Path) -> None:
+def test_a_bad_adapter_is_refused_and_the_one_before_still_served(
+    server: Server, qwen_folder: Path, tmp_path: Path
+) -> None:
     with trainer(server, tmp_path) as (bridge, model):
         bridge.sync(5, lambda: move(model, 5))
         assert post_adapter(server, tmp_path, "policy-v6-stranger").status_code == 409  # a trainer lives
-    name, before = server.status()["served_model"], complete(server, "default")["choices"][0]["logprobs"]["token_logprobs"]
+    name, before = (
+        server.status()["served_model"],
+        complete(server, "default")["choices"][0]["logprobs"]["token_logprobs"],
+    )
     other = tmp_path / "other"  # other shapes under the served model's name
-    AutoModelForCausalLM.from_config(type(model.config)(**model.config.to_dict() | {"hidden_size": 256})).save_pretrained(other)
+    AutoModelForCausalLM.from_config(
+        type(model.config)(**model.config.to_dict() | {"hidden_size": 256})
+    ).save_pretrained(other)
     truncated = save_foreign_adapter(tmp_path / "truncated", server.model)
     os.truncate(truncated / "adapter_model.safetensors", 500)
     cases = {
-        save_foreign_adapter(tmp_path / "r32", server.model, rank=32): "rank 32 is more than this server's --max-lora-rank 16",
+        save_foreign_adapter(
+            tmp_path / "r32", server.model, rank=32
+        ): "rank 32 is more than this server's --max-lora-rank 16",
         save_foreign_adapter(tmp_path / "qwen", str(qwen_folder)): f"this server serves {server.model}",
         save_foreign_adapter(tmp_path / "wide", str(other), base=server.model): "vLLM cannot load",
         truncated: "cannot be read as a PEFT adapter folder",
@@ -195,7 +231,9 @@ def test_a_bad_adapter_is_refused_and_the_one_before_still_served(server: Server
         reply = post_adapter(server, folder, f"policy-v9-bad{attempt}")
         assert reply.status_code == 422 and message in reply.text, (folder, reply.text)
         assert server.status()["served_model"] == served_names(server)[-1] == name
-        assert complete(server, "default")["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(before, abs=1e-5)
+        assert complete(server, "default")["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
+            before, abs=1e-5
+        )
     good = save_foreign_adapter(tmp_path / "good", server.model)
     assert post_adapter(server, good, name).status_code == 422  # a name that was used
     assert post_adapter(server, good, "policy-v9-byhand").status_code == 200
@@ -207,7 +245,9 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
         bridge.sync(0, lambda: None)
         name = server.status()["served_model"]
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # the adapter has about 200 kB: the write fails half-way
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (20_000, hard)
+        )  # the adapter has about 200 kB: the write fails half-way
         try:
             with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.* vLLM goes on with {name}"):
                 bridge.sync(1, lambda: move(model, 1))
@@ -217,7 +257,9 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
         assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [name]
 
 
-def test_what_does_not_fit_is_refused_before_the_model_is_loaded(server: Server, qwen_folder: Path, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
+    server: Server, qwen_folder: Path, tmp_path: Path
+) -> None:
     for changes, message in [
         (dict(lora_r=32), "rank 32 is more than this server's --max-lora-rank 16"),
         (dict(model_name=str(qwen_folder)), "give both the same name or path"),
@@ -239,11 +281,15 @@ def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, t
 def fill(folder: Path, value: float) -> Path:
     """The adapter of `folder` with nothing but `value` in it."""
     tensors = load_file(folder / "adapter_model.safetensors")
-    save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
+    )
     return folder
 
 
-def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_still_served(server: Server, tmp_path: Path) -> None:
+def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_still_served(
+    server: Server, tmp_path: Path
+) -> None:
     good = save_foreign_adapter(tmp_path / "good", server.model)
     assert post_adapter(server, good, "policy-v9-good").status_code == 200
     tensors = load_file(good / "adapter_model.safetensors")
@@ -268,12 +314,19 @@ def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_sti
 
 
 def test_numbers_that_are_not_finite_reach_no_later_request(server: Server, tmp_path: Path) -> None:
-    """An adapter of finite numbers that overflow leaves NaN in the KV blocks of its requests, which the next ones get."""
-    before = [complete(server, "base", prompt=PROMPT[:length])["choices"][0]["logprobs"]["token_logprobs"] for length in (3, 20, 40)]
+    """An adapter of finite numbers that overflow leaves NaN in the KV blocks of its requests, which the next ones
+    get.
+    """
+    before = [
+        complete(server, "base", prompt=PROMPT[:length])["choices"][0]["logprobs"]["token_logprobs"]
+        for length in (3, 20, 40)
+    ]
     huge = fill(save_foreign_adapter(tmp_path / "huge", server.model), 1e30)
     assert post_adapter(server, huge, f"policy-v9-{tmp_path.name}-huge").status_code == 200
     for length in (3, 20, 40):
-        reply = server.request("POST", "/generate", json={"prompt": {"prompt_token_ids": PROMPT[:length]}, "max_tokens": 8, "logprobs": 0})
+        reply = server.request(
+            "POST", "/generate", json={"prompt": {"prompt_token_ids": PROMPT[:length]}, "max_tokens": 8, "logprobs": 0}
+        )
         assert reply.status_code == 500 and "log-probabilities are not finite" in reply.text
     healthy = fill(save_foreign_adapter(tmp_path / "healthy", server.model), 0.0)
     assert post_adapter(server, healthy, f"policy-v9-{tmp_path.name}-healthy").status_code == 200

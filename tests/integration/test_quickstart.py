@@ -21,8 +21,8 @@ pytestmark = pytest.mark.timeout(1000)  # set-up and four services, on two cores
 
 STEPS = 2
 ROW_KEYS = set(
-    "step policy_version reward_mean reward_std accuracy loss pg_loss kl entropy ratio_mean ratio_clipped_frac grad_norm lr "
-    "completion_tokens staleness_mean step_s generate_s train_s sync_stall_s sync_transfer_s sync_apply_s".split()
+    "step policy_version reward_mean reward_std accuracy loss pg_loss kl entropy ratio_mean ratio_clipped_frac"
+    " grad_norm lr completion_tokens staleness_mean step_s generate_s train_s sync_stall_s sync_transfer_s sync_apply_s".split()
 )
 
 
@@ -39,12 +39,16 @@ def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Pop
     command = [str(REPOSITORY / "scripts" / "quickstart.sh"), "--steps", str(steps), "--run-name", run_name]
     command = tied([*command, "--api-port", str(free_port()), "--vllm-port", str(free_port())], "TERM")
     with console.open("wb") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def service_pids(run: Path) -> dict[str, int]:
     """Each service's pid, which is also its process group and session."""
-    records = {file.name: re.search(r"^pid=(\d+)$", file.read_text(), re.MULTILINE) for file in (run / "pids").glob("*")}
+    records = {
+        file.name: re.search(r"^pid=(\d+)$", file.read_text(), re.MULTILINE) for file in (run / "pids").glob("*")
+    }
     return {name: int(match[1]) for name, match in records.items() if match and name != "launcher"}
 
 

@@ -1,4 +1,6 @@
-"""Mode none on a real vLLM: the trainer's own server, restarted while environments sample, and one that is somebody else's."""
+"""Mode none on a real vLLM: the trainer's own server, restarted while environments sample, and one that is somebody
+else's.
+"""
 
 import asyncio
 import os
@@ -53,7 +55,9 @@ def started_servers(folder: Path) -> list[int]:
 
 
 class Sampler:
-    """An environment's client that samples without a pause, in a thread; `versions` are those that its samples were labelled with."""
+    """An environment's client that samples without a pause, in a thread; `versions` are those that its samples were
+    labelled with.
+    """
 
     def __init__(self, port: int, model: str) -> None:
         self.versions: list[tuple[int, int] | None] = []
@@ -83,7 +87,9 @@ class Sampler:
         self._thread.join(DEADLINE_S)
 
 
-def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a_killed_trainer(qwen_folder: Path, tmp_path: Path) -> None:
+def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a_killed_trainer(
+    qwen_folder: Path, tmp_path: Path
+) -> None:
     port = free_port()
     child = start_child(qwen_folder, port, tmp_path, "--vllm-flags=--tensor-parallel-size 2")
     try:
@@ -126,7 +132,15 @@ def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a
 def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start_child(
-        llama_folder, port, tmp_path, "--weight-bridge-mode", "lora_restart", "--vllm-restart-interval", "1", "--lora-r", "4"
+        llama_folder,
+        port,
+        tmp_path,
+        "--weight-bridge-mode",
+        "lora_restart",
+        "--vllm-restart-interval",
+        "1",
+        "--lora-r",
+        "4",
     )
     try:
         for version in range(2):
@@ -148,12 +162,17 @@ def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_
 def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Server, tmp_path: Path) -> None:
     pid = vllm_server.process.pid
     members = session_members(pid)
-    child = start_child(Path(vllm_server.model), vllm_server.port, tmp_path, "--vllm-start-timeout", "5", VLLM_API_KEY=API_KEY)
+    child = start_child(
+        Path(vllm_server.model), vllm_server.port, tmp_path, "--vllm-start-timeout", "5", VLLM_API_KEY=API_KEY
+    )
     for _ in range(3):
         go_on(child)
     assert child.wait(DEADLINE_S) != 0
     log = (tmp_path / "child.log").read_text()
     assert "is in use already: that server is never touched" in log
-    assert re.search(rf"Restart the vLLM server at \S+ now, .*--model \S+/served_\d --served-model-name {vllm_server.model} --port", log)
+    assert re.search(
+        rf"Restart the vLLM server at \S+ now, .*--model \S+/served_\d --served-model-name {vllm_server.model} --port",
+        log,
+    )
     assert "after 5 s: it serves" in log
     assert session_members(pid) == members and requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200

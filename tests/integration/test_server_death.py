@@ -1,4 +1,6 @@
-"""A vLLM process that is killed takes the others with it, leaves nothing behind, and is reported by the trainer within its deadline."""
+"""A vLLM process that is killed takes the others with it, leaves nothing behind, and is reported by the trainer within
+its deadline.
+"""
 
 import os
 import signal

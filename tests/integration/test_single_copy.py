@@ -14,7 +14,15 @@ import pytest
 import requests
 
 from tests.integration.conftest import AUTHORIZED, Server, start_server, stop_server, workers_of
-from tests.integration.test_bridge import PARITY, PROMPT, check_two_hundred_syncs, finish, read_until, sync_and_probe, without_memory
+from tests.integration.test_bridge import (
+    PARITY,
+    PROMPT,
+    check_two_hundred_syncs,
+    finish,
+    read_until,
+    sync_and_probe,
+    without_memory,
+)
 from tests.integration.test_bridge import start_child as start_broadcast
 
 DEADLINE_S = 120
@@ -74,7 +82,11 @@ def test_updates_in_place_are_served_without_moving_bytes(server: Server) -> Non
 def test_weights_are_in_memory_once(vllm_server: Server) -> None:
     child = start_child(vllm_server, "idle")
     read_until(child, "SYNCED 0")
-    held = {pid: pss for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (pss := shared_kb(pid, vllm_server, child.pid))}
+    held = {
+        pid: pss
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if (pss := shared_kb(pid, vllm_server, child.pid))
+    }
     child.kill()
     child.wait()
     assert child.pid in held and len(held) == 2, held
@@ -83,7 +95,9 @@ def test_weights_are_in_memory_once(vllm_server: Server) -> None:
 
 
 def shared_kb(pid: int, server: Server, child: int) -> int:
-    """Proportional share of the weights' memory file that process `pid` holds, in kB, if it is the server's or the child's."""
+    """Proportional share of the weights' memory file that process `pid` holds, in kB, if it is the server's or the
+    child's.
+    """
     try:
         if pid != child and os.getsid(pid) != server.process.pid:
             return 0
@@ -147,7 +161,9 @@ def test_a_worker_that_fails_is_named_and_the_ranks_stay_in_step(vllm_server_tp2
     child = start_child(server, "freeze-mid-update")
     read_until(child, "MID-UPDATE")
     check_refusal(server, "fell silent while it updated the weights to policy version 1")
-    with without_memory(sorted(workers_of(server))[1:]):  # the weights cannot be moved out of the frozen trainer's reach
+    with without_memory(
+        sorted(workers_of(server))[1:]
+    ):  # the weights cannot be moved out of the frozen trainer's reach
         code, _, err = finish(start_child(server, "sync"))
         assert code != 0 and "bridge_renew failed on rank 1" in err and "cannot allocate" in err, err[-2000:]
         assert [worker["rank"] for worker in server.status()["workers"]] == [0, 1]

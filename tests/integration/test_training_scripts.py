@@ -1,4 +1,6 @@
-"""A mode's launcher from end to end, on a tiny model: the restart mode, whose vLLM is the trainer's and not the launcher's."""
+"""A mode's launcher from end to end, on a tiny model: the restart mode, whose vLLM is the trainer's and not the
+launcher's.
+"""
 
 import json
 import os
@@ -20,7 +22,16 @@ pytestmark = pytest.mark.timeout(700)
 def test_the_restart_script_trains_and_leaves_nothing_behind(llama_folder: Path) -> None:
     run_name = f"test-{uuid.uuid4().hex[:8]}"
     folder = REPOSITORY / "runs" / run_name
-    command = [REPOSITORY / "scripts/run_gsm8k_restart.sh", llama_folder, "--dataset", "arithmetic", "--steps", "1", "--run-name", run_name]
+    command = [
+        REPOSITORY / "scripts/run_gsm8k_restart.sh",
+        llama_folder,
+        "--dataset",
+        "arithmetic",
+        "--steps",
+        "1",
+        "--run-name",
+        run_name,
+    ]
     done = subprocess.run(
         [*command, "--api-port", str(free_port()), "--vllm-port", str(free_port())],
         env={**os.environ, "ATROPOS_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)},

@@ -1,4 +1,6 @@
-"""One trainer feeds vLLM servers on two hosts, which are network namespaces joined by a cable; real processes, real failures."""
+"""One trainer feeds vLLM servers on two hosts, which are network namespaces joined by a cable; real processes, real
+failures.
+"""
 
 import os
 import signal
@@ -26,7 +28,9 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 
 @pytest.fixture(scope="module")
-def servers(hosts: tuple[Host, Host], llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
+def servers(
+    hosts: tuple[Host, Host], llama_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Server]]:
     started = [start_on(host, llama_folder, tmp_path_factory.mktemp("vllm")) for host in hosts]
     try:
         for server in started:
@@ -38,7 +42,9 @@ def servers(hosts: tuple[Host, Host], llama_folder: Path, tmp_path_factory: pyte
 
 
 @pytest.fixture
-def trainer(hosts: tuple[Host, Host], servers: list[Server], llama_folder: Path, tmp_path: Path) -> Iterator[TrainerProcess]:
+def trainer(
+    hosts: tuple[Host, Host], servers: list[Server], llama_folder: Path, tmp_path: Path
+) -> Iterator[TrainerProcess]:
     """On the first host."""
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("".join(f"{host.address}  # vLLM\n" for host in hosts))
@@ -79,14 +85,19 @@ def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
         assert near.status()["policy_version"] == row["version"]
         assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
         said = trainer.log.read_text()
-        assert f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said and "could not be fenced off" in said
+        assert (
+            f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said
+            and "could not be fenced off" in said
+        )
     finally:
         hosts[1].set_cable("up")
     version = trainer.sync_with(2)
     assert versions(servers) == [version, version]
 
 
-def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(trainer: TrainerProcess, servers: list[Server]) -> None:
+def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_up(
+    trainer: TrainerProcess, servers: list[Server]
+) -> None:
     near, far = servers
     trainer.sync_with(2)
     frozen = workers_of(far)[0]

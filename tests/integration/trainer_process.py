@@ -60,9 +60,19 @@ class TrainerProcess:
 
 
 @contextlib.contextmanager
-def trainer_process(model: str, folder: Path, *flags: str, namespace: str | None = None, **environment: str) -> Iterator[TrainerProcess]:
+def trainer_process(
+    model: str, folder: Path, *flags: str, namespace: str | None = None, **environment: str
+) -> Iterator[TrainerProcess]:
     """Running and connected; at the end it is asked to leave, and killed if the test failed."""
-    command = [sys.executable, str(CHILD), "--model", model, "--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
+    command = [
+        sys.executable,
+        str(CHILD),
+        "--model",
+        model,
+        "--weight-bridge-mode",
+        "shared_vllm",
+        "--use-shared-memory",
+    ]
     command += ["--bridge-timeout-s", str(TIMEOUT_S), "--bridge-lease-s", "6", "--bridge-bucket-mb", "1", *flags]
     log = folder / "trainer.log"
     with log.open("w") as errors:

@@ -1,6 +1,8 @@
-"""vLLM's CPU attention kernel over packed sequences, called as vLLM itself calls it: same tiles, same cache layout, no context split.
+"""vLLM's CPU attention kernel over packed sequences, called as vLLM itself calls it: same tiles, same cache layout, no
+context split.
 
-The trainer calls it through example_trainer/exact_model.py; it is the one thing of vLLM's that a trainer process loads. Forward only.
+The trainer calls it through example_trainer/exact_model.py; it is the one thing of vLLM's that a trainer process
+loads. Forward only.
 """
 
 from functools import lru_cache
@@ -21,12 +23,16 @@ def _vllm_ops() -> Any:
     try:
         from vllm import _custom_ops
     except ImportError as error:
-        raise NotInvariant(f"--batch-invariant computes attention with vLLM's kernel, and vLLM cannot be imported here: {error}") from error
+        raise NotInvariant(
+            f"--batch-invariant computes attention with vLLM's kernel, and vLLM cannot be imported here: {error}"
+        ) from error
     return _custom_ops
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
-    """Causal attention within each sequence of a row. query [T, heads, d], key and value [T, key heads, d]; result [T, heads, d]."""
+    """Causal attention within each sequence of a row. query [T, heads, d], key and value [T, key heads, d]; result [T,
+    heads, d].
+    """
     ops = _vllm_ops()
     heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
     isa = "vec" if size % 32 == 0 else "vec16"
@@ -38,25 +44,37 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
     cache = torch.zeros(blocks, key_heads, 2 * BLOCK, size, dtype=query.dtype)
     key_cache, value_cache = cache.chunk(2, dim=2)
     ops.cpu_attn_reshape_and_cache(
-        key.contiguous(), value.contiguous(), key_cache, value_cache, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+        key.contiguous(),
+        value.contiguous(),
+        key_cache,
+        value_cache,
+        slots,
+        isa,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
     )
     schedule = ops.cpu_attn_get_scheduler_metadata(
         num_reqs=len(ends), num_heads=heads, num_kv_heads=key_heads, head_dim=size, seq_lens=ends, dtype=query.dtype,
-        query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=False, dynamic_causal=None,
+        query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=False,
+        dynamic_causal=None,
         kv_cache_dtype="auto",
     )  # fmt: skip
     query = query.contiguous()
     output = torch.empty_like(query)
     ops.cpu_attention_with_kv_cache(
         query=query, key_cache=key_cache, value_cache=value_cache, output=output, query_start_loc=starts, seq_lens=ends,
-        scale=scale, causal=True, alibi_slopes=None, sliding_window=-1, block_table=table, softcap=0, scheduler_metadata=schedule,
+        scale=scale, causal=True, alibi_slopes=None, sliding_window=-1, block_table=table, softcap=0,
+        scheduler_metadata=schedule,
         s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
     )  # fmt: skip
     return output
 
 
 def pages(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
-    """Consecutive cache blocks for each sequence: block table [sequences, most blocks], the slot of every token [T], and their number."""
+    """Consecutive cache blocks for each sequence: block table [sequences, most blocks], the slot of every token [T],
+    and their number.
+    """
     blocks = [(length + BLOCK - 1) // BLOCK for length in lengths]
     table = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
     slots = []

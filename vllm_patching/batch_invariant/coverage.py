@@ -4,7 +4,8 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # Hugging Face model types; Qwen2.5 is qwen2
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-# a sum of two has one order; of more, vLLM's and the trainer's would have to be shown equal. CUDA's products are tiled by their width
+# a sum of two has one order; of more, vLLM's and the trainer's would have to be shown equal. CUDA's products are tiled
+# by their width
 LARGEST_TP = {"cpu": 2, "cuda": 1}
 
 

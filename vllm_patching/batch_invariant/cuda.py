@@ -1,7 +1,8 @@
-"""What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors: vLLM's own, called as it calls them.
+"""What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors: vLLM's own, called as
+it calls them.
 
-The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and 0.33, and not yet
-run on a GPU.
+The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
+0.33, and not yet run on a GPU.
 
     linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be made fused
     rms_norm      one Triton kernel, one program a row; of a sum, once the sum is rounded (compat.add_before_norm)
@@ -21,7 +22,9 @@ from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 
 def vllm_functions(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """compat.CudaFunctions for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM cannot do it."""
+    """compat.CudaFunctions for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM
+    cannot do it.
+    """
     switch_on(os.environ, cpu=False)  # vLLM's Python and its C++ read VLLM_BATCH_INVARIANT when they are first asked
     try:
         from vllm_patching import version
@@ -31,7 +34,9 @@ def vllm_functions(config: Any, dtype: torch.dtype, device: torch.device) -> Any
 
         return compat.cuda_functions(config, head_size(config), dtype, device)
     except (ImportError, KeyError, RuntimeError) as error:  # not installed, not importable, UnsupportedVllm
-        raise NotInvariant(f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}") from error
+        raise NotInvariant(
+            f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}"
+        ) from error
 
 
 def head_size(config: Any) -> int:
@@ -78,10 +83,13 @@ class CudaKernels:
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=query.device)
         starts[1:] = ends.cumsum(0)
         slots = slots.to(query.device)
-        caches = [tensor.new_zeros(blocks * BLOCK, *tensor.shape[1:]).index_copy_(0, slots, tensor) for tensor in (key, value)]
+        caches = [
+            tensor.new_zeros(blocks * BLOCK, *tensor.shape[1:]).index_copy_(0, slots, tensor) for tensor in (key, value)
+        ]
         key_cache, value_cache = (cache.unflatten(0, (blocks, BLOCK)) for cache in caches)
         result: Tensor = self._vllm.attention(
-            q=query.contiguous(), k=key_cache, v=value_cache, cu_seqlens_q=starts, seqused_k=ends, max_seqlen_q=max(lengths),
+            q=query.contiguous(), k=key_cache, v=value_cache, cu_seqlens_q=starts, seqused_k=ends,
+            max_seqlen_q=max(lengths),
             max_seqlen_k=max(lengths), softmax_scale=scale, causal=True, window_size=[-1, -1], softcap=0.0,
             block_table=table.to(query.device), num_splits=1, fa_version=self._vllm.attention_version,
         )  # fmt: skip

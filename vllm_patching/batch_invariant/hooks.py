@@ -1,7 +1,9 @@
-"""Makes a vLLM process compute batch-invariantly. Called by vLLM's general plugin in each of its processes, before a model exists.
+"""Makes a vLLM process compute batch-invariantly. Called by vLLM's general plugin in each of its processes, before a
+model exists.
 
-On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are refused.
-On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by way of compat.py:
+On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are
+refused. On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by
+way of compat.py:
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (../packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
     rotary embedding             kernels.rotate, transformers' formula, on transformers' table
@@ -68,7 +70,9 @@ def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
     self_check.check_weight(weight)
     if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
         return packed.PackedLinear(kernels.linear, pack)
-    log.warning_once("Packed weights of shape %s give other bits here: by the plain ones then, which is slower", tuple(weight.shape))
+    log.warning_once(
+        "Packed weights of shape %s give other bits here: by the plain ones then, which is slower", tuple(weight.shape)
+    )
     return kernels.linear
 
 

@@ -1,13 +1,16 @@
-"""The arithmetic that vLLM and the trainer share, forward only, in torch alone. All of it is independent of the batch.
+"""The arithmetic that vLLM and the trainer share, forward only, in torch alone. All of it is independent of the
+batch.
 
 Why each is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-exactness.md has the op-by-op account):
     linear        oneDNN's AVX-512 matrix product sums over the inputs in one order for every number of rows but 1, where it takes
-                  another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up, TP columns) changes nothing.
+                  another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up, TP columns)
+                  changes nothing.
     silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit; x / (1 + exp(-x)) has one.
     rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
     tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute positions are
                   always cut alike.
-Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in the cache.
+Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in
+the cache.
 """
 
 from collections.abc import Callable
@@ -21,7 +24,9 @@ WIDENED_OUTPUTS = 4096  # of a half-precision weight at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, by: Callable[..., Tensor] | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `by`: that weight's product with float32 rows, if not by itself."""
+    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `by`: that weight's product with float32 rows,
+    if not by itself.
+    """
     if by is None and weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
         parts = weight.split(WIDENED_OUTPUTS)
         biases = [None] * len(parts) if bias is None else bias.split(WIDENED_OUTPUTS)
@@ -40,11 +45,15 @@ def _onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
-    """`linear` as `ranks` tensor-parallel ranks compute it: each its share of the inputs, the first the bias, then the sum."""
+    """`linear` as `ranks` tensor-parallel ranks compute it: each its share of the inputs, the first the bias, then the
+    sum.
+    """
     if ranks == 1:
         return linear(x, weight, bias)
     shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, 1), strict=True)
-    parts = [linear(part, columns.contiguous(), bias if rank == 0 else None) for rank, (part, columns) in enumerate(shares)]
+    parts = [
+        linear(part, columns.contiguous(), bias if rank == 0 else None) for rank, (part, columns) in enumerate(shares)
+    ]
     return torch.stack(parts).sum(0)
 
 
@@ -63,7 +72,9 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def rotary_table(config: Any, positions: int) -> Tensor:
-    """cos | sin of every position, [positions, rotary dim], float32, by transformers' own formula for this configuration."""
+    """cos | sin of every position, [positions, rotary dim], float32, by transformers' own formula for this
+    configuration.
+    """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config)
@@ -73,7 +84,9 @@ def rotary_table(config: Any, positions: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate x [tokens, heads, 2 half] in place by cos, sin [tokens, 1, half], in x's dtype: transformers' formula, term by term."""
+    """Rotate x [tokens, heads, 2 half] in place by cos, sin [tokens, 1, half], in x's dtype: transformers' formula,
+    term by term.
+    """
     left, right = x.chunk(2, -1)
     left_sin, right_sin = left * sin, right * sin
     left.mul_(cos).sub_(right_sin)
@@ -83,8 +96,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
 def tile_queries(starts: Tensor, ends: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cut each request's queries at absolute multiples of QUERY_TILE into requests of their own.
 
-    `starts` [n + 1] are offsets of the requests' queries in the row, `ends` [n] the context lengths after them, `block_table`
-    [n, blocks] their cache blocks. Returns the same three for the tiles.
+    `starts` [n + 1] are offsets of the requests' queries in the row, `ends` [n] the context lengths after them,
+    `block_table` [n, blocks] their cache blocks. Returns the same three for the tiles.
     """
     queries = (starts[1:] - starts[:-1]).long()
     if int(queries.max()) <= 1:

@@ -1,7 +1,9 @@
-"""Whether this machine's matrix products are independent of the batch: measured at start-up, once a shape of the model.
+"""Whether this machine's matrix products are independent of the batch: measured at start-up, once a shape of the
+model.
 
-That oneDNN sums in one order for every row count is how its AVX-512 kernels are written, not something it promises. So it is
-checked where it is used, on every shape of the model and with this process's threads, and a machine where it fails is refused.
+That oneDNN sums in one order for every row count is how its AVX-512 kernels are written, not something it promises.
+So it is checked where it is used, on every shape of the model and with this process's threads, and a machine where
+it fails is refused.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.switch import NotInvariant
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64)
-MOST_OUTPUTS = 4096  # outputs are split among threads and change nothing else, so of larger weights only these are tried
+MOST_OUTPUTS = (
+    4096  # outputs are split among threads and change nothing else, so of larger weights only these are tried
+)
 
 
 def check_weight(weight: torch.Tensor) -> None:
@@ -24,24 +28,31 @@ def check_weight(weight: torch.Tensor) -> None:
 @cache
 def _check(out: int, width: int) -> None:
     if not torch.cpu._is_avx512_supported():
-        raise NotInvariant("--batch-invariant on CPUs rests on AVX-512 kernels, which this processor does not have: drop the flag")
+        raise NotInvariant(
+            "--batch-invariant on CPUs rests on AVX-512 kernels, which this processor does not have: drop the flag"
+        )
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator)
     rows = torch.randn(ROWS[-1], width, generator=generator)
     whole = kernels.linear(rows, weight)
-    wrong = [f"{count} rows" for count in ROWS if not torch.equal(kernels.linear(rows[-count:], weight), whole[-count:])]
+    wrong = [
+        f"{count} rows" for count in ROWS if not torch.equal(kernels.linear(rows[-count:], weight), whole[-count:])
+    ]
     part = (out + 1) // 2
     if not torch.equal(kernels.linear(rows, weight[:part]), whole[:, :part]):
         wrong.append(f"{part} outputs")
     if wrong:
         raise NotInvariant(
-            f"on this machine products with a weight [{out}, {width}] depend on the batch: {', '.join(wrong)} give other bits than "
-            f"{ROWS[-1]} rows (oneDNN, {torch.get_num_threads()} threads); use fewer threads, or drop --batch-invariant"
+            f"on this machine products with a weight [{out}, {width}] depend on the batch: {', '.join(wrong)} give"
+            f" other bits than {ROWS[-1]} rows (oneDNN, {torch.get_num_threads()} threads); use fewer threads, or drop"
+            " --batch-invariant"
         )
 
 
 def packing_is_exact(weight: torch.Tensor, pack: Callable[[torch.Tensor], Callable[..., torch.Tensor]]) -> bool:
-    """Whether `pack(weight)`, a product by a copy of a weight of this shape, has the bits of the product by the weight, in every batch."""
+    """Whether `pack(weight)`, a product by a copy of a weight of this shape, has the bits of the product by the
+    weight, in every batch.
+    """
     return _packing_is_exact(min(weight.shape[0], MOST_OUTPUTS), weight.shape[1], pack)
 
 

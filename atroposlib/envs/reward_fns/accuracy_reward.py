@@ -27,7 +27,12 @@ class AccuracyReward(RewardFunction):
     """
 
     def __init__(
-        self, tolerance: float = 1e-6, split_on_think_tag: bool = True, max_boxed_threshold: int = 6, weight: float = 1.0, **kwargs: Any
+        self,
+        tolerance: float = 1e-6,
+        split_on_think_tag: bool = True,
+        max_boxed_threshold: int = 6,
+        weight: float = 1.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(weight, **kwargs)
         self._grader = BlockingGrader()
@@ -35,9 +40,14 @@ class AccuracyReward(RewardFunction):
         self.split_on_think_tag = split_on_think_tag
         self.max_boxed_threshold = max_boxed_threshold
 
-    def compute(self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any) -> list[float]:
+    def compute(
+        self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
+    ) -> list[float]:
         golds = one_each(solution if solution is not None else ground_truth, len(completions), "solution")
-        return [self._score(self.get_content(completion), str(gold)) for completion, gold in zip(completions, golds, strict=True)]
+        return [
+            self._score(self.get_content(completion), str(gold))
+            for completion, gold in zip(completions, golds, strict=True)
+        ]
 
     def _score(self, text: str, gold: str) -> float:
         if self.split_on_think_tag:
@@ -101,4 +111,3 @@ def _fraction(text: str) -> Fraction | None:
     if found is None or not Fraction(found["below"] or 1):
         return None
     return Fraction(found["above"]) / Fraction(found["below"] or 1)
-

@@ -14,7 +14,8 @@ GRAM = 3
 class CosineScaledReward(RewardFunction):
     """`min_reward` to `max_reward`: the cosine (0 to 1) of the trigrams of completion and solution, mapped to these.
 
-    The ancestor embeds by a neural model (`model_name`); this library holds none, so the argument is refused rather than ignored.
+    The ancestor embeds by a neural model (`model_name`); this library holds none, so the argument is refused rather
+    than ignored.
     """
 
     def __init__(
@@ -29,7 +30,9 @@ class CosineScaledReward(RewardFunction):
     ) -> None:
         super().__init__(weight, **kwargs)
         if model_name is not None:
-            raise ValueError(f"model_name {model_name!r}: this reward compares trigrams and loads no model; leave model_name unset")
+            raise ValueError(
+                f"model_name {model_name!r}: this reward compares trigrams and loads no model; leave model_name unset"
+            )
         self.scale_factor = scale_factor
         self.min_reward = min_reward
         self.max_reward = max_reward
@@ -39,7 +42,10 @@ class CosineScaledReward(RewardFunction):
         if solution is None:
             return [self.default_reward] * len(completions)
         golds = one_each(solution, len(completions), "solution")
-        return [self._scaled(cosine(self.get_content(each), str(gold))) for each, gold in zip(completions, golds, strict=True)]
+        return [
+            self._scaled(cosine(self.get_content(each), str(gold)))
+            for each, gold in zip(completions, golds, strict=True)
+        ]
 
     def _scaled(self, similarity: float) -> float:
         value = self.min_reward + (self.max_reward - self.min_reward) * similarity * self.scale_factor

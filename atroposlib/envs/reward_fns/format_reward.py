@@ -10,7 +10,9 @@ from atroposlib.grading.extraction import all_tagged
 
 @registry.register
 class FormatReward(RewardFunction):
-    """1 for a completion with something between a pair of one of `preferred_tags` (or of all, with `require_all_tags`), else 0."""
+    """1 for a completion with something between a pair of one of `preferred_tags` (or of all, with
+    `require_all_tags`), else 0.
+    """
 
     def __init__(
         self,
@@ -27,7 +29,9 @@ class FormatReward(RewardFunction):
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
         needed = all if self.require_all_tags else any
-        return [float(needed(self._has(tag, self.get_content(each)) for tag in self.preferred_tags)) for each in completions]
+        return [
+            float(needed(self._has(tag, self.get_content(each)) for tag in self.preferred_tags)) for each in completions
+        ]
 
     def _has(self, tag: str, text: str) -> bool:
         found = all_tagged(text, tag) if self.case_sensitive else all_tagged(text.lower(), tag.lower())

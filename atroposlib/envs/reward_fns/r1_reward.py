@@ -52,7 +52,12 @@ class AccuracyXReward(RewardFunction):
     """
 
     def __init__(
-        self, exact_match: bool = False, case_sensitive: bool = False, reward_value: float = 1.0, weight: float = 1.0, **kwargs: Any
+        self,
+        exact_match: bool = False,
+        case_sensitive: bool = False,
+        reward_value: float = 1.0,
+        weight: float = 1.0,
+        **kwargs: Any,
     ) -> None:
         super().__init__(weight, **kwargs)
         self._grader = BlockingGrader()
@@ -82,7 +87,9 @@ class AccuracyXReward(RewardFunction):
 
 
 def _ends_with(response: str, gold: str) -> bool:
-    """Whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or nothing."""
+    """Whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or
+    nothing.
+    """
     end = response[-len(gold) - TAIL_CHARS :]
     before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=\"'(*]\s?)"
     return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", end) is not None
@@ -92,7 +99,9 @@ def _ends_with(response: str, gold: str) -> bool:
 class R1Reward(RewardFunction):
     """0 to `format_weight` + `accuracy_weight`: the one for the format and the other for the answer, added."""
 
-    def __init__(self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, format_weight: float = 0.5, accuracy_weight: float = 1.0, weight: float = 1.0, **kwargs: Any
+    ) -> None:
         super().__init__(weight, **kwargs)
         self._format = FormatReasoningReward(reward_value=1.0, weight=format_weight)
         self._accuracy = AccuracyXReward(weight=accuracy_weight)

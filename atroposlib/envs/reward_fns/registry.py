@@ -35,7 +35,9 @@ def canonical(name: str) -> str:
 class FunctionReward(RewardFunction):
     """A plain function `f(completions, **kwargs) -> list[float]` as a reward."""
 
-    def __init__(self, function: Callable[..., list[float]], weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, function: Callable[..., list[float]], weight: float = 1.0, name: str | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(weight, name or function.__name__, **kwargs)
         self._function = function
 
@@ -72,7 +74,9 @@ class RewardRegistry:
         return self._known[key]
 
     def create(self, name_or_config: str | Mapping[str, Any], **defaults: Any) -> RewardFunction:
-        """A reward by name, or by {"type": name, "weight": ..., "params": {...}}; `defaults` stand below the configuration."""
+        """A reward by name, or by {"type": name, "weight": ..., "params": {...}}; `defaults` stand below the
+        configuration.
+        """
         if isinstance(name_or_config, str):
             name, given = name_or_config, {}
         else:
@@ -88,7 +92,9 @@ class RewardRegistry:
         return sorted({*self._known, *BUILT_IN})
 
     def load_required_functions(self, config: Mapping[str, Any]) -> None:
-        """Load what the `reward_functions` (or `reward_funcs`) of a configuration name, so that a wrong name shows at once."""
+        """Load what the `reward_functions` (or `reward_funcs`) of a configuration name, so that a wrong name shows at
+        once.
+        """
         wanted: Iterable[Any] = config.get("reward_functions") or config.get("reward_funcs") or []
         for each in wanted:
             self.get(each if isinstance(each, str) else each["type"])

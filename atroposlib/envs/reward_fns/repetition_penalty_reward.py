@@ -9,7 +9,9 @@ from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction
 
 WEIGHTS = {"paragraph": 0.4, "sentence": 0.3, "word": 0.1, "phrase": 0.2}
-STOPWORDS = frozenset("a an and are as at be but by for from if in is it its of on or that the then this to was we with".split())
+STOPWORDS = frozenset(
+    "a an and are as at be but by for from if in is it its of on or that the then this to was we with".split()
+)
 PHRASE_WORDS = 4
 
 
@@ -17,8 +19,8 @@ PHRASE_WORDS = 4
 class RepetitionPenaltyReward(RewardFunction):
     """-1 to 0: 0 for text that repeats nothing; a text too short to tell costs `short_text_penalty`.
 
-    The weighted share of repeated paragraphs, sentences, words (without `stopwords`, beyond a third) and phrases of four words counts from
-    `threshold` on. A repeated paragraph costs at least `paragraph_repetition_base_penalty`.
+    The weighted share of repeated paragraphs, sentences, words (without `stopwords`, beyond a third) and phrases of
+    four words counts from `threshold` on. A repeated paragraph costs at least `paragraph_repetition_base_penalty`.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class RepetitionPenaltyReward(RewardFunction):
             "paragraph": _repeated(_parts(r"\n\s*\n", text)),
             "sentence": _repeated(sentences),
             "word": max(0.0, 1.5 * _repeated(content) - 0.5),
-            "phrase": _repeated([tuple(words[start : start + PHRASE_WORDS]) for start in range(len(words) - PHRASE_WORDS + 1)]),
+            "phrase": _repeated(
+                [tuple(words[start : start + PHRASE_WORDS]) for start in range(len(words) - PHRASE_WORDS + 1)]
+            ),
         }
         repetition = sum(self.component_weights[name] * share for name, share in shares.items())
         penalty = -repetition if repetition > self.threshold else 0.0

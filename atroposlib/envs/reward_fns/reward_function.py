@@ -37,7 +37,9 @@ class RewardFunction(ABC):
         except Exception as error:
             raise RuntimeError(f"the reward '{self.name}' failed on {len(completions)} completions: {error}") from error
         if len(rewards) != len(completions):
-            raise RuntimeError(f"the reward '{self.name}' gave {len(rewards)} values for {len(completions)} completions")
+            raise RuntimeError(
+                f"the reward '{self.name}' gave {len(rewards)} values for {len(completions)} completions"
+            )
         weighted = [self.weight * reward for reward in rewards]
         self.log_metrics(rewards, weighted)
         return weighted
@@ -52,7 +54,10 @@ class RewardFunction(ABC):
             return
         count = len(raw_rewards)
         self.wandb_logger.log(
-            {f"reward/{self.name}/raw_mean": sum(raw_rewards) / count, f"reward/{self.name}/weighted_mean": sum(weighted_rewards) / count}
+            {
+                f"reward/{self.name}/raw_mean": sum(raw_rewards) / count,
+                f"reward/{self.name}/weighted_mean": sum(weighted_rewards) / count,
+            }
         )
 
     @staticmethod

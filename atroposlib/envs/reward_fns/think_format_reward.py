@@ -14,6 +14,11 @@ class ThinkFormatReward(BaseReward):
 
     def score(self, completion: str, **kwargs: Any) -> float:
         found = THINK_THEN_ANSWER.fullmatch(completion)
-        if found is None or not found["thoughts"].strip() or "<think>" in found["thoughts"] or re.search("</?think>", found["answer"]):
+        if (
+            found is None
+            or not found["thoughts"].strip()
+            or "<think>" in found["thoughts"]
+            or re.search("</?think>", found["answer"])
+        ):
             return 0.0
         return 1.0 if found["answer"].strip() else 0.5

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 
 class AdmissionGate:
-    """Counts requests in flight: at most ceil(weight * capacity). Listeners hear of every slot that may have become free.
+    """Counts requests in flight: at most ceil(weight * capacity). Listeners hear of every slot that may have become
+    free.
 
     For one event loop: nothing here awaits, so every change is atomic.
     """

@@ -1,4 +1,5 @@
-"""The calls that every client of inference servers offers, whether it stands for one server, for several, or for a conversation.
+"""The calls that every client of inference servers offers, whether it stands for one server, for several, or for a
+conversation.
 
 A request for more completions than `max_n_completions` is sent as several and merged again.
 """
@@ -23,7 +24,8 @@ T = TypeVar("T")
 
 
 class InferenceCalls(ABC):
-    """Chat, completion, sampled tokens and prompt log-probabilities; `split` ("train" or "eval") chooses the limit that counts.
+    """Chat, completion, sampled tokens and prompt log-probabilities; `split` ("train" or "eval") chooses the limit
+    that counts.
 
     All raise PermanentServerError, RetryableServerError (after finite retries) or NoLiveServerError.
     """
@@ -48,16 +50,22 @@ class InferenceCalls(ABC):
 
     async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> ChatCompletion:
         """Arguments as for OpenAI's chat completions; `model` is filled in."""
-        parts = await self._in_parts(arguments, "chat completion", lambda server, part: server.request_chat(part), split)
+        parts = await self._in_parts(
+            arguments, "chat completion", lambda server, part: server.request_chat(part), split
+        )
         return merge_chat(parts)
 
     async def completion(self, *, split: Split = "train", **arguments: Any) -> Completion:
         """Arguments as for OpenAI's completions; `model` is filled in."""
-        parts = await self._in_parts(arguments, "completion", lambda server, part: server.request_completion(part), split)
+        parts = await self._in_parts(
+            arguments, "completion", lambda server, part: server.request_completion(part), split
+        )
         return merge_completions(parts)
 
     async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
-        """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop, ..."""
+        """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop,
+        ...
+        """
         return merge_samples(await self._in_parts(arguments, "token sampling", _sampled, split))
 
     async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
@@ -67,11 +75,13 @@ class InferenceCalls(ABC):
     async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> dict[str, Any]:
         """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
 
-        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k]: the prompt's own token, then
-        the others, most likely first, so that k is top_k, or top_k + 1 where its own is not among them. With top_k 0 it is its own
-        alone. Nothing precedes the first position, so its lists are empty.
+        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k]: the prompt's
+        own token, then the others, most likely first, so that k is top_k, or top_k + 1 where its own is not among
+        them. With top_k 0 it is its own alone. Nothing precedes the first position, so its lists are empty.
         """
-        return await self._run("prompt log-probabilities", lambda server: server.request_prompt_logprobs(arguments), split)
+        return await self._run(
+            "prompt log-probabilities", lambda server: server.request_prompt_logprobs(arguments), split
+        )
 
     async def _in_parts(
         self,

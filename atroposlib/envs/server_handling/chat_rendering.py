@@ -19,8 +19,8 @@ def render_chat(
 ) -> str:
     """The prompt for the next reply to `messages`; if the last one is the assistant's, for the rest of that one.
 
-    `preserve_think_blocks` keeps the thoughts of earlier turns, which the template may otherwise drop. Raises ValueError
-    for an empty conversation.
+    `preserve_think_blocks` keeps the thoughts of earlier turns, which the template may otherwise drop. Raises
+    ValueError for an empty conversation.
     """
     if not messages:
         raise ValueError("a chat completion needs at least one message")

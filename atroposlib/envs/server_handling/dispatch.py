@@ -1,8 +1,8 @@
 """Which server a call goes to, how long it waits for one, and how often it is tried again.
 
-A `Dispatcher` hands the free slots of live servers to waiting calls, first come first served; `run_with_retries` sends one
-call through it until it succeeds, fails for good, or has used up its attempts. A call that failed on one server goes to
-another live one.
+A `Dispatcher` hands the free slots of live servers to waiting calls, first come first served; `run_with_retries`
+sends one call through it until it succeeds, fails for good, or has used up its attempts. A call that failed on one
+server goes to another live one.
 """
 
 import asyncio
@@ -67,8 +67,11 @@ class Dispatcher:
             server.health.listeners.append(self._dispatch)
 
     @contextlib.asynccontextmanager
-    async def slot(self, prefer: "APIServer | None" = None, avoid: "APIServer | None" = None) -> AsyncIterator["APIServer"]:
-        """Hold a slot of a live server: `prefer` if it has one free, else the one with most; never `avoid` if another is live.
+    async def slot(
+        self, prefer: "APIServer | None" = None, avoid: "APIServer | None" = None
+    ) -> AsyncIterator["APIServer"]:
+        """Hold a slot of a live server: `prefer` if it has one free, else the one with most; never `avoid` if another
+        is live.
 
         Waits as long as live servers are merely busy. Raises NoLiveServerError when none is live for their timeout.
         """
@@ -157,7 +160,8 @@ class Dispatcher:
         problems = "; ".join(f"{server.name}: {server.health.problem}" for server in self._servers)
         waiter.granted.set_exception(
             NoLiveServerError(
-                f"no inference server was live within {self._timeout_s:.0f} s ({problems}); start it, correct base_url, or raise timeout"
+                f"no inference server was live within {self._timeout_s:.0f} s ({problems}); start it, correct base_url,"
+                " or raise timeout"
             )
         )
         self._waiters.remove(waiter)
@@ -208,7 +212,9 @@ async def run_with_retries(
         if attempt < policy.attempts:
             # a server that counts as dead is not where the next try goes, so its wish does not hold the call up
             pause_s = policy.pause_s(attempt, failure.retry_after_s if avoid.health.live else 0.0)
-            log.warning("%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s)
+            log.warning(
+                "%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s
+            )
             await asyncio.sleep(pause_s)
     raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure
 
@@ -218,7 +224,9 @@ async def _bounded(operation: Callable[["APIServer"], Awaitable[T]], server: "AP
         async with asyncio.timeout(server.timeout_s):
             return await operation(server)
     except TimeoutError:
-        raise RetryableServerError(f"{what} took longer than the timeout of {server.timeout_s:g} s at {server.name}") from None
+        raise RetryableServerError(
+            f"{what} took longer than the timeout of {server.timeout_s:g} s at {server.name}"
+        ) from None
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

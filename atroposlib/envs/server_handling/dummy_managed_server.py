@@ -43,7 +43,10 @@ class DummyManagedServer:
         call = self._book.open_call()
         reply = await self.server.chat_completion(messages=list(messages), **arguments)
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        nodes = [_node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason) for choice in reply.choices]
+        nodes = [
+            _node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason)
+            for choice in reply.choices
+        ]
         self._book.record(call, None, nodes)
         return reply
 

@@ -18,7 +18,9 @@ class PermanentServerError(ServerError):
 
 
 class RetryableServerError(ServerError):
-    """The same request may succeed later or elsewhere: 5xx, 429, a timeout. `retry_after_s` is the server's own wish."""
+    """The same request may succeed later or elsewhere: 5xx, 429, a timeout. `retry_after_s` is the server's own
+    wish.
+    """
 
     def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -26,7 +28,9 @@ class RetryableServerError(ServerError):
 
 
 class ServerUnreachableError(RetryableServerError):
-    """The connection was refused or broke, or the server said that it does not serve (503): nothing should be sent there for a while."""
+    """The connection was refused or broke, or the server said that it does not serve (503): nothing should be sent
+    there for a while.
+    """
 
 
 class NoLiveServerError(ServerError):

@@ -22,8 +22,9 @@ Probe = Callable[[], Awaitable[str | None]]
 class HealthMonitor:
     """Probes one server from the first `start` until `close`; listeners hear of every change.
 
-    A monitored server counts as dead until its first probe succeeds, after three failed probes in a row, and at once after
-    a request could not connect or was answered 503 (`report_unreachable`). An unmonitored one always counts as live.
+    A monitored server counts as dead until its first probe succeeds, after three failed probes in a row, and at once
+    after a request could not connect or was answered 503 (`report_unreachable`). An unmonitored one always counts as
+    live.
     """
 
     def __init__(self, name: str, probe: Probe, *, enabled: bool, dead_interval_s: float = DEAD_INTERVAL_S) -> None:
@@ -45,7 +46,9 @@ class HealthMonitor:
             self._task = asyncio.create_task(self._watch(), name=f"health of {self._name}")
 
     def report_unreachable(self, problem: str, for_s: float = 0.0) -> None:
-        """A request could not connect, or the server asked to be left alone `for_s` seconds: dead until the next probe, then."""
+        """A request could not connect, or the server asked to be left alone `for_s` seconds: dead until the next
+        probe, then.
+        """
         if not self._enabled:
             return
         self._failures = FAILURES_UNTIL_DEAD
@@ -73,7 +76,8 @@ class HealthMonitor:
             interval = LIVE_INTERVAL_S if problem is None else self._dead_interval_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), interval)
-                # A request has just failed to connect: leave the server the time that a dead one gets, or that it asked for.
+                # A request has just failed to connect: leave the server the time that a dead one gets, or that it asked
+                # for.
                 await asyncio.sleep(max(self._dead_interval_s, self._rest_s))
 
     def _become(self, *, live: bool, problem: str) -> None:

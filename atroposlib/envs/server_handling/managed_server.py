@@ -1,12 +1,13 @@
-"""A client that remembers exactly what was sampled, so that an environment can chat in text and still train on token ids.
+"""A client that remembers exactly what was sampled, so that an environment can chat in text and still train on token
+ids.
 
     chat_completion(messages) ──template──▶ text ──longest known prefix──▶ ids carried over + ids of the added text
                                                                                 │  /generate
     get_state()["nodes"] ◀── SequenceNode(tokens, masked_tokens, logprobs) ◀────┘  sampled ids, log-probabilities, policy versions
 
-Sampled ids are never made from text: a conversation that goes on carries the ids of its earlier turns and tokenises only
-what was added. A prompt that continues no known sequence (another conversation, an edited turn, thoughts that the template
-dropped) starts a new node, and the old one stays.
+Sampled ids are never made from text: a conversation that goes on carries the ids of its earlier turns and tokenises
+only what was added. A prompt that continues no known sequence (another conversation, an edited turn, thoughts that
+the template dropped) starts a new node, and the old one stays.
 """
 
 import time
@@ -44,9 +45,9 @@ __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Seque
 class ManagedServer:
     """Chat and text completions whose tokens are kept as nodes; one instance a rollout or a group.
 
-    `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its text instead of
-    one node a completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into OpenAI's form and back.
-    Concurrent calls are safe: nodes appear whole, in the order of the calls.
+    `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its
+    text instead of one node a completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into
+    OpenAI's form and back. Concurrent calls are safe: nodes appear whole, in the order of the calls.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class ManagedServer:
     ) -> ChatCompletion:
         """A reply in OpenAI's form; its tokens become nodes.
 
-        `tools` are shown to the model by the template; calls to them stay in the reply's text unless there is a `tool_parser`.
-        `extra_body` may hold chat_template_kwargs and further sampling parameters. tool_choice "required" is asked for, not enforced.
+        `tools` are shown to the model by the template; calls to them stay in the reply's text unless there is a
+        `tool_parser`. `extra_body` may hold chat_template_kwargs and further sampling parameters. tool_choice
+        "required" is asked for, not enforced.
         """
         if tool_choice not in (None, "auto", "none", "required"):
             raise ValueError(f"tool_choice {tool_choice!r} is not supported; use 'auto', 'required' or 'none'")
@@ -136,8 +138,12 @@ class ManagedServer:
             usage=_usage(prompt, sampled),
         )
 
-    async def completion(self, *, prompt: str, n: int | None = 1, split: Split = "train", **sampling: Any) -> Completion:
-        """A text completion in OpenAI's form; a prompt that repeats earlier text and goes on extends that text's node."""
+    async def completion(
+        self, *, prompt: str, n: int | None = 1, split: Split = "train", **sampling: Any
+    ) -> Completion:
+        """A text completion in OpenAI's form; a prompt that repeats earlier text and goes on extends that text's
+        node.
+        """
         extra = sampling.pop("extra_body", None) or {}
         known, sampled, texts = await self._sample(prompt, n or 1, split, {**extra, **sampling}, templated=False)
         choices = [
@@ -163,7 +169,9 @@ class ManagedServer:
         n: int = 1,
         split: Split = "train",
     ) -> dict[str, Any]:
-        """The server's log-probabilities of a conversation, a text or ids (exactly one of them); makes no node. `n` can only be 1."""
+        """The server's log-probabilities of a conversation, a text or ids (exactly one of them); makes no node. `n`
+        can only be 1.
+        """
         if sum(given is not None for given in (messages, prompt, input_ids)) != 1:
             raise ValueError("get_logprobs needs exactly one of messages, prompt, input_ids")
         if n != 1:
@@ -187,7 +195,9 @@ class ManagedServer:
         return Choice(index=index, finish_reason=reason, message=message)
 
     def _visible_text(self, sequence: SampledSequence, shows_special: bool) -> str:
-        """The text of what was sampled, without special tokens; or, since those may mark a tool call, without the one that ends it."""
+        """The text of what was sampled, without special tokens; or, since those may mark a tool call, without the one
+        that ends it.
+        """
         ids = sequence.token_ids
         if shows_special and not self.tokenizer.decode(ids[-1:], skip_special_tokens=True):
             ids = ids[:-1]
@@ -204,7 +214,9 @@ class ManagedServer:
         call = self._book.open_call()
         parent = self._book.longest_prefix(text)
         prompt = (
-            fresh_prompt(text, self.tokenizer, templated=templated) if parent is None else extended_prompt(text, parent, self.tokenizer)
+            fresh_prompt(text, self.tokenizer, templated=templated)
+            if parent is None
+            else extended_prompt(text, parent, self.tokenizer)
         )
         sampled = await self.server.sample_tokens(prompt=text, input_ids=prompt.tokens, n=n, split=split, **parameters)
         if parent is None:
@@ -225,12 +237,17 @@ def _node(prompt: Prompt, sequence: SampledSequence, text: str) -> SequenceNode:
         tokens=prompt.tokens + sequence.token_ids,
         masked_tokens=prompt.masked_tokens + sequence.token_ids,
         logprobs=prompt.logprobs + sequence.logprobs,
-        metadata={"finish_reason": sequence.finish_reason, "policy_versions": list(versions) if versions is not None else None},
+        metadata={
+            "finish_reason": sequence.finish_reason,
+            "policy_versions": list(versions) if versions is not None else None,
+        },
     )
 
 
 def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:
-    """The finish reason in OpenAI's words, which lack vLLM's "repetition"; the node's metadata keep the server's own."""
+    """The finish reason in OpenAI's words, which lack vLLM's "repetition"; the node's metadata keep the server's
+    own.
+    """
     return "length" if sequence.finish_reason == "length" else "stop"
 
 

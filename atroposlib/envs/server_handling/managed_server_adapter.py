@@ -45,7 +45,9 @@ class ManagedServerAdapter:
 
     async def post(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raw requests would bypass the bookkeeping."""
-        raise NotImplementedError("ManagedServerAdapter offers no raw requests; use chat.completions.create or completions.create")
+        raise NotImplementedError(
+            "ManagedServerAdapter offers no raw requests; use chat.completions.create or completions.create"
+        )
 
     def copy(self, **kwargs: Any) -> NoReturn:
         """A copy with other options would be another server."""

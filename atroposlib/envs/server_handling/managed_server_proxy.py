@@ -5,8 +5,9 @@
 
     python -m atroposlib.envs.server_handling.managed_server_proxy --config servers.json --port 9100
 
-`servers.json` is {"model_name", "tokenizer_name", "servers": [{"base_url", "server_type", ...}]}. Loopback by default; with `--token`
-every request but /health needs it. A session that is not used for `--session-timeout` seconds is forgotten. Errors have OpenAI's form.
+`servers.json` is {"model_name", "tokenizer_name", "servers": [{"base_url", "server_type", ...}]}. Loopback by
+default; with `--token` every request but /health needs it. A session that is not used for `--session-timeout`
+seconds is forgotten. Errors have OpenAI's form.
 """
 
 import asyncio
@@ -113,7 +114,9 @@ class Sessions:
         try:
             servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
             route = StickyRoute(self.manager, servers)
-            managed = ManagedServer(route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks)
+            managed = ManagedServer(
+                route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
+            )
         except ValueError as error:
             raise ProxyError(400, str(error)) from error
         session = Session(managed, request.tool_parser, request.base_url)
@@ -123,7 +126,10 @@ class Sessions:
     def get(self, session_id: str) -> Session:
         """The session. Raises ProxyError when there is none."""
         if session_id not in self.by_id:
-            raise ProxyError(404, f"no session {session_id}: it was never created, was deleted, or was not used for {self.timeout_s:g} s")
+            raise ProxyError(
+                404,
+                f"no session {session_id}: it was never created, was deleted, or was not used for {self.timeout_s:g} s",
+            )
         self.by_id[session_id].used_at = time.monotonic()
         return self.by_id[session_id]
 
@@ -234,13 +240,16 @@ class ProxyConfig(Config):
     """Flags of the proxy."""
 
     servers: Path | None = Field(
-        default=None, description="JSON file with model_name, tokenizer_name and servers (also --config, if it is .json)."
+        default=None,
+        description="JSON file with model_name, tokenizer_name and servers (also --config, if it is .json).",
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
     allowed_host: list[HostName] = Field(default=[], description="A further name that clients call it by; repeatable.")
     port: int = Field(default=9100, ge=0, le=65535, description="Port to listen on.")
     token: str = Field(default="", repr=False, description="Bearer token that every request but /health must carry.")
-    session_timeout: float = Field(default=SESSION_TIMEOUT_S, gt=0, description="Seconds after which an unused session is forgotten.")
+    session_timeout: float = Field(
+        default=SESSION_TIMEOUT_S, gt=0, description="Seconds after which an unused session is forgotten."
+    )
 
 
 def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
@@ -248,9 +257,13 @@ def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
     try:
         content = json.loads(path.read_text())
         name = content["model_name"]
-        servers = [APIServerConfig(**{"model_name": name, "server_type": "vllm", **server}) for server in content["servers"]]
+        servers = [
+            APIServerConfig(**{"model_name": name, "server_type": "vllm", **server}) for server in content["servers"]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error!r}; expected model_name, tokenizer_name and a list of servers with base_url") from error
+        raise ValueError(
+            f"{path}: {error!r}; expected model_name, tokenizer_name and a list of servers with base_url"
+        ) from error
     return name, content.get("tokenizer_name") or name, servers
 
 
@@ -260,7 +273,12 @@ async def _serve(config: ProxyConfig) -> None:
     manager = ServerManager(servers)
     hosts = OwnHosts.of(config.host, config.allowed_host)
     app = create_app(manager, load_tokenizer(tokenizer_name), model_name, config.token, config.session_timeout, hosts)
-    log.info("Proxy for %s listens on http://%s:%d", ", ".join(server.name for server in manager.servers), config.host, config.port)
+    log.info(
+        "Proxy for %s listens on http://%s:%d",
+        ", ".join(server.name for server in manager.servers),
+        config.host,
+        config.port,
+    )
     try:
         await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()
     finally:
@@ -271,13 +289,17 @@ def main(argv: list[str] | None = None) -> None:
     """Serve until interrupted."""
     import sys
 
-    arguments = ["--servers" if argument == "--config" else argument for argument in (sys.argv[1:] if argv is None else argv)]
+    arguments = [
+        "--servers" if argument == "--config" else argument for argument in (sys.argv[1:] if argv is None else argv)
+    ]
     config = load_config(ProxyConfig, arguments, prog="managed_server_proxy")
     configure_logging("proxy")
     if config.servers is None:
         raise SystemExit("managed_server_proxy: name the servers with --config servers.json")
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.token:
-        raise SystemExit(f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1")
+        raise SystemExit(
+            f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1"
+        )
     try:
         asyncio.run(_serve(config))
     except (ValueError, OSError) as error:

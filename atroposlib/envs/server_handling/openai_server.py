@@ -1,4 +1,6 @@
-"""Any server that speaks OpenAI's API: text in, text out. It gives no token ids, so it cannot feed a trainer by itself."""
+"""Any server that speaks OpenAI's API: text in, text out. It gives no token ids, so it cannot feed a trainer by
+itself.
+"""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -39,13 +41,17 @@ Reply = TypeVar("Reply", ChatCompletion, Completion)
 class OpenAIServer(APIServer):
     """Chat and text completions through OpenAI's SDK; health by GET <base_url>/models."""
 
-    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         super().__init__(config, reasoning_config, retry)
         self.base_url = (config.base_url or OPENAI_URL).rstrip("/")
         self._sdk: openai.AsyncOpenAI | None = None
         self._http: aiohttp.ClientSession | None = None
         # Only OpenAI's own address may see the key that the environment holds for it.
-        self._api_key = config.api_key or (ServerEnvironment().openai_api_key if is_openai(config.base_url) else None) or ""
+        self._api_key = (
+            config.api_key or (ServerEnvironment().openai_api_key if is_openai(config.base_url) else None) or ""
+        )
         self._n_is_ignored = config.n_kwarg_is_ignored
 
     @property
@@ -109,15 +115,21 @@ class OpenAIServer(APIServer):
         return merge_chat(await self._with_n(prepared, self._send_chat))
 
     async def request_completion(self, arguments: dict[str, Any]) -> Completion:
-        return merge_completions(await self._with_n({**arguments, "model": self.config.model_name}, self._send_completion))
+        return merge_completions(
+            await self._with_n({**arguments, "model": self.config.model_name}, self._send_completion)
+        )
 
     async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
         raise NotImplementedError(f"{self.name}: server_type 'openai' gives no token ids; use server_type 'vllm'")
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError(f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'")
+        raise NotImplementedError(
+            f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'"
+        )
 
-    async def _with_n(self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Reply]]) -> list[Reply]:
+    async def _with_n(
+        self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Reply]]
+    ) -> list[Reply]:
         """Replies that hold n choices together, whether or not the server heeds n."""
         n: int = arguments.get("n") or 1
         single: dict[str, Any] = {key: value for key, value in arguments.items() if key != "n"}

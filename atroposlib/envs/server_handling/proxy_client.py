@@ -43,7 +43,9 @@ class ProxyManagedServer:
         self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]
         return self.get_state()
 
-    async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any) -> ChatCompletion:
+    async def chat_completion(
+        self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any
+    ) -> ChatCompletion:
         """As `ManagedServer.chat_completion`, with every sampling parameter."""
         body = {key: value for key, value in arguments.items() if value is not None} | {"messages": list(messages)}
         reply = await request(f"{self.get_url()}/chat/completions", "POST", body, self._headers)
@@ -66,7 +68,9 @@ class ProxyManagedServer:
     async def __aenter__(self) -> "ProxyManagedServer":
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         await self.cleanup()
 
 
@@ -80,7 +84,12 @@ async def create_proxy_session(
 ) -> ProxyManagedServer:
     """A new session of the proxy at `proxy_url`."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body = {"tool_parser": tool_parser, "track_tree": track_tree, "base_url": base_url, "preserve_think_blocks": preserve_think_blocks}
+    body = {
+        "tool_parser": tool_parser,
+        "track_tree": track_tree,
+        "base_url": base_url,
+        "preserve_think_blocks": preserve_think_blocks,
+    }
     reply = await request(f"{proxy_url.rstrip('/')}/sessions/create", "POST", body, headers)
     return ProxyManagedServer(proxy_url, reply["uuid"], reply["model_name"], token)
 

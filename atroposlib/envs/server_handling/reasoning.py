@@ -13,7 +13,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ReasoningConfig(Config):
-    """Setting `effort` or `max_tokens` enables reasoning; when both are set, effort wins. Providers limit the tokens, not this class."""
+    """Setting `effort` or `max_tokens` enables reasoning; when both are set, effort wins. Providers limit the tokens,
+    not this class.
+    """
 
     # Tokens that stand for an effort where a provider takes nothing else.
     EFFORT_TO_MAX_TOKENS: ClassVar[Mapping[str, int]] = {
@@ -63,7 +65,9 @@ class ReasoningConfig(Config):
             return {"reasoning_effort": self.effort or "medium"}
         reasoning: dict[str, Any] = {"enabled": True}
         if self.effort is not None:
-            reasoning |= {"max_tokens": self.EFFORT_TO_MAX_TOKENS[self.effort]} if use_max_tokens else {"effort": self.effort}
+            reasoning |= (
+                {"max_tokens": self.EFFORT_TO_MAX_TOKENS[self.effort]} if use_max_tokens else {"effort": self.effort}
+            )
         elif self.max_tokens is not None:
             reasoning["max_tokens"] = self.max_tokens
         return {"reasoning": reasoning}
@@ -73,7 +77,10 @@ class ReasoningConfig(Config):
         if not self.enabled:
             return arguments
         address = base_url or OPENAI_URL
-        asked = {**arguments, "extra_body": {**(self.build_extra_body(address) or {}), **(arguments.get("extra_body") or {})}}
+        asked = {
+            **arguments,
+            "extra_body": {**(self.build_extra_body(address) or {}), **(arguments.get("extra_body") or {})},
+        }
         if is_openai(address):  # its reasoning models accept temperature 1 only, and count tokens under another name
             asked["temperature"] = 1.0
             if "max_tokens" in asked:

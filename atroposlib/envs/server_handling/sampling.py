@@ -1,4 +1,6 @@
-"""What a server sampled: token ids as the model produced them, each with its log-probability and the policy that chose it."""
+"""What a server sampled: token ids as the model produced them, each with its log-probability and the policy that chose
+it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +23,13 @@ class SampledSequence:
 
     def __post_init__(self) -> None:
         if not self.token_ids:
-            raise ValueError("a sampled sequence has no tokens; a model samples at least one, if only the end of its turn")
+            raise ValueError(
+                "a sampled sequence has no tokens; a model samples at least one, if only the end of its turn"
+            )
         if len(self.token_ids) != len(self.logprobs):
-            raise ValueError(f"{len(self.token_ids)} sampled tokens came with {len(self.logprobs)} log-probabilities; need one each")
+            raise ValueError(
+                f"{len(self.token_ids)} sampled tokens came with {len(self.logprobs)} log-probabilities; need one each"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""The sequences that a ManagedServer has sampled, and how a new prompt continues one of them without tokenising it again."""
+"""The sequences that a ManagedServer has sampled, and how a new prompt continues one of them without tokenising it
+again.
+"""
 
 import bisect
 from dataclasses import dataclass
@@ -16,9 +18,10 @@ NO_LOGPROB = 1.0
 class SequenceNode(BaseModel):
     """One sequence: prompt and completions, over all turns of a conversation.
 
-    tokens, masked_tokens and logprobs have one length. masked_tokens repeats each sampled id and is -100 elsewhere; logprobs is 1.0
-    elsewhere. full_text is the prompt's text and the completion's without its special tokens. metadata holds finish_reason
-    (of the last completion) and policy_versions ([first, last] over all sampled tokens, None when the server does not say).
+    tokens, masked_tokens and logprobs have one length. masked_tokens repeats each sampled id and is -100 elsewhere;
+    logprobs is 1.0 elsewhere. full_text is the prompt's text and the completion's without its special tokens.
+    metadata holds finish_reason (of the last completion) and policy_versions ([first, last] over all sampled tokens,
+    None when the server does not say).
     """
 
     full_text: str
@@ -30,7 +33,9 @@ class SequenceNode(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the model is shown: the ids of `text`, of which those carried over from an earlier turn keep mask and log-probability."""
+    """What the model is shown: the ids of `text`, of which those carried over from an earlier turn keep mask and
+    log-probability.
+    """
 
     text: str
     tokens: list[int]
@@ -41,8 +46,12 @@ class Prompt:
 
 
 def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
-    """A prompt that continues nothing. A templated text brings its own special tokens, a raw one gets the tokenizer's."""
-    return unsampled_prompt(text, tokenizer.encode(text, add_special_tokens=False) if templated else encode_prompt(tokenizer, text))
+    """A prompt that continues nothing. A templated text brings its own special tokens, a raw one gets the
+    tokenizer's.
+    """
+    return unsampled_prompt(
+        text, tokenizer.encode(text, add_special_tokens=False) if templated else encode_prompt(tokenizer, text)
+    )
 
 
 def unsampled_prompt(text: str, tokens: list[int]) -> Prompt:
@@ -51,10 +60,12 @@ def unsampled_prompt(text: str, tokens: list[int]) -> Prompt:
 
 
 def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Prompt:
-    """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text alone.
+    """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text
+    alone.
 
-    When the completion ended with a special token (the end of its turn) and the added text begins with that token's text, the
-    sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what the text says.
+    When the completion ended with a special token (the end of its turn) and the added text begins with that token's
+    text, the sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what
+    the text says.
     """
     added_text = text[len(parent.full_text) :]
     kept = len(parent.tokens)
@@ -77,13 +88,19 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Pr
 
 def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
     """Text of the special token that was sampled last, which full_text lacks; empty when there is none."""
-    if not node.tokens or node.masked_tokens[-1] == MASKED or tokenizer.decode(node.tokens[-1:], skip_special_tokens=True):
+    if (
+        not node.tokens
+        or node.masked_tokens[-1] == MASKED
+        or tokenizer.decode(node.tokens[-1:], skip_special_tokens=True)
+    ):
         return ""
     return tokenizer.decode(node.tokens[-1:], skip_special_tokens=False)
 
 
 class SequenceBook(Protocol):
-    """Keeps the sequences of one ManagedServer. Nothing in it awaits, so concurrent calls cannot interleave inside it."""
+    """Keeps the sequences of one ManagedServer. Nothing in it awaits, so concurrent calls cannot interleave inside
+    it.
+    """
 
     @property
     def nodes(self) -> list[SequenceNode]: ...

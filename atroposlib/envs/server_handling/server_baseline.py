@@ -1,4 +1,6 @@
-"""One inference server as its clients see it: limits, health, timings, and the four requests that a backend implements."""
+"""One inference server as its clients see it: limits, health, timings, and the four requests that a backend
+implements.
+"""
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
@@ -23,14 +25,17 @@ T = TypeVar("T")
 
 
 class APIServer(InferenceCalls):
-    """One server. Its public calls wait for a slot and for health, and retry, here; a ServerManager does so over several.
+    """One server. Its public calls wait for a slot and for health, and retry, here; a ServerManager does so over
+    several.
 
     A backend implements `probe` and the `request_*` methods: one attempt each, no waiting, errors from `errors.py`.
     """
 
     supports_token_ids: ClassVar[bool] = False
 
-    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         self.config = config
         self.reasoning_config = reasoning_config or ReasoningConfig()
         self.retry = retry or RetryPolicy()

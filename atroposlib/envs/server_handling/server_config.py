@@ -1,8 +1,8 @@
 """What an environment says about its inference servers: limits, addresses, and the environment variables that matter.
 
-`ServerBaseline` holds limits only and lets the manager find the servers (fixed local ports, or SLURM); `APIServerConfig` adds
-the address of one server. Both warn about keys they do not know instead of refusing, because environments written for the
-ancestor pass some.
+`ServerBaseline` holds limits only and lets the manager find the servers (fixed local ports, or SLURM);
+`APIServerConfig` adds the address of one server. Both warn about keys they do not know instead of refusing, because
+environments written for the ancestor pass some.
 """
 
 import difflib
@@ -26,7 +26,9 @@ class ServerBaseline(Config):
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
     timeout: int = Field(
-        default=1200, gt=0, description="Seconds one request may take, and that a call waits for a dead server to answer again."
+        default=1200,
+        gt=0,
+        description="Seconds one request may take, and that a call waits for a dead server to answer again.",
     )
     num_max_requests_at_once: int = Field(default=512, ge=1, description="Training requests in flight per server.")
     num_requests_for_eval: int = Field(default=64, ge=1, description="Evaluation requests in flight per server.")
@@ -38,12 +40,19 @@ class ServerBaseline(Config):
     @model_validator(mode="before")
     @classmethod
     def _only_known_keys_that_are_set(cls, values: Any) -> Any:
-        """Unknown keys are named; None means the default, since environments pass what `os.environ.get` or a YAML file gave them."""
+        """Unknown keys are named; None means the default, since environments pass what `os.environ.get` or a YAML file
+        gave them.
+        """
         if isinstance(values, Mapping):
             values = {key: value for key, value in values.items() if value is not None}
             for key in sorted(str(key) for key in values.keys() - cls.model_fields.keys()):
                 close = difflib.get_close_matches(key, cls.model_fields, n=1)
-                log.warning("%s ignores the unknown key '%s'%s", cls.__name__, key, f"; did you mean '{close[0]}'?" if close else "")
+                log.warning(
+                    "%s ignores the unknown key '%s'%s",
+                    cls.__name__,
+                    key,
+                    f"; did you mean '{close[0]}'?" if close else "",
+                )
         return values
 
     @property
@@ -56,8 +65,12 @@ class APIServerConfig(ServerBaseline):
     """One inference server."""
 
     api_key: str = Field(default="", repr=False, description="Sent as a bearer token when not empty.")
-    base_url: str = Field(default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API.")
-    n_kwarg_is_ignored: bool = Field(default=False, description="The server returns one completion whatever n asks for: send n requests.")
+    base_url: str = Field(
+        default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API."
+    )
+    n_kwarg_is_ignored: bool = Field(
+        default=False, description="The server returns one completion whatever n asks for: send n requests."
+    )
     health_check: bool = Field(default=True, description="Ask the server every few seconds whether it is alive.")
 
     @field_validator("base_url")

@@ -1,4 +1,6 @@
-"""A server inside the test's own process: it gives the replies that the test laid down, and refuses every other prompt."""
+"""A server inside the test's own process: it gives the replies that the test laid down, and refuses every other
+prompt.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -15,7 +17,9 @@ from atroposlib.envs.server_handling.server_baseline import APIServer, APIServer
 Messages = Sequence[Mapping[str, Any]]
 
 
-def create_chat_completion(message: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop") -> ChatCompletion:
+def create_chat_completion(
+    message: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop"
+) -> ChatCompletion:
     """A chat reply with `n` choices of one text, or one choice per text of a list."""
     texts = [message] * n if isinstance(message, str) else list(message)
     choices = [
@@ -25,10 +29,14 @@ def create_chat_completion(message: str | Sequence[str], n: int = 1, finish_reas
     return ChatCompletion(id="harness", object="chat.completion", created=0, model="harness", choices=choices)
 
 
-def create_completion(text: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop") -> Completion:
+def create_completion(
+    text: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop"
+) -> Completion:
     """A text completion with `n` choices of one text, or one choice per text of a list."""
     texts = [text] * n if isinstance(text, str) else list(text)
-    choices = [CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)]
+    choices = [
+        CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)
+    ]
     return Completion(id="harness", object="text_completion", created=0, model="harness", choices=choices)
 
 
@@ -74,7 +82,8 @@ class ServerHarness(APIServer):
         """Sample these tokens for the text `prompt`, or for its ids."""
         versions: Sequence[tuple[int, int] | None] = policy_versions or [None] * len(output_tokens_list)
         sequences = [
-            SampledSequence(*parts) for parts in zip(output_tokens_list, output_logprobs_list, finish_reasons, versions, strict=True)
+            SampledSequence(*parts)
+            for parts in zip(output_tokens_list, output_logprobs_list, finish_reasons, versions, strict=True)
         ]
         self._tokens[prompt] = self._tokens[str(prompt_tokens)] = SampledTokens(prompt_tokens, sequences)
 
@@ -95,7 +104,9 @@ class ServerHarness(APIServer):
         return _reply(self._tokens, arguments.get("prompt") or str(arguments["input_ids"]))
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError("ServerHarness does not implement get_logprobs: it has no canned prompt log-probabilities")
+        raise NotImplementedError(
+            "ServerHarness does not implement get_logprobs: it has no canned prompt log-probabilities"
+        )
 
 
 def _chat_key(messages: Messages) -> str:

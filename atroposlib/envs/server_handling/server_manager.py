@@ -55,9 +55,9 @@ def make_server(
 class ServerManager(InferenceCalls):
     """The environment's `self.server`.
 
-    `configs` is a list (one server each), one APIServerConfig (that server), or a ServerBaseline (see `topology.py`).
-    With `proxy_url` (or ATROPOS_PROXY_URL) managed servers are sessions of that proxy. Raises ValueError for a topology or server type
-    that cannot be.
+    `configs` is a list (one server each), one APIServerConfig (that server), or a ServerBaseline (see
+    `topology.py`). With `proxy_url` (or ATROPOS_PROXY_URL) managed servers are sessions of that proxy. Raises
+    ValueError for a topology or server type that cannot be.
     """
 
     retry = RetryPolicy()
@@ -163,7 +163,9 @@ class ServerManager(InferenceCalls):
         """
         if self.proxy_url:
             parser = self.tool_parser or "hermes"
-            async with await create_proxy_session(self.proxy_url, base_url, parser, track_tree, preserve_think_blocks) as session:
+            async with await create_proxy_session(
+                self.proxy_url, base_url, parser, track_tree, preserve_think_blocks
+            ) as session:
                 yield session
             return
         servers = self.servers_at(base_url) if base_url else self.servers
@@ -173,8 +175,9 @@ class ServerManager(InferenceCalls):
             return
         if not able:
             raise NotImplementedError(
-                f"{', '.join(server.name for server in servers)} gives no token ids, which ManagedServer needs: use server_type 'vllm', "
-                "or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that must not be trained on"
+                f"{', '.join(server.name for server in servers)} gives no token ids, which ManagedServer needs: use"
+                " server_type 'vllm', or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that must"
+                " not be trained on"
             )
         route = StickyRoute(self, able)
         tokenizer = tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)
@@ -184,7 +187,9 @@ class ServerManager(InferenceCalls):
         """The servers at `base_url`. Raises ValueError when there is none."""
         found = [server for server in self.servers if server.config.base_url.rstrip("/") == base_url.rstrip("/")]
         if not found:
-            raise ValueError(f"no inference server at {base_url}; there are: {', '.join(server.name for server in self.servers)}")
+            raise ValueError(
+                f"no inference server at {base_url}; there are: {', '.join(server.name for server in self.servers)}"
+            )
         return found
 
     async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
@@ -211,5 +216,7 @@ class StickyRoute(InferenceCalls):
         return self._servers[0].model_name
 
     async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
-        result, self._server = await run_with_retries(self._dispatchers[split], self._retry, split, what, operation, self._server)
+        result, self._server = await run_with_retries(
+            self._dispatchers[split], self._retry, split, what, operation, self._server
+        )
         return result

@@ -23,7 +23,9 @@ class FinishReason(msgspec.Struct):
 
 
 class MetaInfo(msgspec.Struct):
-    """What SGLang says about one sequence. `weight_version` is a policy version where weights are synchronised under numbers."""
+    """What SGLang says about one sequence. `weight_version` is a policy version where weights are synchronised under
+    numbers.
+    """
 
     finish_reason: FinishReason | str | None = None
     output_token_logprobs: list[TokenLogprob] = []
@@ -55,13 +57,20 @@ class SGLangServer(VLLMServer):
         top_k = arguments.get("top_k", 1)
         ids = await self._prompt_ids(arguments)
         body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
-        (sequence,) = await self._sequences(body | {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}})
+        (sequence,) = await self._sequences(
+            body | {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+        )
         own = sequence.meta_info.input_token_logprobs
         top = sequence.meta_info.input_top_logprobs if top_k else [None] * len(own)
         if not len(own) == len(top) == len(ids):
-            raise PermanentServerError(f"{self.generate_url} gave {len(own)} and {len(top)} prompt positions for {len(ids)} tokens")
+            raise PermanentServerError(
+                f"{self.generate_url} gave {len(own)} and {len(top)} prompt positions for {len(ids)} tokens"
+            )
         # A dict keeps the place of a key that comes again: the prompt's own token stays first.
-        ranked = [{token: logprob for logprob, token in _known([at, *(others or [])])} for at, others in zip(own, top, strict=True)]
+        ranked = [
+            {token: logprob for logprob, token in _known([at, *(others or [])])}
+            for at, others in zip(own, top, strict=True)
+        ]
         return {
             "prompt_tokens": ids,
             "prompt_topk_token_ids": [list(position) for position in ranked],
@@ -80,7 +89,9 @@ class SGLangServer(VLLMServer):
         if not info.output_token_logprobs:
             raise PermanentServerError(f"{self.generate_url} gave no output_token_logprobs; is that SGLang?")
         pairs = _known(info.output_token_logprobs)
-        reason = info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"
+        reason = (
+            info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"
+        )
         version = int(info.weight_version) if info.weight_version and info.weight_version.isdecimal() else None
         return SampledSequence(
             token_ids=[token for _, token in pairs],
@@ -93,7 +104,10 @@ class SGLangServer(VLLMServer):
 def sampling_params(arguments: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters of a call in SGLang's words."""
     limits = [arguments[name] for name in ("max_tokens", *MAX_TOKENS_ALIASES) if arguments.get(name) is not None]
-    given = {**(arguments.get("extra_body") or {}), **{key: value for key, value in arguments.items() if key not in SETTLED}}
+    given = {
+        **(arguments.get("extra_body") or {}),
+        **{key: value for key, value in arguments.items() if key not in SETTLED},
+    }
     given.pop("max_tokens", None)
     return {**given, **({"max_new_tokens": limits[-1]} if limits else {})}
 

@@ -2,8 +2,8 @@
 
     reply text ──parse_model_output──▶ content, tool_calls          messages with tool_calls ──convert_messages_for_template──▶ text
 
-The text that a call was parsed from is kept by the call's id, so that the conversation is rendered back to exactly what the model
-wrote, and a ManagedServer recognises it as the continuation of what it sampled.
+The text that a call was parsed from is kept by the call's id, so that the conversation is rendered back to exactly
+what the model wrote, and a ManagedServer recognises it as the continuation of what it sampled.
 """
 
 import json
@@ -27,13 +27,17 @@ HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> Parsed:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left open."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left
+    open.
+    """
     calls = [call for body in HERMES_CALL.findall(text) for call in _calls(body)]
     return text.partition("<tool_call>")[0], calls
 
 
 def parse_llama_json(text: str) -> Parsed:
-    """Llama 3: the whole reply is `{"name": ..., "parameters": {...}}`, or several with `;` between, perhaps after <|python_tag|>."""
+    """Llama 3: the whole reply is `{"name": ..., "parameters": {...}}`, or several with `;` between, perhaps after
+    <|python_tag|>.
+    """
     before, tag, after = text.rpartition("<|python_tag|>")
     bodies = (after if tag else text).strip()
     if not bodies.startswith("{"):
@@ -62,7 +66,9 @@ def _calls(body: str) -> list[tuple[str, Any]]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """The JSON values that stand in `text` one after the other; what follows the first thing that is none is left out."""
+    """The JSON values that stand in `text` one after the other; what follows the first thing that is none is left
+    out.
+    """
     decoder, position = json.JSONDecoder(strict=False), 0
     while position < len(text):
         try:
@@ -101,7 +107,8 @@ class ToolCallTranslator:
     def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
         if parser_name not in PARSERS:
             raise ValueError(
-                f"tool_parser '{parser_name}' is not known{nearest(parser_name, list(PARSERS))}; choose one of: {', '.join(PARSERS)}"
+                f"tool_parser '{parser_name}' is not known{nearest(parser_name, list(PARSERS))}; choose one of:"
+                f" {', '.join(PARSERS)}"
             )
         self.tokenizer = tokenizer
         self.parser_name = parser_name
@@ -111,7 +118,9 @@ class ToolCallTranslator:
     def parse_model_output(
         self, raw_text: str, tool_choice: str | None = None, tools: Sequence[Any] | None = None
     ) -> tuple[str | None, list[ToolCall] | None, str]:
-        """(content, tool calls or None, "tool_calls" or "stop"); without `tools`, or under tool_choice "none", the text as it is."""
+        """(content, tool calls or None, "tool_calls" or "stop"); without `tools`, or under tool_choice "none", the
+        text as it is.
+        """
         if tool_choice == "none" or not tools:
             return raw_text, None, "stop"
         content, found = self.parser(raw_text)
@@ -152,7 +161,9 @@ class ToolCallTranslator:
 
 def _tool_call(name: str, arguments: Any) -> ToolCall:
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=CalledFunction(name=name, arguments=written))
+    return ToolCall(
+        id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=CalledFunction(name=name, arguments=written)
+    )
 
 
 def _hermes_text(function: Mapping[str, Any]) -> str:

@@ -40,12 +40,15 @@ def server_configs(
 def slurm_urls(environment: ServerEnvironment) -> list[str]:
     """Addresses of the servers that the job's inference nodes run."""
     if not environment.slurm_job_nodelist:
-        raise ValueError("slurm is on but SLURM_JOB_NODELIST is not set; start this inside a SLURM job or turn slurm off")
+        raise ValueError(
+            "slurm is on but SLURM_JOB_NODELIST is not set; start this inside a SLURM job or turn slurm off"
+        )
     nodes = list(expand_nodelist(environment.slurm_job_nodelist))
     inference_nodes = nodes[environment.num_training_nodes :]
     if not inference_nodes:
         raise ValueError(
-            f"NUM_TRAINING_NODES={environment.num_training_nodes} leaves none of the {len(nodes)} nodes for inference; lower it"
+            f"NUM_TRAINING_NODES={environment.num_training_nodes} leaves none of the {len(nodes)} nodes for inference;"
+            " lower it"
         )
     per_node = GPUS_PER_NODE // environment.infer_tp
     return [f"http://{node}:{SLURM_FIRST_PORT + index}/v1" for node in inference_nodes for index in range(per_node)]

@@ -3,7 +3,8 @@
 POST <base_url>/generate/   {"prompts": [...], "n", "temperature", "max_tokens", ...}
 reply                       {"completion_ids": [[...]]}, and from newer versions also "prompt_ids" and "logprobs"
 
-Chat is rendered here by the tokenizer's template. Without "logprobs" it cannot feed a ManagedServer; chat and completion work.
+Chat is rendered here by the tokenizer's template. Without "logprobs" it cannot feed a ManagedServer; chat and
+completion work.
 """
 
 import asyncio
@@ -22,7 +23,15 @@ from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTok
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
 
-DEFAULTS = {"n": 1, "repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 1024}
+DEFAULTS = {
+    "n": 1,
+    "repetition_penalty": 1.0,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "max_tokens": 1024,
+}
 
 
 class Reply(msgspec.Struct):
@@ -48,13 +57,23 @@ class TrlVllmServer(VLLMServer):
 
     async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
         tokenizer = await self._tokenizer()
-        reply = await self._reply(render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools")), arguments)
+        reply = await self._reply(
+            render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools")), arguments
+        )
         choices = [
-            Choice(index=index, finish_reason=_reason(ids, tokenizer), message=ChatCompletionMessage(role="assistant", content=text))
+            Choice(
+                index=index,
+                finish_reason=_reason(ids, tokenizer),
+                message=ChatCompletionMessage(role="assistant", content=text),
+            )
             for index, (ids, text) in enumerate(_texts(reply, tokenizer))
         ]
         return ChatCompletion(
-            id=_id("chatcmpl"), object="chat.completion", created=int(time.time()), model=self.model_name, choices=choices
+            id=_id("chatcmpl"),
+            object="chat.completion",
+            created=int(time.time()),
+            model=self.model_name,
+            choices=choices,
         )
 
     async def request_completion(self, arguments: dict[str, Any]) -> Completion:
@@ -64,14 +83,18 @@ class TrlVllmServer(VLLMServer):
             CompletionChoice(index=index, finish_reason=_reason(ids, tokenizer), text=text)
             for index, (ids, text) in enumerate(_texts(reply, tokenizer))
         ]
-        return Completion(id=_id("cmpl"), object="text_completion", created=int(time.time()), model=self.model_name, choices=choices)
+        return Completion(
+            id=_id("cmpl"), object="text_completion", created=int(time.time()), model=self.model_name, choices=choices
+        )
 
     async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
         tokenizer = await self._tokenizer()
         ids = arguments.get("input_ids") or encode_prompt(tokenizer, arguments["prompt"])
         reply = await self._reply(arguments.get("prompt") or tokenizer.decode(ids), arguments)
         if reply.logprobs is None or not reply.prompt_ids:
-            raise PermanentServerError(f"{self.generate_url} gave no logprobs: this version of TRL cannot feed a ManagedServer; update TRL")
+            raise PermanentServerError(
+                f"{self.generate_url} gave no logprobs: this version of TRL cannot feed a ManagedServer; update TRL"
+            )
         if reply.prompt_ids[0] != ids:
             raise PermanentServerError(
                 f"{self.generate_url} tokenised the prompt as {len(reply.prompt_ids[0])} ids, here it has {len(ids)}"
@@ -85,7 +108,9 @@ class TrlVllmServer(VLLMServer):
         )
 
     async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError(f"{self.name}: server_type 'trl' gives no prompt log-probabilities; use server_type 'vllm'")
+        raise NotImplementedError(
+            f"{self.name}: server_type 'trl' gives no prompt log-probabilities; use server_type 'vllm'"
+        )
 
     async def _tokenizer(self) -> Any:
         return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
@@ -96,7 +121,9 @@ class TrlVllmServer(VLLMServer):
         body = {**DEFAULTS, **({"max_tokens": limit} if limit else {}), **given, "prompts": [prompt]}
         reply: Reply = self._decode(await self._generate(body), Reply)
         if len(reply.completion_ids) != body["n"]:
-            raise PermanentServerError(f"{self.generate_url} was asked for {body['n']} sequences and gave {len(reply.completion_ids)}")
+            raise PermanentServerError(
+                f"{self.generate_url} was asked for {body['n']} sequences and gave {len(reply.completion_ids)}"
+            )
         return reply
 
 

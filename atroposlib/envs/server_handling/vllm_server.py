@@ -28,7 +28,9 @@ from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
 # What other dialects call max_tokens.
 MAX_TOKENS_ALIASES = ("max_new_tokens", "max_completion_tokens")
 # Arguments that choose things this client has already settled.
-SETTLED = frozenset({"model", "prompt", "input_ids", "top_k_logprobs", "extra_body", "skip_reasoning", *MAX_TOKENS_ALIASES})
+SETTLED = frozenset(
+    {"model", "prompt", "input_ids", "top_k_logprobs", "extra_body", "skip_reasoning", *MAX_TOKENS_ALIASES}
+)
 
 
 # Finish reasons of sequences that the server gave up; sampling them again is the only use for them.
@@ -57,7 +59,9 @@ class VLLMServer(OpenAIServer):
 
     supports_token_ids: ClassVar[bool] = True
 
-    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None) -> None:
+    def __init__(
+        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
+    ) -> None:
         if not config.base_url:
             raise ValueError(f"server_type '{config.server_type}' needs a base_url, e.g. http://localhost:9001/v1")
         super().__init__(config, reasoning_config, retry)
@@ -76,9 +80,16 @@ class VLLMServer(OpenAIServer):
         body = await self._body(arguments) | {"logprobs": 0}
         reply = self._decode(await self._generate(body), GenerateReply)
         expected = arguments.get("n") or 1
-        counts = {len(reply.token_ids), len(reply.finish_reasons), len(reply.logprobs), len(reply.policy_versions or reply.token_ids)}
+        counts = {
+            len(reply.token_ids),
+            len(reply.finish_reasons),
+            len(reply.logprobs),
+            len(reply.policy_versions or reply.token_ids),
+        }
         if counts != {expected}:
-            raise PermanentServerError(f"{self.generate_url} was asked for {expected} sequences, its lists hold {sorted(counts)}")
+            raise PermanentServerError(
+                f"{self.generate_url} was asked for {expected} sequences, its lists hold {sorted(counts)}"
+            )
         if UNFINISHED & set(reply.finish_reasons):
             raise RetryableServerError(f"{self.generate_url} gave up a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
@@ -87,7 +98,8 @@ class VLLMServer(OpenAIServer):
         top_k = arguments.get("top_k", 1)
         body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})
         reply = self._decode(
-            await self._generate(body | {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}), PromptLogprobsReply
+            await self._generate(body | {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}),
+            PromptLogprobsReply,
         )
         ranked = [_own_token_first(*pair) for pair in zip(reply.prompt_token_ids, reply.prompt_logprobs, strict=True)]
         return {
@@ -98,7 +110,10 @@ class VLLMServer(OpenAIServer):
 
     async def _body(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The request for `arguments`: ids for the prompt, every sampling parameter as it came."""
-        body = {**(arguments.get("extra_body") or {}), **{key: value for key, value in arguments.items() if key not in SETTLED}}
+        body = {
+            **(arguments.get("extra_body") or {}),
+            **{key: value for key, value in arguments.items() if key not in SETTLED},
+        }
         for alias in MAX_TOKENS_ALIASES:
             if arguments.get(alias) is not None:
                 body["max_tokens"] = arguments[alias]
@@ -124,7 +139,9 @@ class VLLMServer(OpenAIServer):
         try:
             return msgspec.json.decode(content, type=shape)
         except msgspec.DecodeError as error:
-            raise PermanentServerError(f"{self.generate_url} replied in another shape than this client reads: {error}") from error
+            raise PermanentServerError(
+                f"{self.generate_url} replied in another shape than this client reads: {error}"
+            ) from error
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
         ids, positions = reply.token_ids[index], reply.logprobs[index]
@@ -133,7 +150,9 @@ class VLLMServer(OpenAIServer):
             or len(ids) != len(positions)
             or any(len(maps) != 1 or token not in maps[0] for token, maps in zip(ids, positions, strict=False))
         ):
-            raise PermanentServerError(f"{self.generate_url} did not give one log-probability for each of {len(ids)} sampled tokens")
+            raise PermanentServerError(
+                f"{self.generate_url} did not give one log-probability for each of {len(ids)} sampled tokens"
+            )
         return SampledSequence(
             token_ids=ids,
             logprobs=[maps[0][token] for token, maps in zip(ids, positions, strict=True)],
@@ -143,7 +162,9 @@ class VLLMServer(OpenAIServer):
 
 
 def _own_token_first(own: int, position: dict[int, float] | list[dict[int, float]] | None) -> list[tuple[int, float]]:
-    """(token id, log-probability) pairs of one position of a prompt: its own token, then the others, most likely first."""
+    """(token id, log-probability) pairs of one position of a prompt: its own token, then the others, most likely
+    first.
+    """
     maps = position if isinstance(position, list) else [position or {}]
     pairs = [pair for entry in maps for pair in entry.items()]
     return sorted(pairs, key=lambda pair: (pair[0] != own, -pair[1]))

@@ -48,7 +48,12 @@ def environment(group_size: int = 4, **other: Any) -> dict[str, Any]:
 def group(sequences: int = 4, mark: int = 0, **other: Any) -> dict[str, Any]:
     """A group whose first token is `mark`."""
     tokens = [[mark, index] for index in range(sequences)]
-    return {"tokens": tokens, "masks": [[-100, index] for index in range(sequences)], "scores": [0.5] * sequences, **other}
+    return {
+        "tokens": tokens,
+        "masks": [[-100, index] for index in range(sequences)],
+        "scores": [0.5] * sequences,
+        **other,
+    }
 
 
 def register(client: TestClient, batch_size: int = 8, **other: Any) -> None:

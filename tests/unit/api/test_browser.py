@@ -1,7 +1,7 @@
 """What pages in a real Chromium can do to a service on the same machine: nothing.
 
-A page of http://evil.test:PORT comes from the server of its author. Then the name is rebound: one of ours answers at that
-port of 127.0.0.1, and for the browser the page is of the same origin.
+A page of http://evil.test:PORT comes from the server of its author. Then the name is rebound: one of ours answers at
+that port of 127.0.0.1, and for the browser the page is of the same origin.
 """
 
 import contextlib

@@ -1,4 +1,6 @@
-"""What docs/api.md and docs/security.md show and benchmarks/api_throughput.py measures works as printed, but for the port."""
+"""What docs/api.md and docs/security.md show and benchmarks/api_throughput.py measures works as printed, but for the
+port.
+"""
 
 import importlib.metadata
 import json

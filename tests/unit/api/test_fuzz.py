@@ -21,7 +21,15 @@ PATHS = [
     "/trainer-step",
     "/evaluation",
 ]
-GETS = ["/batch", "/status", "/info", "/wandb_info", "/latest_example", "/status-env?env_id=0", "/evaluations?policy_version=0"]
+GETS = [
+    "/batch",
+    "/status",
+    "/info",
+    "/wandb_info",
+    "/latest_example",
+    "/status-env?env_id=0",
+    "/evaluations?policy_version=0",
+]
 LEAVES = (
     st.none()
     | st.booleans()
@@ -32,7 +40,9 @@ LEAVES = (
     | st.sampled_from(["nan", "1", "1.0", "\ud800", "\x00", "\u2028"])
 )
 VALUES = st.recursive(
-    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3), max_leaves=8
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
 )
 VALID: dict[str, Any] = {
     "/register": registration(4),
@@ -103,5 +113,7 @@ def test_no_cut_of_a_gzipped_body_breaks_the_server(client: TestClient, path: st
 @fuzzed
 @given(st.sampled_from(["/status-env", "/evaluations"]), st.text(max_size=12) | st.integers().map(str))
 def test_no_query_breaks_the_server(client: TestClient, path: str, value: str) -> None:
-    reply = client.get(path, params={"env_id": value.encode("utf-8", "replace"), "policy_version": value.encode("utf-8", "replace")})
+    reply = client.get(
+        path, params={"env_id": value.encode("utf-8", "replace"), "policy_version": value.encode("utf-8", "replace")}
+    )
     assert reply.status_code in (200, 404, 422)

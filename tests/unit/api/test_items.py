@@ -1,4 +1,6 @@
-"""From the bytes of a group to the item that a trainer gets, whatever the group leaves out, says as null, or says besides."""
+"""From the bytes of a group to the item that a trainer gets, whatever the group leaves out, says as null, or says
+besides.
+"""
 
 from typing import Any
 
@@ -34,12 +36,16 @@ VERSIONS: list[Any] = ["absent", None, [[1, 2]]]
     st.sampled_from(VERSIONS),
     st.sets(st.sampled_from(sorted(BESIDES))),
 )
-def test_an_item_has_its_keys_once_each(packed: bool, given_fields: dict[str, bool], versions: Any, besides: set[str]) -> None:
+def test_an_item_has_its_keys_once_each(
+    packed: bool, given_fields: dict[str, bool], versions: Any, besides: set[str]
+) -> None:
     said = {name: OPTIONAL[name] if is_set else None for name, is_set in given_fields.items()}
     said |= {} if versions == "absent" else {"policy_versions": versions}
     posted = group(1, 5, **said, **{name: BESIDES[name] for name in besides})
     body = CODECS[packed].encode(posted)
-    expected = {name: posted.get(name) for name in ITEM_KEYS} | ({"policy_versions": versions} if isinstance(versions, list) else {})
+    expected = {name: posted.get(name) for name in ITEM_KEYS} | (
+        {"policy_versions": versions} if isinstance(versions, list) else {}
+    )
     (_, listed) = read_groups(CODECS[packed].encode([posted, group(1)]), packed)[0]
     data, item = read_group(body, packed)
     for each in (item, listed):
@@ -56,7 +62,9 @@ def test_space_around_a_group_is_no_part_of_its_item(around: tuple[bytes, bytes]
     before, after = around
     _, item = read_group(before + msgspec.json.encode(group(1)) + after, packed=False)
     assert msgspec.json.decode(item) == {name: group(1).get(name) for name in ITEM_KEYS}
-    (_, listed), _ = read_groups(b"[" + before + msgspec.json.encode(group(1)) + after + b"," + msgspec.json.encode(group(1)) + b"]", False)
+    (_, listed), _ = read_groups(
+        b"[" + before + msgspec.json.encode(group(1)) + after + b"," + msgspec.json.encode(group(1)) + b"]", False
+    )
     assert msgspec.json.decode(listed) == msgspec.json.decode(item)
 
 

@@ -64,7 +64,10 @@ def test_everything_is_as_it_was_after_a_restart(path: Path, end: Callable[[Path
     with api(path, first_lease=3) as client:
         assert {path: client.get(path).json() for path in before} == before
         assert lease(client, uuid, 2) == (3, [6, 7])
-        assert client.post("/scored_data", json=group(1, 10, env_id=env_id)).json() == {"status": "buffered", "buffer_size": 0}
+        assert client.post("/scored_data", json=group(1, 10, env_id=env_id)).json() == {
+            "status": "buffered",
+            "buffer_size": 0,
+        }
         assert client.post("/batch/ack", json={"trainer": uuid, "leases": [2, 3]}).json()["acknowledged"] == 2
         assert [lease(client, uuid), lease(client, uuid, 4)] == [(4, [8, 9, 10]), (None, None)]
 
@@ -86,7 +89,9 @@ def test_packed_and_plain_groups_come_back_as_they_were(path: Path) -> None:
     full = group(4, 7, scores=[0.1, -1e300, 2.5e-8, 0.0], messages=[[{"role": "user", "content": "ü"}]] * 4)
     with api(path) as client:
         register(client, batch_size=8)
-        client.post("/scored_data", content=msgspec.msgpack.encode(full), headers={"Content-Type": "application/msgpack"})
+        client.post(
+            "/scored_data", content=msgspec.msgpack.encode(full), headers={"Content-Type": "application/msgpack"}
+        )
         client.post("/scored_data", json=full)
     with api(path) as client:
         batch = client.get("/batch").json()["batch"]
@@ -116,7 +121,7 @@ def test_a_reset_is_kept_too(path: Path) -> None:
         assert client.get("/info").json()["batch_size"] == -1 and client.get("/status").json()["queue_size"] == 0
 
 
-# --- failures -------------------------------------------------------------------------------------------------------------
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_refuses_with_507_changes_nothing_and_goes_on_when_there_is_room(path: Path) -> None:
@@ -157,7 +162,10 @@ def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
 
 def test_two_apis_cannot_share_a_journal(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.journal_file.LOCK_TIMEOUT_S", 0.1)
-    with api(path), pytest.raises(JournalError, match="in use by another batching API; end it, or give this one a path of its own"):
+    with (
+        api(path),
+        pytest.raises(JournalError, match="in use by another batching API; end it, or give this one a path of its own"),
+    ):
         create_app(journal=path)
 
 
@@ -193,7 +201,11 @@ def test_a_damaged_journal_is_named_with_the_remedy_and_left_alone(path: Path, d
     before = path.read_bytes()
     with pytest.raises(JournalError) as error:
         create_app(journal=path)
-    assert "is damaged" in str(error.value) and "--journal-accept-loss" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        "is damaged" in str(error.value)
+        and "--journal-accept-loss" in str(error.value)
+        and "\n" not in str(error.value)
+    )
     assert path.read_bytes() == before
 
 
@@ -223,7 +235,9 @@ def test_a_write_that_was_cut_off_before_its_reply_is_as_if_it_had_not_been(path
     wal.write_bytes(wal.read_bytes()[:-5000])
     with pytest.raises(JournalDamaged, match="it ends with change 4, .* names 5 as acknowledged: 1 change is lost"):
         create_app(journal=torn)
-    Path(f"{torn}.head").write_bytes(head_before)  # as when the process dies between the log and the head: nobody was told
+    Path(f"{torn}.head").write_bytes(
+        head_before
+    )  # as when the process dies between the log and the head: nobody was told
     with api(torn) as client:
         assert [marks(client), marks(client)] == [[1], None]
 

@@ -28,7 +28,9 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(path: Path) -> Iterator[TestClient]:
-    """A running API with a batch on a lease, a group that waits, one in MessagePack, one that is buffered and a dead letter."""
+    """A running API with a batch on a lease, a group that waits, one in MessagePack, one that is buffered and a dead
+    letter.
+    """
     with TestClient(create_app(journal=path)) as client:
         register(client, batch_size=4)
         env_id = register_env(client, group_size=4)
@@ -172,7 +174,9 @@ def test_groups_are_exported_to_a_terminal_that_cannot_show_them(client: TestCli
         [sys.executable, "-m", "atroposlib.cli.run_api", "journal", "export", path],
         env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=DEADLINE_S, check=True,
     )  # fmt: skip
-    assert any("é" in json.dumps(json.loads(line), ensure_ascii=False) for line in exported.stdout.decode().split("\n") if line)
+    assert any(
+        "é" in json.dumps(json.loads(line), ensure_ascii=False) for line in exported.stdout.decode().split("\n") if line
+    )
 
 
 def test_a_file_that_exists_is_not_written_over(

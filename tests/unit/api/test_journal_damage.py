@@ -1,4 +1,6 @@
-"""Damaged and lost journals: every acknowledged group is there after the start, or the start is refused and nothing is touched."""
+"""Damaged and lost journals: every acknowledged group is there after the start, or the start is refused and nothing is
+touched.
+"""
 
 import hashlib
 import os
@@ -54,7 +56,9 @@ def filled(
 
 
 def checkpoint(path: Path, db: sqlite3.Connection) -> None:
-    """The main file has everything, and the log still does: what is cut from the log then hides newer pages of the file."""
+    """The main file has everything, and the log still does: what is cut from the log then hides newer pages of the
+    file.
+    """
     assert db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()[0] == 0
 
 
@@ -250,7 +254,7 @@ def test_a_change_that_is_missing_or_other_breaks_the_chain(path: Path, number: 
         create_app(journal=copy)
 
 
-# --- what is no loss ----------------------------------------------------------------------------------------------------------
+# --- what is no loss ------------------------------------------------------------------------------------------------
 
 
 def test_a_head_that_is_behind_its_journal_is_no_loss(path: Path) -> None:
@@ -327,7 +331,7 @@ def test_a_head_that_cannot_be_written_refuses_everything_until_the_next_start(
         assert [marks(client), marks(client), marks(client)] == [[1], [2], None]
 
 
-# --- a journal of the first format --------------------------------------------------------------------------------------------
+# --- a journal of the first format ----------------------------------------------------------------------------------
 
 
 def of_the_first_format(path: Path) -> None:
@@ -371,7 +375,7 @@ def test_a_damaged_journal_of_the_first_format_is_left_as_it_is(path: Path) -> N
     assert outcome(path) == "refused"
 
 
-# --- accepting the loss -------------------------------------------------------------------------------------------------------
+# --- accepting the loss ---------------------------------------------------------------------------------------------
 
 
 def accepted(path: Path, caplog: pytest.LogCaptureFixture) -> tuple[list[list[int]], str]:
@@ -454,7 +458,7 @@ def test_a_database_of_another_kind_is_not_taken_for_a_loss(path: Path) -> None:
     assert digests(path.parent) == before
 
 
-# --- what is no regular file --------------------------------------------------------------------------------------------------
+# --- what is no regular file ----------------------------------------------------------------------------------------
 
 
 def a_link(path: Path) -> None:

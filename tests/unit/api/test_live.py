@@ -46,7 +46,7 @@ def lease(client: TestClient, trainer: int, *holding: int) -> tuple[int | None, 
     return reply["lease"], None if reply["batch"] is None else [item["tokens"][0][0] for item in reply["batch"]]
 
 
-# --- leases -----------------------------------------------------------------------------------------------------------------
+# --- leases ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_lease_without_a_trainer_is_answered_as_batch_is(client: TestClient) -> None:
@@ -61,10 +61,22 @@ def test_a_leased_item_is_as_any_other(leased: tuple[TestClient, Clock, int]) ->
 
 def test_batches_are_lent_once_and_forgotten_when_acknowledged(leased: tuple[TestClient, Clock, int]) -> None:
     client, _, trainer = leased
-    assert [lease(client, trainer), lease(client, trainer, 1), lease(client, trainer, 1, 2)] == [(1, [0, 1]), (2, [2, 3]), (None, None)]
+    assert [lease(client, trainer), lease(client, trainer, 1), lease(client, trainer, 1, 2)] == [
+        (1, [0, 1]),
+        (2, [2, 3]),
+        (None, None),
+    ]
     acknowledgement = {"trainer": trainer, "leases": [1, 7]}
-    assert client.post("/batch/ack", json=acknowledgement).json() == {"status": "success", "acknowledged": 1, "unknown": [7]}
-    assert client.post("/batch/ack", json=acknowledgement).json() == {"status": "success", "acknowledged": 0, "unknown": [1, 7]}
+    assert client.post("/batch/ack", json=acknowledgement).json() == {
+        "status": "success",
+        "acknowledged": 1,
+        "unknown": [7],
+    }
+    assert client.post("/batch/ack", json=acknowledgement).json() == {
+        "status": "success",
+        "acknowledged": 0,
+        "unknown": [1, 7],
+    }
     assert "atropos_held_bytes 0.0" not in client.get("/metrics").text
     client.post("/batch/ack", json={"trainer": trainer, "leases": [2]})
     assert "atropos_held_bytes 0.0" in client.get("/metrics").text
@@ -76,7 +88,9 @@ def test_a_batch_that_the_trainer_does_not_name_is_given_again(leased: tuple[Tes
     assert client.get("/status").json()["current_step"] == 1
 
 
-def test_a_new_trainer_gets_what_the_old_one_held_and_the_old_one_nothing_more(leased: tuple[TestClient, Clock, int]) -> None:
+def test_a_new_trainer_gets_what_the_old_one_held_and_the_old_one_nothing_more(
+    leased: tuple[TestClient, Clock, int],
+) -> None:
     client, _, old = leased
     lease(client, old), lease(client, old, 1)
     client.post("/batch/ack", json={"trainer": old, "leases": [1]})
@@ -109,7 +123,7 @@ def test_a_trainer_that_speaks_up_in_time_keeps_its_batch(leased: tuple[TestClie
     assert [marks(client), marks(client)] == [[4, 5], None]
 
 
-# --- environments -----------------------------------------------------------------------------------------------------------
+# --- environments ---------------------------------------------------------------------------------------------------
 
 
 def test_a_silent_environments_minimum_weight_and_evaluation_lapse_until_it_is_back() -> None:
@@ -165,7 +179,7 @@ def test_the_instance_changes_only_when_environments_are_forgotten(client: TestC
     assert first == second != instance()
 
 
-# --- staleness --------------------------------------------------------------------------------------------------------------
+# --- staleness ------------------------------------------------------------------------------------------------------
 
 
 def stale_api(**settings: Any) -> TestClient:
@@ -173,7 +187,10 @@ def stale_api(**settings: Any) -> TestClient:
     client, _ = api(max_staleness=2, **settings)
     register(client, batch_size=4)
     client.post("/scored_data", json=group(4, 9))
-    client.post("/scored_data_list", json=[group(4, mark, policy_versions=[[mark, 5], [5, 5], [5, 5], [5, 5]]) for mark in range(6)])
+    client.post(
+        "/scored_data_list",
+        json=[group(4, mark, policy_versions=[[mark, 5], [5, 5], [5, 5], [5, 5]]) for mark in range(6)],
+    )
     client.post("/trainer-step", json={"step": 5, "policy_version": 5})
     return client
 
@@ -204,7 +221,7 @@ def test_a_weight_falls_with_age_from_one() -> None:
     assert weight(3, 0) == 0.25
 
 
-# --- repeated posts ----------------------------------------------------------------------------------------------------------
+# --- repeated posts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["header", "body"])
@@ -215,7 +232,10 @@ def test_a_repeated_post_is_answered_alike_and_stored_once(client: TestClient, f
     headers = {"Idempotency-Key": "a"} if form == "header" else {}
     replies = [client.post("/scored_data", json=body, headers=headers).json() for _ in range(3)]
     assert replies == [{"status": "buffered", "buffer_size": 3}] * 3
-    lists = [client.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "b"}).json() for _ in range(2)]
+    lists = [
+        client.post("/scored_data_list", json=[group(4), group(4)], headers={"Idempotency-Key": "b"}).json()
+        for _ in range(2)
+    ]
     assert lists == [{"status": "received", "groups_processed": 2}] * 2
     assert client.get("/status").json()["queue_size"] == 2
     assert "idempotency_key" not in client.get("/latest_example").json()
@@ -236,7 +256,7 @@ def test_a_key_that_is_none_is_refused(client: TestClient, key: str) -> None:
     assert client.post("/scored_data", json=group(4, idempotency_key=key)).status_code == 422
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_what_happened(client: TestClient) -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import UNSET
 
-from atroposlib.api.queue import MAX_EVALUATIONS, MAX_OVERTAKEN, BatchQueue, GroupTooLarge, NotRegistered, UnknownEnvironment
+from atroposlib.api.queue import (
+    MAX_EVALUATIONS,
+    MAX_OVERTAKEN,
+    BatchQueue,
+    GroupTooLarge,
+    NotRegistered,
+    UnknownEnvironment,
+)
 from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
 
 
@@ -43,7 +50,7 @@ def post(queue: BatchQueue[str], *sizes: int, env_id: int | None = None) -> None
         queue.accept(size, env_id, f"{size}")
 
 
-# --- what holds after every sequence of calls ----------------------------------------------------------------------------
+# --- what holds after every sequence of calls -----------------------------------------------------------------------
 
 
 class AnySequenceOfCalls(RuleBasedStateMachine):
@@ -123,7 +130,9 @@ TestAnySequenceOfCalls = AnySequenceOfCalls.TestCase
 
 
 @given(st.lists(st.sampled_from([0, 1, None]), max_size=40), st.integers(1, 6))
-def test_groups_of_one_size_are_delivered_in_the_order_of_arrival(owners: list[int | None], groups_per_batch: int) -> None:
+def test_groups_of_one_size_are_delivered_in_the_order_of_arrival(
+    owners: list[int | None], groups_per_batch: int
+) -> None:
     queue = BatchQueue[int]()
     queue.register(run(4 * groups_per_batch))
     queue.next_batch()
@@ -146,7 +155,7 @@ def test_a_group_that_fits_is_overtaken_only_so_often() -> None:
     assert batches == [["8"]] * MAX_OVERTAKEN + [["3", "5"], ["8"]]
 
 
-# --- registration --------------------------------------------------------------------------------------------------------
+# --- registration ---------------------------------------------------------------------------------------------------
 
 
 def test_groups_posted_before_the_trainer_registers_are_kept() -> None:
@@ -183,7 +192,7 @@ def test_ids_that_were_never_given_out_are_unknown(env_id: int) -> None:
             call(env_id)
 
 
-# --- buffering -----------------------------------------------------------------------------------------------------------
+# --- buffering ------------------------------------------------------------------------------------------------------
 
 
 def test_parts_of_a_group_leave_together_once_they_fill_the_group_size() -> None:
@@ -222,7 +231,7 @@ def test_a_group_that_no_batch_can_hold_is_refused_with_both_sizes() -> None:
         queue.accept(9, None, "")
 
 
-# --- status --------------------------------------------------------------------------------------------------------------
+# --- status ---------------------------------------------------------------------------------------------------------
 
 
 def test_env_status_counts_own_groups_and_what_others_leave_over() -> None:
@@ -234,7 +243,9 @@ def test_env_status_counts_own_groups_and_what_others_leave_over() -> None:
     post(queue, 4)
     status = queue.env_status(0)
     assert (status.self_queue_size, status.max_group_size, status.unallocated_fraction) == (2, 8, 0.25)
-    assert status.queue_size == (8 + (16 - 8) + 8) // 4  # own, the other beyond its minimum, the ownerless rounded up to a pack
+    assert (
+        status.queue_size == (8 + (16 - 8) + 8) // 4
+    )  # own, the other beyond its minimum, the ownerless rounded up to a pack
 
 
 def test_weights_share_by_context_length_among_the_connected() -> None:
@@ -267,7 +278,7 @@ def test_an_obstacle_is_told_once_enough_sequences_wait() -> None:
     assert "math_0 is to fill 50% of each batch but has no group waiting" in (queue.obstacle() or "")
 
 
-# --- training progress and evaluations -----------------------------------------------------------------------------------
+# --- training progress and evaluations ------------------------------------------------------------------------------
 
 
 def test_progress_is_absent_until_reported_and_again_after_a_new_registration() -> None:
@@ -301,7 +312,9 @@ def test_pending_names_connected_environments_that_announced_the_version() -> No
     queue.add_evaluation(Evaluation(0, 7, 0.5, {"loss": 1.0}))
     found = queue.evaluations(7)
     assert found.pending == []
-    assert [(result.env_name, result.accuracy, result.metrics) for result in found.results] == [("math_0", 0.5, {"loss": 1.0})]
+    assert [(result.env_name, result.accuracy, result.metrics) for result in found.results] == [
+        ("math_0", 0.5, {"loss": 1.0})
+    ]
 
 
 def test_only_the_newest_evaluations_are_kept() -> None:

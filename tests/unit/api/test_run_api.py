@@ -39,7 +39,9 @@ def test_a_taken_port_is_one_line_and_a_failure() -> None:
     assert f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
 
 
-@pytest.mark.parametrize(("host", "reason"), [("no.such.host.invalid", "has no address"), ("192.0.2.1", "an address of this machine")])
+@pytest.mark.parametrize(
+    ("host", "reason"), [("no.such.host.invalid", "has no address"), ("192.0.2.1", "an address of this machine")]
+)
 def test_an_address_of_no_use_says_what_to_use_instead(host: str, reason: str) -> None:
     with pytest.raises(AddressError, match=reason):
         listen(host, 0)
@@ -56,7 +58,7 @@ def test_a_port_that_is_none_is_refused_with_its_limit() -> None:
     assert ended.returncode == 2 and "65535" in ended.stderr and "70000" in ended.stderr
 
 
-# --- journal ----------------------------------------------------------------------------------------------------------------
+# --- journal --------------------------------------------------------------------------------------------------------
 
 
 def free_port() -> int:

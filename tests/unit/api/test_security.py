@@ -24,7 +24,7 @@ def api(**settings: Any) -> TestClient:
     return TestClient(create_app(ApiSettings(**settings)))
 
 
-# --- token ------------------------------------------------------------------------------------------------------------------
+# --- token ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,12 @@ def test_nothing_but_health_and_readiness_answers_without_the_token(header: str 
     client = api(token=TOKEN)
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     routes = client.app.openapi()["paths"]  # type: ignore[attr-defined]
-    for path, methods in [*routes.items(), ("/docs", {"get": {}}), ("/openapi.json", {"get": {}}), ("/nowhere", {"post": {}})]:
+    for path, methods in [
+        *routes.items(),
+        ("/docs", {"get": {}}),
+        ("/openapi.json", {"get": {}}),
+        ("/nowhere", {"post": {}}),
+    ]:
         for method in methods:
             expected = 200 if path in ("/health", "/ready") else 401
             assert client.request(method, path, headers=headers).status_code == expected, path  # type: ignore[arg-type]
@@ -53,7 +58,11 @@ def config(*flags: str, **env: str) -> RunApiConfig:
 
 def test_the_token_comes_from_flag_file_or_environment(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
-    given = [config("--api-token", TOKEN), config("--api-token-file", str(tmp_path / "token")), config(ATROPOS_API_TOKEN=TOKEN)]
+    given = [
+        config("--api-token", TOKEN),
+        config("--api-token-file", str(tmp_path / "token")),
+        config(ATROPOS_API_TOKEN=TOKEN),
+    ]
     assert [one.settings().token for one in given] == [TOKEN] * 3
     assert config().settings().token is None
 
@@ -78,14 +87,18 @@ def test_an_address_beyond_this_machine_wants_a_token_or_an_express_word(host: s
 
 
 def test_a_dry_run_masks_the_token() -> None:
-    ended = subprocess.run(command("--dry-run", "--api-token", TOKEN), capture_output=True, text=True, timeout=DEADLINE_S)
+    ended = subprocess.run(
+        command("--dry-run", "--api-token", TOKEN), capture_output=True, text=True, timeout=DEADLINE_S
+    )
     assert ended.returncode == 0 and TOKEN not in ended.stdout + ended.stderr
 
 
-# --- browsers ---------------------------------------------------------------------------------------------------------------
+# --- browsers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("headers", [{"Origin": "http://elsewhere"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}])
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://elsewhere"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}]
+)
 def test_a_web_page_can_change_nothing(headers: dict[str, str]) -> None:
     client = api()
     client.post("/register", json=registration(4))
@@ -96,7 +109,10 @@ def test_a_web_page_can_change_nothing(headers: dict[str, str]) -> None:
 
 
 def test_the_apis_own_page_may_use_it() -> None:
-    assert api().get("/status", headers={"Origin": "http://testserver", "Sec-Fetch-Site": "same-origin"}).status_code == 200
+    assert (
+        api().get("/status", headers={"Origin": "http://testserver", "Sec-Fetch-Site": "same-origin"}).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(("legacy_gets", "batch", "reset"), [(None, 200, 405), (False, 404, 405), (True, 200, 200)])
@@ -133,7 +149,7 @@ def test_a_form_that_a_browser_navigates_with_is_refused() -> None:
     assert client.get("/info").json()["batch_size"] == 4
 
 
-# --- Host -------------------------------------------------------------------------------------------------------------
+# --- Host -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_api_answers_no_foreign_host_on_any_route() -> None:
@@ -176,7 +192,7 @@ def test_a_list_that_cannot_be_read_is_an_error_that_names_its_flag(name: str) -
         config(f"--allowed-host={name}")
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [{"max_queued_groups": 3}, {"max_queued_bytes": 1000}])
@@ -186,7 +202,10 @@ def test_a_full_queue_is_429_with_a_pause_and_has_room_again_after_a_batch(limit
     replies = [client.post("/scored_data", json=group(4, mark)) for mark in range(8)]
     taken = [reply.status_code for reply in replies].index(429)
     assert taken in (3, 4) and {reply.status_code for reply in replies[taken:]} == {429}
-    assert int(replies[-1].headers["Retry-After"]) >= 1 and "when the trainer has taken some" in replies[-1].json()["detail"]
+    assert (
+        int(replies[-1].headers["Retry-After"]) >= 1
+        and "when the trainer has taken some" in replies[-1].json()["detail"]
+    )
     assert client.post("/scored_data_list", json=[group(1)] * 9).status_code == 429
     client.get("/batch")
     assert client.post("/scored_data", json=group(4)).status_code == 200
@@ -205,10 +224,14 @@ def test_ids_outside_a_known_vocabulary_are_refused_with_their_position(wrong: i
     good = {"tokens": [[0, 99], [5, 6]], "masks": [[0, 99], [5, 6]], "scores": [0, 1]}
     assert client.post("/scored_data", json=good).status_code == 200
     reply = client.post("/scored_data", json=good | {"tokens": [[0, 99], [5, wrong]]})
-    assert reply.status_code == 422 and reply.json()["detail"][0]["loc"] == ["body", "tokens", 1, 1] and str(wrong) in reply.text
+    assert (
+        reply.status_code == 422
+        and reply.json()["detail"][0]["loc"] == ["body", "tokens", 1, 1]
+        and str(wrong) in reply.text
+    )
 
 
-# --- MessagePack ------------------------------------------------------------------------------------------------------------
+# --- MessagePack ----------------------------------------------------------------------------------------------------
 
 
 def pack(content: Any) -> bytes:
@@ -259,7 +282,9 @@ def test_what_json_cannot_say_is_refused_in_messagepack_too(change: dict[str, An
     assert client.get("/status").json()["queue_size"] == 0
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91" * 10_000, b"\xdd\xff\xff\xff\xff", b"{}", pack([1]), pack({"tokens": 1})])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x91" * 10_000, b"\xdd\xff\xff\xff\xff", b"{}", pack([1]), pack({"tokens": 1})]
+)
 def test_what_is_not_messagepack_of_the_right_shape_is_422(body: bytes) -> None:
     for path in ("/scored_data", "/scored_data_list"):
         assert api().post(path, content=body, headers=MSGPACK).status_code == 422
@@ -270,7 +295,7 @@ def test_sums_that_overflow_are_no_reason_to_refuse() -> None:
     assert api().post("/scored_data", content=pack(large), headers=MSGPACK).status_code == 200
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------------------------
 
 EVIL = "evil\n12:00:00 INFO [api] Trainer registered: batch_size=999\x1b[2J\x1b]0;owned\x07"
 

@@ -28,7 +28,9 @@ def items_of(sizes: list[int]) -> list[Any]:
 
 
 def packs_by_the_book(sizes: list[int], batch_size: int) -> list[int] | None:
-    """Indices by the documented rule: equal sizes gathered to the largest size, packs in order of completion, exact total."""
+    """Indices by the documented rule: equal sizes gathered to the largest size, packs in order of completion, exact
+    total.
+    """
     open_packs: dict[int, list[int]] = {}
     completed: list[int] = []
     for index, size in enumerate(sizes):
@@ -151,13 +153,17 @@ def test_choosing_costs_no_walk_over_a_long_queue() -> None:
 @given(st.dictionaries(st.integers(1, 7), st.integers(0, 4), max_size=4), st.integers(0, 30))
 def test_can_sum_agrees_with_trying_every_count(counts: dict[int, int], target: int) -> None:
     every = itertools.product(*(range(count + 1) for count in counts.values()))
-    assert can_sum(counts, target) == any(sum(n * size for n, size in zip(ns, counts, strict=True)) == target for ns in every)
+    assert can_sum(counts, target) == any(
+        sum(n * size for n, size in zip(ns, counts, strict=True)) == target for ns in every
+    )
 
 
 @given(st.lists(st.integers(1, 9), max_size=8), st.integers(1, 25))
 def test_indices_sum_to_the_target_whenever_some_subset_does(sizes: list[int], target: int) -> None:
     indices = indices_summing_to(sizes, target)
-    possible = any(sum(subset) == target for count in range(1, len(sizes) + 1) for subset in itertools.combinations(sizes, count))
+    possible = any(
+        sum(subset) == target for count in range(1, len(sizes) + 1) for subset in itertools.combinations(sizes, count)
+    )
     assert indices == sorted(set(indices))
     assert (sum(sizes[index] for index in indices) == target) if possible else not indices
 

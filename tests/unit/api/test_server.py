@@ -1,4 +1,6 @@
-"""The wire contract: every endpoint, field and reply, as clients of the archived ancestor know them, and what is new."""
+"""The wire contract: every endpoint, field and reply, as clients of the archived ancestor know them, and what is
+new.
+"""
 
 import gzip
 import json
@@ -19,12 +21,22 @@ def refusal(reply: Any) -> tuple[int, list[Any], str]:
     return reply.status_code, detail["loc"], detail["msg"]
 
 
-# --- before anything ------------------------------------------------------------------------------------------------------
+# --- before anything ------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_api_answers_every_get(client: TestClient) -> None:
     unregistered = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
-    example = ["tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages", "images"]
+    example = [
+        "tokens",
+        "masks",
+        "scores",
+        "advantages",
+        "ref_logprobs",
+        "generation_params",
+        "inference_logprobs",
+        "messages",
+        "images",
+    ]
     expected = {
         "/": {"message": "AtroposLib API"},
         "/health": {"status": "ok"},
@@ -60,7 +72,7 @@ def test_no_web_page_may_read_replies(client: TestClient) -> None:
     assert "access-control-allow-origin" not in client.get("/status", headers={"Origin": "http://elsewhere"}).headers
 
 
-# --- registration ----------------------------------------------------------------------------------------------------------
+# --- registration ---------------------------------------------------------------------------------------------------
 
 
 def test_registering_answers_a_number_that_json_readers_keep_exact(client: TestClient) -> None:
@@ -79,7 +91,9 @@ def test_every_field_of_a_registration_is_required(client: TestClient, missing: 
     assert client.get("/info").json()["batch_size"] == -1
 
 
-@pytest.mark.parametrize(("field", "value"), [("batch_size", 0), ("batch_size", 2**40), ("num_steps", 1.5), ("wandb_group", None)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("batch_size", 0), ("batch_size", 2**40), ("num_steps", 1.5), ("wandb_group", None)]
+)
 def test_a_registration_that_makes_no_sense_names_field_and_limit(client: TestClient, field: str, value: Any) -> None:
     status, location, _ = refusal(client.post("/register", json=registration(**{field: value})))
     assert (status, location) == (422, ["body", field])
@@ -113,7 +127,9 @@ def test_booleans_count_as_numbers_where_numbers_belong_and_stay_elsewhere(clien
     for reply in (
         client.post("/scored_data", json=judged),
         client.post("/scored_data_list", json=[group(2), judged]),
-        client.post("/scored_data", content=msgspec.msgpack.encode(judged), headers={"Content-Type": "application/msgpack"}),
+        client.post(
+            "/scored_data", content=msgspec.msgpack.encode(judged), headers={"Content-Type": "application/msgpack"}
+        ),
     ):
         assert reply.status_code == 200
     items = [item for _ in range(4) for item in client.get("/batch").json()["batch"]]
@@ -147,10 +163,14 @@ def test_disconnecting_answers_success_or_names_the_unknown_id(client: TestClien
     assert client.post("/disconnect-env", json={"env_id": env_id}).json() == {"status": "success"}
     for unknown in (-1, 7):
         reply = client.post("/disconnect-env", json={"env_id": unknown})
-        assert reply.status_code == 200 and reply.json()["status"] == "failure" and f"env_id {unknown}" in reply.json()["error"]
+        assert (
+            reply.status_code == 200
+            and reply.json()["status"] == "failure"
+            and f"env_id {unknown}" in reply.json()["error"]
+        )
 
 
-# --- groups and batches ------------------------------------------------------------------------------------------------------
+# --- groups and batches ---------------------------------------------------------------------------------------------
 
 
 def test_an_item_has_fourteen_keys_with_nulls(client: TestClient) -> None:
@@ -211,7 +231,10 @@ def test_a_part_of_a_group_is_buffered_and_the_reply_counts_what_still_waits(cli
     register(client)
     env_id = register_env(client, group_size=8)
     assert client.post("/scored_data", json=group(3, env_id=env_id)).json() == {"status": "buffered", "buffer_size": 3}
-    assert client.post("/scored_data", json=group(5, env_id=str(env_id))).json() == {"status": "buffered", "buffer_size": 0}
+    assert client.post("/scored_data", json=group(5, env_id=str(env_id))).json() == {
+        "status": "buffered",
+        "buffer_size": 0,
+    }
     assert client.get("/status").json()["queue_size"] == 2
     assert client.post("/scored_data", json=group(5, env_id=99)).json() == {"status": "received"}
 
@@ -220,7 +243,10 @@ def test_a_list_reports_how_many_were_buffered(client: TestClient) -> None:
     register(client)
     env_id = register_env(client, group_size=4)
     assert client.post("/scored_data_list", json=[]).json() == {"status": "received", "groups_processed": 0}
-    assert client.post("/scored_data_list", json=[group(4), group(4)]).json() == {"status": "received", "groups_processed": 2}
+    assert client.post("/scored_data_list", json=[group(4), group(4)]).json() == {
+        "status": "received",
+        "groups_processed": 2,
+    }
     mixed = [group(4, env_id=env_id), group(1, env_id=env_id), group(2, env_id=env_id)]
     assert client.post("/scored_data_list", json=mixed).json() == {
         "status": "received",
@@ -250,7 +276,7 @@ def test_reset_forgets_everything(client: TestClient) -> None:
     assert client.post("/status-env", json={"env_id": 0}).status_code == 404
 
 
-# --- status -----------------------------------------------------------------------------------------------------------------
+# --- status ---------------------------------------------------------------------------------------------------------
 
 
 def test_status_env_takes_its_id_from_body_or_query_by_get_or_post(client: TestClient) -> None:
@@ -301,7 +327,9 @@ def test_evaluations_are_pending_until_posted(client: TestClient) -> None:
     posted = {"env_id": env_id, "policy_version": 5, "accuracy": 0.5, "metrics": {"pass": 1}}
     assert client.post("/evaluation", json=posted).json() == {"status": "success"}
     assert client.get("/evaluations?policy_version=5").json() == {
-        "results": [{"env_id": 0, "env_name": "math_0", "policy_version": 5, "accuracy": 0.5, "metrics": {"pass": 1.0}}],
+        "results": [
+            {"env_id": 0, "env_name": "math_0", "policy_version": 5, "accuracy": 0.5, "metrics": {"pass": 1.0}}
+        ],
         "pending": [],
     }
     assert client.post("/evaluation", json={**posted, "env_id": 3}).status_code == 404
@@ -311,7 +339,7 @@ def test_evaluations_are_pending_until_posted(client: TestClient) -> None:
     assert client.get("/evaluations").status_code == 422
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", '"nan"'])
@@ -362,7 +390,9 @@ def test_a_group_larger_than_the_batch_is_refused_with_both_sizes(client: TestCl
     assert status == 422 and "9 sequences does not fit into a batch of 8" in message
 
 
-def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
     register(client, batch_size=10)
     client.post("/scored_data_list", json=[group(8), group(8)])
     for _ in range(3):
@@ -371,18 +401,24 @@ def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(client: TestCl
     assert len(told) == 1 and "batch_size=10" in told[0]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1", b"\xff\xfe", b'{"tokens": "\\ud800"}', b"[" * 100_000, b"null", b"7"])
-@pytest.mark.parametrize("path", ["/register", "/register-env", "/scored_data", "/scored_data_list", "/status-env", "/evaluation"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1", b"\xff\xfe", b'{"tokens": "\\ud800"}', b"[" * 100_000, b"null", b"7"]
+)
+@pytest.mark.parametrize(
+    "path", ["/register", "/register-env", "/scored_data", "/scored_data_list", "/status-env", "/evaluation"]
+)
 def test_what_is_not_json_of_the_right_shape_is_422(client: TestClient, path: str, body: bytes) -> None:
     assert client.post(path, content=body).status_code == 422
 
 
-# --- compression and size ---------------------------------------------------------------------------------------------------
+# --- compression and size -------------------------------------------------------------------------------------------
 
 
 def test_a_gzipped_body_is_read(client: TestClient) -> None:
     packed = gzip.compress(json.dumps(group(4, 3)).encode())
-    assert client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"}).json() == {"status": "received"}
+    assert client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"}).json() == {
+        "status": "received"
+    }
     assert client.get("/latest_example").json()["tokens"][0][0] == 3
 
 

@@ -1,4 +1,6 @@
-"""The state as changes: what holds after any sequence of them, and that a replay or a snapshot leads to the same state."""
+"""The state as changes: what holds after any sequence of them, and that a replay or a snapshot leads to the same
+state.
+"""
 
 from typing import Any
 
@@ -38,7 +40,9 @@ def lend(state: RolloutState, trainer: int = 1) -> list[int] | None:
 
 
 class AnyHistory(RuleBasedStateMachine):
-    """Trainers and environments come, go and fall silent while groups are posted, lent, acknowledged, popped and dropped."""
+    """Trainers and environments come, go and fall silent while groups are posted, lent, acknowledged, popped and
+    dropped.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +86,9 @@ class AnyHistory(RuleBasedStateMachine):
         assert [environment.env_id for environment in self.state.queue.environments] == sorted({*known} - {*chosen})
         assert len({environment.name for environment in self.state.queue.environments}) == len(known) - len(chosen)
 
-    @rule(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3), owner=st.none() | st.integers(0, 2), data=st.data())
+    @rule(
+        sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3), owner=st.none() | st.integers(0, 2), data=st.data()
+    )
     def post(self, sizes: list[int], owner: int | None, data: st.DataObject) -> None:
         key = data.draw(st.none() | st.sampled_from(["k1", "k2", "k3"]))
         groups = [PostedGroup(size, owner, data.draw(st.none() | st.integers(0, 5))) for size in sizes]
@@ -110,7 +116,9 @@ class AnyHistory(RuleBasedStateMachine):
         change, groups = delivery
         ids = [group.record.id for group in groups]
         assert sum(group.sequences for group in groups) == registration.batch_size
-        assert not set(ids) & {identity for held in self.living.values() for identity in held}, "delivered twice to a living trainer"
+        assert not set(ids) & {identity for held in self.living.values() for identity in held}, (
+            "delivered twice to a living trainer"
+        )
         lease = self.happen(change)
         if leased:
             self.living[lease.lease_id] = ids
@@ -180,7 +188,7 @@ class AnyHistory(RuleBasedStateMachine):
 TestAnyHistory = AnyHistory.TestCase
 
 
-# --- leases --------------------------------------------------------------------------------------------------------------
+# --- leases ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_replaced_trainers_batches_are_lent_again_whole_and_in_order() -> None:
@@ -227,7 +235,7 @@ def test_steps_count_what_the_present_trainer_was_given() -> None:
     assert state.queue.current_step == 6 and state.leases.reclaimable(1) == [2]
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -242,7 +250,9 @@ def test_steps_count_what_the_present_trainer_was_given() -> None:
         ({"run": "a"}, {}, False),
     ],
 )
-def test_groups_and_leases_of_another_run_are_forgotten(before: dict[str, Any], after: dict[str, Any], kept: bool) -> None:
+def test_groups_and_leases_of_another_run_are_forgotten(
+    before: dict[str, Any], after: dict[str, Any], kept: bool
+) -> None:
     state = founded(registered(1, **before), posted(1, 4, 4, 4))
     lend(state)
     forgotten = state.apply(registered(2, **after))
@@ -256,7 +266,7 @@ def test_groups_that_came_before_the_first_trainer_are_kept() -> None:
     assert state.apply(registered(1, run="a")) == 0 and lend(state) == [1]
 
 
-# --- staleness and repeated posts -------------------------------------------------------------------------------------------
+# --- staleness and repeated posts -----------------------------------------------------------------------------------
 
 
 def test_a_returned_batch_with_a_stale_group_comes_apart_and_loses_it() -> None:

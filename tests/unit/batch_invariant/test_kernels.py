@@ -25,7 +25,9 @@ def threads(request: pytest.FixtureRequest) -> object:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (96, 33)])
-def test_linear_gives_a_row_the_same_bits_in_every_batch(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
+def test_linear_gives_a_row_the_same_bits_in_every_batch(
+    threads: None, width: int, out: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
     alone = torch.cat([kernels.linear(row[None], weight, bias) for row in x])
@@ -47,7 +49,9 @@ def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (96, 33), (64, kernels.WIDENED_OUTPUTS + 100)])
-def test_packed_weights_give_the_bits_that_the_self_check_says(threads: None, width: int, out: int, dtype: torch.dtype) -> None:
+def test_packed_weights_give_the_bits_that_the_self_check_says(
+    threads: None, width: int, out: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(100, width).to(dtype), torch.randn(out, width).to(dtype), torch.randn(out).to(dtype)
     by_copy = hooks.pack(weight.clone())
@@ -59,7 +63,9 @@ def test_row_parallel_linear_sums_the_ranks_shares() -> None:
     torch.manual_seed(0)
     x, weight, bias = torch.randn(5, 64), torch.randn(7, 64), torch.randn(7)
     first = kernels.linear(x[:, :32], weight[:, :32].contiguous(), bias)
-    assert torch.equal(kernels.row_parallel_linear(x, weight, bias, 2), first + kernels.linear(x[:, 32:], weight[:, 32:].contiguous()))
+    assert torch.equal(
+        kernels.row_parallel_linear(x, weight, bias, 2), first + kernels.linear(x[:, 32:], weight[:, 32:].contiguous())
+    )
 
 
 @pytest.mark.parametrize("width", [7, 16, 703, 1536])
@@ -86,7 +92,9 @@ def test_rotation_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
 
 
 def test_rotary_table_is_the_formula() -> None:
-    config = LlamaConfig(hidden_size=64, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=2, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}
+    )
     angles = torch.arange(50)[:, None] / 10000.0 ** (torch.arange(0, 32, 2) / 32)
     assert torch.allclose(kernels.rotary_table(config, 50), torch.cat((angles.cos(), angles.sin()), -1), atol=1e-5)
 
@@ -113,18 +121,24 @@ def test_attention_of_a_sequence_does_not_depend_on_its_neighbours(heads: tuple[
         assert torch.equal(packed_attention(q, k, v, (len(q),), 0.2), found)
         prefix = (len(q) + 1) // 2
         assert torch.equal(packed_attention(q[:prefix], k[:prefix], v[:prefix], (prefix,), 0.2), found[:prefix])
-        expected = F.scaled_dot_product_attention(*(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(
+            *(t.transpose(0, 1)[None] for t in (q, k, v)), is_causal=True, scale=0.2, enable_gqa=True
+        )
         assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-5)
 
 
 def test_a_machine_whose_products_depend_on_the_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     onednn = kernels._onednn_linear
 
-    def rounds_large_batches_otherwise(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def rounds_large_batches_otherwise(
+        rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         return onednn(rows, weight, bias) * (1 + 1e-6 * (len(rows) > 16))
 
     monkeypatch.setattr(kernels, "_onednn_linear", rounds_large_batches_otherwise)
-    with pytest.raises(NotInvariant, match=r"weight \[21, 45\] depend on the batch: 1 rows, 2 rows, .*use fewer threads"):
+    with pytest.raises(
+        NotInvariant, match=r"weight \[21, 45\] depend on the batch: 1 rows, 2 rows, .*use fewer threads"
+    ):
         check_weight(torch.empty(21, 45))
 
 

@@ -1,4 +1,6 @@
-"""What a batch-invariant vLLM server is told, refuses and computes otherwise, on its own classes: on CUDA without a GPU, and with AMX."""
+"""What a batch-invariant vLLM server is told, refuses and computes otherwise, on its own classes: on CUDA without a
+GPU, and with AMX.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +33,9 @@ def configuration(**changes: Any) -> Any:
     } | changes  # fmt: skip
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=settings["dtype"], disable_cascade_attn=not settings["cascade"]),
-        attention_config=SimpleNamespace(backend=SimpleNamespace(name=settings["backend"]), flash_attn_version=settings["version"]),
+        attention_config=SimpleNamespace(
+            backend=SimpleNamespace(name=settings["backend"]), flash_attn_version=settings["version"]
+        ),
         compilation_config=SimpleNamespace(mode=settings["mode"]),
         cache_config=SimpleNamespace(block_size=settings["block_size"]),
         use_v2_model_runner=settings["v2"],
@@ -67,7 +71,11 @@ def test_query_and_key_are_rotated_wherever_they_lie(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     compat.replace_rotary(kernels.rotary_table, kernels.rotate)
     torch.manual_seed(0)
-    product, table, positions = torch.randn(5, 4 * 64 + 2 * 64 + 2 * 64), torch.randn(100, 64), torch.tensor([3, 0, 99, 4, 4])
+    product, table, positions = (
+        torch.randn(5, 4 * 64 + 2 * 64 + 2 * 64),
+        torch.randn(100, 64),
+        torch.tensor([3, 0, 99, 4, 4]),
+    )
     query, key, value = product.split([256, 128, 128], -1)
     expected = [x.reshape(5, -1, 64).clone() for x in (query, key)]
     for x in expected:
@@ -82,7 +90,9 @@ def test_query_and_key_are_rotated_wherever_they_lie(monkeypatch: pytest.MonkeyP
 
 
 def test_the_residual_is_added_and_rounded_before_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RMSNorm, "forward_cuda", lambda self, x, residual=None: ("norm", x) if residual is None else "fused")
+    monkeypatch.setattr(
+        RMSNorm, "forward_cuda", lambda self, x, residual=None: ("norm", x) if residual is None else "fused"
+    )
     compat.add_before_norm()
     x, residual = torch.randn(2, 3, 8, dtype=torch.bfloat16)
     (name, normed), total = RMSNorm.forward_cuda(None, x, residual)  # type: ignore[arg-type]
@@ -105,7 +115,11 @@ def test_a_process_is_batch_invariant_whole_or_not_at_all(monkeypatch: pytest.Mo
 
 
 def test_half_precision_attention_on_cpus_takes_the_vector_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda dtype, block_size, head_size=None: "amx" if dtype == torch.bfloat16 else "vec16")
+    monkeypatch.setattr(
+        cpu_attn,
+        "_get_attn_isa",
+        lambda dtype, block_size, head_size=None: "amx" if dtype == torch.bfloat16 else "vec16",
+    )
     compat.attend_without_amx()
     assert cpu_attn._get_attn_isa(torch.bfloat16, 32, 64) == "vec"
     assert cpu_attn._get_attn_isa(torch.float32, 32, head_size=48) == "vec16"

@@ -1,4 +1,6 @@
-"""A vLLM server as the broadcast bridge sees it, without vLLM: the HTTP routes, and one updater thread a rank on real Gloo groups."""
+"""A vLLM server as the broadcast bridge sees it, without vLLM: the HTTP routes, and one updater thread a rank on real
+Gloo groups.
+"""
 
 import contextlib
 import json
@@ -18,7 +20,9 @@ from vllm_patching.protocol import GOODBYE, Manifest, SessionOffer, ack_key, go_
 
 
 class FakeVllmServer:
-    """Serves the model of `source` at 127.0.0.1:`port`. `fail` names what goes wrong: "transfer" (silent), "commit", "heartbeat"."""
+    """Serves the model of `source` at 127.0.0.1:`port`. `fail` names what goes wrong: "transfer" (silent), "commit",
+    "heartbeat".
+    """
 
     def __init__(self, source: str, tp_size: int = 1, dtype: str = "float32") -> None:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source)
@@ -119,7 +123,10 @@ class FakeVllmServer:
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         ids = torch.tensor(body["prompt"]["prompt_token_ids"])
         logprobs = self._model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-        return {"prompt_logprobs": [None] + [{str(int(token)): float(value)} for token, value in zip(ids[1:], logprobs, strict=True)]}
+        return {
+            "prompt_logprobs": [None]
+            + [{str(int(token)): float(value)} for token, value in zip(ids[1:], logprobs, strict=True)]
+        }
 
 
 @contextlib.contextmanager

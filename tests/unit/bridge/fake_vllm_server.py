@@ -1,4 +1,5 @@
-"""Stands where example_trainer/vllm_api_server.py does: same flags, same status, no model; and misbehaves as it is told.
+"""Stands where example_trainer/vllm_api_server.py does: same flags, same status, no model; and misbehaves as it is
+told.
 
 python fake_vllm_server.py --model FOLDER --served-model-name NAME --port PORT [--start-s 1] [--ignore-term]
 """

@@ -42,9 +42,12 @@ def test_a_whole_adapter_is_read_as_rank_and_sizes_of_its_layers(tmp_path: Path)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"r": None}, {"r": "4"}, {"r": 4.5}, {"r": 0}, {"r": -1}, {"r": True}, {"r": 10**30}, {"r": [4]}, {"lora_alpha": None},
-        {"lora_alpha": "8"}, {"lora_alpha": 1e300}, {"lora_alpha": -1}, {"target_modules": None}, {"target_modules": [1]},
-        {"target_modules": {}}, {"base_model_name_or_path": 5}, {"use_rslora": "yes"}, {"rank_pattern": {"q_proj": "4"}},
+        {"r": None}, {"r": "4"}, {"r": 4.5}, {"r": 0}, {"r": -1}, {"r": True}, {"r": 10**30}, {"r": [4]},
+        {"lora_alpha": None},
+        {"lora_alpha": "8"}, {"lora_alpha": 1e300}, {"lora_alpha": -1}, {"target_modules": None},
+        {"target_modules": [1]},
+        {"target_modules": {}}, {"base_model_name_or_path": 5}, {"use_rslora": "yes"},
+        {"rank_pattern": {"q_proj": "4"}},
         {"rank_pattern": [4]}, {"alpha_pattern": {"q_proj": 1e300}},
     ],
 )  # fmt: skip
@@ -55,7 +58,17 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, settings: 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"5", b"{", b"\xff", b'{"r": Infinity}', b"[" * 200_000, b'{"a":' * 200_000 + b"1" + b"}" * 200_000, b" " * (1 << 21)],
+    [
+        b"",
+        b"[]",
+        b"5",
+        b"{",
+        b"\xff",
+        b'{"r": Infinity}',
+        b"[" * 200_000,
+        b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
+        b" " * (1 << 21),
+    ],
 )
 def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (adapter(tmp_path) / CONFIG).write_bytes(content)
@@ -82,9 +95,18 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
         (pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6)}, "has no lora_B"),
         (pair(Q) | {f"{OUT}.lora_B.weight": torch.ones(5, 4)}, "has no lora_A"),
         (pair(Q) | pair(OUT, rank=3), "expected .* of rank 4"),
-        (pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6), f"{OUT}.lora_B.weight": torch.ones(5, 3)}, "expected .* of rank 4"),
-        (pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4), f"{OUT}.lora_B.weight": torch.ones(5, 4)}, "expected a matrix of floats"),
-        (pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6).int(), f"{OUT}.lora_B.weight": torch.ones(5, 4)}, "expected a matrix"),
+        (
+            pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6), f"{OUT}.lora_B.weight": torch.ones(5, 3)},
+            "expected .* of rank 4",
+        ),
+        (
+            pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4), f"{OUT}.lora_B.weight": torch.ones(5, 4)},
+            "expected a matrix of floats",
+        ),
+        (
+            pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6).int(), f"{OUT}.lora_B.weight": torch.ones(5, 4)},
+            "expected a matrix",
+        ),
         (pair(Q) | pair(OUT) | {"base_model.model.lm_head.weight": torch.ones(1)}, "is no tensor of a LoRA adapter"),
         (pair(Q) | pair(OUT) | {"\x1b[2J.lora_A.weight": torch.ones(4, 6)}, "is no tensor of a LoRA adapter"),
     ],
@@ -100,10 +122,13 @@ def test_tensors_that_are_not_what_the_configuration_says_are_refused(
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (torch.nan, torch.float32), (torch.inf, torch.float32), (-torch.inf, torch.bfloat16), (3e38, torch.float32), (1e5, torch.float16),
+        (torch.nan, torch.float32), (torch.inf, torch.float32), (-torch.inf, torch.bfloat16), (3e38, torch.float32),
+        (1e5, torch.float16),
     ],
 )  # fmt: skip
-def test_numbers_that_are_not_finite_as_they_are_served_are_refused(tmp_path: Path, value: float, dtype: torch.dtype) -> None:
+def test_numbers_that_are_not_finite_as_they_are_served_are_refused(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
     tensors = pair(Q) | pair(OUT)
     tensors[f"{OUT}.lora_B.weight"][-1, -1] = value
     with pytest.raises(AdapterFault, match="o_proj.lora_B.weight holds NaN or infinity"):

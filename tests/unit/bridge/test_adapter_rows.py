@@ -12,7 +12,10 @@ RANK, WIDTH, OUT = 4, 6, 5
 def by_token(inputs: Tensor, weights: Tensor, slots: list[int]) -> Tensor:
     """[rows, out] with zeros where a row has no adapter."""
     return torch.stack(
-        [weights[slot, 0] @ row if slot >= 0 else torch.zeros(weights.shape[2]) for row, slot in zip(inputs, slots, strict=True)]
+        [
+            weights[slot, 0] @ row if slot >= 0 else torch.zeros(weights.shape[2])
+            for row, slot in zip(inputs, slots, strict=True)
+        ]
     )
 
 

@@ -8,7 +8,9 @@ from vllm_patching.protocol import Manifest, lay_out
 
 
 class Fused(nn.Module):
-    """One rank of a model: qkv rows fused, an output projection split by columns, an embedding with a padding row, a norm."""
+    """One rank of a model: qkv rows fused, an output projection split by columns, an embedding with a padding row, a
+    norm.
+    """
 
     def __init__(self, tp_size: int) -> None:
         super().__init__()
@@ -38,7 +40,9 @@ def shards(rank: int, tp: int) -> list[Shard]:
 
 def manifest() -> Manifest:
     fused = {"embed": ["embed"], "qkv": ["q", "k", "v"], "out": ["out"], "norm": ["norm"]}
-    tensors = tuple(lay_out([(name, [(part, HF_SHAPES[part], "float32") for part in parts]) for name, parts in fused.items()]))
+    tensors = tuple(
+        lay_out([(name, [(part, HF_SHAPES[part], "float32") for part in parts]) for name, parts in fused.items()])
+    )
     return Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
 
 
@@ -66,7 +70,12 @@ def expected(weights: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, 
     def part(name: str, dim: int = 0) -> torch.Tensor:
         return weights[name].chunk(tp, dim)[rank]
 
-    return {"embed": part("embed"), "qkv": torch.cat([part("q"), part("k"), part("v")]), "out": part("out", 1), "norm": weights["norm"]}
+    return {
+        "embed": part("embed"),
+        "qkv": torch.cat([part("q"), part("k"), part("v")]),
+        "out": part("out", 1),
+        "norm": weights["norm"],
+    }
 
 
 def check(rank: int, tp: int, bucket_bytes: int) -> None:

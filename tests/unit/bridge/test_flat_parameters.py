@@ -20,10 +20,14 @@ def test_float32_buckets_are_the_parameters_themselves() -> None:
     sent = flat.bucket(bucket)
     for tensor in manifest.tensors:
         start = tensor.offset - bucket.start
-        assert torch.equal(sent[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape), before[tensor.name])
+        assert torch.equal(
+            sent[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape), before[tensor.name]
+        )
     with torch.no_grad():
         parameters["a"].add_(1)
-    assert torch.equal(sent[:28].view(torch.float32), before["a"] + 1), "an optimizer step must be in the buffer without packing"
+    assert torch.equal(sent[:28].view(torch.float32), before["a"] + 1), (
+        "an optimizer step must be in the buffer without packing"
+    )
 
 
 def test_bfloat16_buckets_are_the_parameters_cast() -> None:
@@ -33,7 +37,10 @@ def test_bfloat16_buckets_are_the_parameters_cast() -> None:
     sent = flat.bucket(bucket)
     for tensor in manifest.tensors:
         start = tensor.offset - bucket.start
-        assert torch.equal(sent[start : start + tensor.nbytes].view(torch.bfloat16).view(tensor.shape), parameters[tensor.name].bfloat16())
+        assert torch.equal(
+            sent[start : start + tensor.nbytes].view(torch.bfloat16).view(tensor.shape),
+            parameters[tensor.name].bfloat16(),
+        )
 
 
 def test_parameters_do_not_overlap() -> None:

@@ -9,7 +9,8 @@ from example_trainer.vllm_api_server import LORA_WORKER, _configure_bridge, _wit
 
 def serve_arguments(**changes: object) -> Namespace:
     settings: dict[str, object] = dict(
-        enable_lora=True, max_lora_rank=16, api_server_count=None, data_parallel_size=1, tensor_parallel_size=1, host="127.0.0.1",
+        enable_lora=True, max_lora_rank=16, api_server_count=None, data_parallel_size=1, tensor_parallel_size=1,
+        host="127.0.0.1",
         quantization=None, worker_cls="auto", additional_config=None,
     )  # fmt: skip
     return Namespace(**settings | changes)
@@ -36,7 +37,10 @@ def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_fo
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [(dict(host="0.0.0.0"), "give --api-key, or keep --host 127.0.0.1"), (dict(api_server_count=2), "drop --api-server-count")],
+    [
+        (dict(host="0.0.0.0"), "give --api-key, or keep --host 127.0.0.1"),
+        (dict(api_server_count=2), "drop --api-server-count"),
+    ],
 )
 def test_a_lora_server_that_others_could_change_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str

@@ -1,4 +1,6 @@
-"""Which layers of a model in vLLM may get an adapter, and their sizes: those of whole layers, whatever the parallelism."""
+"""Which layers of a model in vLLM may get an adapter, and their sizes: those of whole layers, whatever the
+parallelism.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +21,13 @@ def model(packed: dict[str, list[str]], **layers: Any) -> Any:
 
 
 QKV = layer(
-    compat.QKVParallelLinear, input_size=64, head_size=8, v_head_size=8, total_num_heads=8, total_num_kv_heads=2, num_kv_heads=1
+    compat.QKVParallelLinear,
+    input_size=64,
+    head_size=8,
+    v_head_size=8,
+    total_num_heads=8,
+    total_num_kv_heads=2,
+    num_kv_heads=1,
 )
 GATE_UP = layer(compat.MergedColumnParallelLinear, input_size=64, output_sizes=[128, 96])
 DOWN = layer(compat.RowParallelLinear, input_size=128, output_size=64, input_size_per_partition=64)
@@ -28,7 +36,14 @@ DOWN = layer(compat.RowParallelLinear, input_size=128, output_size=64, input_siz
 def test_parts_of_fused_layers_have_sizes_of_their_own() -> None:
     packed = {"qkv": ["q", "k", "v"], "gate_up": ["gate", "up"]}
     found = mapping.adaptable_layers(
-        model(packed, a__qkv__base_layer=QKV, b__gate_up__base_layer=GATE_UP, b__down__base_layer=DOWN, norm=object(), head__base_layer=1)
+        model(
+            packed,
+            a__qkv__base_layer=QKV,
+            b__gate_up__base_layer=GATE_UP,
+            b__down__base_layer=DOWN,
+            norm=object(),
+            head__base_layer=1,
+        )
     )
     assert found == {
         "a.q": (64, 64), "a.k": (64, 16), "a.v": (64, 16), "b.gate": (64, 128), "b.up": (64, 96), "b.down": (128, 64), "head": None

@@ -72,4 +72,6 @@ def test_packing_takes_a_quarter_of_the_time_at_most_and_gives_right_products_me
         if clock.now > before:
             packings.append(before)
         clock.now += 1  # the rest of a forward pass
-    assert len(packings) == 3 and all(later - earlier >= 8 for earlier, later in zip(packings, packings[1:], strict=False))
+    assert len(packings) == 3 and all(
+        later - earlier >= 8 for earlier, later in zip(packings, packings[1:], strict=False)
+    )

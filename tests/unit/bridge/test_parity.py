@@ -8,7 +8,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from example_trainer.bridges.parity import parity
 
-SHAPE = dict(vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SHAPE = dict(
+    vocab_size=1000,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 class Served:
@@ -25,7 +32,9 @@ class Served:
 
 
 @pytest.mark.parametrize(
-    "config", [Qwen2Config(**SHAPE, tie_word_embeddings=True), Qwen3Config(**SHAPE, head_dim=16)], ids=["qwen2", "qwen3"]
+    "config",
+    [Qwen2Config(**SHAPE, tie_word_embeddings=True), Qwen3Config(**SHAPE, head_dim=16)],
+    ids=["qwen2", "qwen3"],
 )
 def test_one_parameter_left_behind_shows_whichever_it_is(config: PretrainedConfig) -> None:
     torch.manual_seed(0)

@@ -53,7 +53,9 @@ def test_buckets_hold_every_tensor_once_in_order_within_the_limit(lengths: list[
     assert [tensor for bucket in buckets for tensor in bucket.tensors] == list(tensors)
     assert all(bucket.end - bucket.start <= limit or len(bucket.tensors) == 1 for bucket in buckets)
     assert all(
-        bucket.start <= tensor.offset and tensor.offset + tensor.nbytes <= bucket.end for bucket in buckets for tensor in bucket.tensors
+        bucket.start <= tensor.offset and tensor.offset + tensor.nbytes <= bucket.end
+        for bucket in buckets
+        for tensor in bucket.tensors
     )
 
 
@@ -146,4 +148,6 @@ def test_what_is_no_offer_at_all_is_refused(body: Any) -> None:
 
 
 def test_whole_floats_are_integers_in_an_offer() -> None:
-    assert SessionOffer.from_json({**OFFER, "port": 9001.0, "lease_s": 300}) == SessionOffer(**{**OFFER, "port": 9001, "lease_s": 300.0})
+    assert SessionOffer.from_json({**OFFER, "port": 9001.0, "lease_s": 300}) == SessionOffer(
+        **{**OFFER, "port": 9001, "lease_s": 300.0}
+    )

@@ -1,4 +1,6 @@
-"""Mode none against a server program that is not vLLM: who starts, who is asked, who is never touched, and what is reported."""
+"""Mode none against a server program that is not vLLM: who starts, who is asked, who is never touched, and what is
+reported.
+"""
 
 import logging
 import os
@@ -48,7 +50,12 @@ def make(model: str, tmp_path: Path) -> Iterator[Make]:
 
     def make_bridge(flags: str = "", kind: type[RestartBridge] = RestartBridge, **changes: Any) -> RestartBridge:
         settings: dict[str, Any] = dict(
-            model_name=model, vllm_port=port, vllm_flags=flags, training_steps=5, save_path=tmp_path / "checkpoints", log_dir=tmp_path
+            model_name=model,
+            vllm_port=port,
+            vllm_flags=flags,
+            training_steps=5,
+            save_path=tmp_path / "checkpoints",
+            log_dir=tmp_path,
         )
         bridges.append(kind(TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes), FAKE))
         return bridges[-1]
@@ -70,7 +77,17 @@ def own_pid(bridge: RestartBridge) -> int:
 def stranger(bridge: RestartBridge, model: str, *flags: str) -> subprocess.Popen[bytes]:
     """A server that somebody else has started at the bridge's port."""
     port = bridge._config.vllm_port
-    command = [sys.executable, str(FAKE), "--model", model, "--port", str(port), "--served-model-name", "theirs", *flags]
+    command = [
+        sys.executable,
+        str(FAKE),
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--served-model-name",
+        "theirs",
+        *flags,
+    ]
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + DEADLINE_S
     while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
@@ -94,11 +111,16 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(make: Make, model:
         pids.append(own_pid(bridge))
     assert [report.policy_version for report in reports] == [0, 0, 2, 2, 4, 5] and len(updates) == 6
     assert [report.stall_s > 0 for report in reports] == [False, False, True, False, True, True]
-    assert all(report.stall_s >= report.apply_s >= 0.5 and report.bytes_moved > 80_000 for report in reports if report.stall_s)
+    assert all(
+        report.stall_s >= report.apply_s >= 0.5 and report.bytes_moved > 80_000 for report in reports if report.stall_s
+    )
     assert len(set(pids)) == 4 and session_members(pids[0]) == []
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["served_5"]
     last_start = (tmp_path / "vllm.log").read_text().splitlines()[-1]
-    assert f"--model {tmp_path}/checkpoints/served_5 --served-model-name {model}" in last_start and "--dtype bfloat16" in last_start
+    assert (
+        f"--model {tmp_path}/checkpoints/served_5 --served-model-name {model}" in last_start
+        and "--dtype bfloat16" in last_start
+    )
     bridge.close()
     assert session_members(pids[-1]) == []
 
@@ -125,7 +147,9 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, mod
     bridge = make()
     connect(bridge, str(source))
     assert bridge.sync(4, keep).stall_s == 0
-    fresh = make(vllm_port=free_port())  # a new run from the same folder counts from 0, so what is served must be labelled anew
+    fresh = make(
+        vllm_port=free_port()
+    )  # a new run from the same folder counts from 0, so what is served must be labelled anew
     connect(fresh, str(source))
     report = fresh.sync(0, keep)
     assert report.policy_version == 0 and report.stall_s > 0
@@ -133,7 +157,9 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, mod
 
 
 def test_an_adapter_is_served_beside_its_base_model(make: Make, model: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = dict(kind=LoraRestartBridge, weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9)
+    settings: dict[str, Any] = dict(
+        kind=LoraRestartBridge, weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9
+    )
     bridge = make(**settings)
     connect(bridge, model)
     assert bridge.sync(0, keep).stall_s == 0
@@ -141,8 +167,15 @@ def test_an_adapter_is_served_beside_its_base_model(make: Make, model: str, tmp_
     folder = tmp_path / "checkpoints" / "served_1"
     base, adapted = (line for line in (tmp_path / "vllm.log").read_text().splitlines() if line.startswith("FAKE"))
     assert f"--model {model} --enable-lora --max-lora-rank 16 --served-model-name {model}" in base
-    assert f"--model {model} --enable-lora --max-lora-rank 16 --lora-modules policy-v1={folder} --served-model-name {model}" in adapted
-    assert {path.name for path in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors", "policy.json"}
+    assert (
+        f"--model {model} --enable-lora --max-lora-rank 16 --lora-modules policy-v1={folder} --served-model-name"
+        f" {model}" in adapted
+    )
+    assert {path.name for path in folder.iterdir()} >= {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "policy.json",
+    }
     assert not (folder / "model.safetensors").exists()
 
     resumed = make(vllm_port=free_port(), **settings)
@@ -166,7 +199,9 @@ def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_
 
 def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(make: Make, model: str) -> None:
     bridge = make("--no-such-flag")
-    with pytest.raises(BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"):
+    with pytest.raises(
+        BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"
+    ):
         connect(bridge, model)
 
 
@@ -194,7 +229,9 @@ def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, mod
 
 
 def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None:
-    with pytest.raises(BridgeError, match=r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log"):
+    with pytest.raises(
+        BridgeError, match=r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log"
+    ):
         connect(make("--start-s 600", vllm_start_timeout=1), model)
 
 
@@ -222,7 +259,10 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
     owner.join()
     assert alive == [True] and report.policy_version == 1 and report.stall_s > 1
     (request,) = [record.getMessage() for record in caplog.records if "Restart the vLLM server" in record.getMessage()]
-    assert f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {bridge._config.vllm_port}" in request
+    assert (
+        f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {bridge._config.vllm_port}"
+        in request
+    )
     bridge.close()
     assert theirs[1].poll() is None
     end(theirs[1])
@@ -233,14 +273,18 @@ def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(make
     theirs = stranger(bridge, model)
     connect(bridge, model)
     bridge.sync(0, keep)
-    with pytest.raises(BridgeError, match=f"vLLM with policy version 1 is not at .* after 1 s: it serves {model} as policy version 0"):
+    with pytest.raises(
+        BridgeError, match=f"vLLM with policy version 1 is not at .* after 1 s: it serves {model} as policy version 0"
+    ):
         bridge.sync(1, keep)
     bridge.close()
     assert theirs.poll() is None
     end(theirs)
 
 
-def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(make: Make, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(
+    make: Make, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bridge = make(vllm_restart_interval=1)
     connect(bridge, model)
     bridge.sync(0, keep)
@@ -261,7 +305,9 @@ def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(make: Mak
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_trainer_ends_its_server_within_ten_seconds(with_signal: signal.Signals, model: str, tmp_path: Path) -> None:
+def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
+    with_signal: signal.Signals, model: str, tmp_path: Path
+) -> None:
     """While it waits for a server that does not come up and ignores TERM."""
     code = (
         "import sys; from pathlib import Path\n"
@@ -271,7 +317,18 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(with_signal: signa
     )
     flags = ["--model-name", model, "--vllm-port", str(free_port()), "--vllm-flags", "--start-s 600 --ignore-term"]
     with serve(FakeApi(lambda delivered: None)) as url:
-        command = [sys.executable, "-c", code, *flags, "--atropos-url", url, "--save-path", str(tmp_path), "--log-dir", str(tmp_path)]
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            *flags,
+            "--atropos-url",
+            url,
+            "--save-path",
+            str(tmp_path),
+            "--log-dir",
+            str(tmp_path),
+        ]
         trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert trainer.stderr is not None
         started = next(match for line in trainer.stderr if (match := re.search(r"Started vLLM \(pid (\d+)", line)))
@@ -281,7 +338,9 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(with_signal: signa
         start = time.monotonic()
         trainer.communicate(timeout=DEADLINE_S)
     assert trainer.returncode == (130 if with_signal == signal.SIGINT else 143)
-    assert session_members(int(started[1])) == [] and time.monotonic() - start < 15  # 10 s, and slack for a busy machine
+    assert (
+        session_members(int(started[1])) == [] and time.monotonic() - start < 15
+    )  # 10 s, and slack for a busy machine
 
 
 def test_vllm_is_not_started_on_other_machines(make: Make, model: str) -> None:

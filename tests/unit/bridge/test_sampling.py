@@ -1,4 +1,6 @@
-"""What /generate takes for a sampling parameter, held against vLLM's own encoder and decoder; and the last check before the engine."""
+"""What /generate takes for a sampling parameter, held against vLLM's own encoder and decoder; and the last check
+before the engine.
+"""
 
 import math
 import re

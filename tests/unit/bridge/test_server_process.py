@@ -16,7 +16,9 @@ from example_trainer.server_process import ServerProcess
 from tests.integration.test_server_death import session_members
 
 SLEEP = "import time; time.sleep(600)"
-WITH_CHILD = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print('UP', flush=True); {SLEEP}"
+WITH_CHILD = (
+    f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print('UP', flush=True); {SLEEP}"
+)
 DEADLINE_S = 60
 
 
@@ -56,7 +58,8 @@ def test_the_rest_of_a_group_whose_leader_has_died_is_ended(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("code", "end"), [("raise SystemExit(7)", "exit status 7"), ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL")]
+    ("code", "end"),
+    [("raise SystemExit(7)", "exit status 7"), ("import os; os.kill(os.getpid(), 9)", "killed by SIGKILL")],
 )
 def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
     server = start(f"print('last words', flush=True); {code}", tmp_path)
@@ -79,7 +82,9 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
         f"server = ServerProcess([sys.executable, '-c', {SLEEP!r}], Path(sys.argv[1]), os.environ)\n"
         "print(server.pid, flush=True); time.sleep(600)"
     )
-    trainer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "server.log")], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "server.log")], stdout=subprocess.PIPE, text=True
+    )
     assert trainer.stdout is not None
     server = int(trainer.stdout.readline())
     wait_for(lambda: Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")[2:3] == [SLEEP.encode()], "the server")
@@ -89,10 +94,15 @@ def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared_with_a_stranger", [False, True])
-def test_shared_memory_of_a_killed_group_is_removed_unless_another_process_uses_it(shared_with_a_stranger: bool, tmp_path: Path) -> None:
+def test_shared_memory_of_a_killed_group_is_removed_unless_another_process_uses_it(
+    shared_with_a_stranger: bool, tmp_path: Path
+) -> None:
     path = Path(f"/dev/shm/test-{uuid.uuid4().hex}")
     path.write_bytes(bytes(4096))
-    code = f"import mmap; file = open('{path}', 'r+b'); held = mmap.mmap(file.fileno(), 0); print('UP', flush=True); {SLEEP}"
+    code = (
+        f"import mmap; file = open('{path}', 'r+b'); held = mmap.mmap(file.fileno(), 0); print('UP', flush=True);"
+        f" {SLEEP}"
+    )
     server = start(code, tmp_path)
     wait_for(lambda: "UP" in server.last_lines(), "the map")
     with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as held:

@@ -35,7 +35,11 @@ def bridge_to(model: str, *servers: FakeVllmServer, **settings: Any) -> Broadcas
     ports = tuple(server.port for server in servers)
     defaults: dict[str, Any] = {"bridge_timeout_s": 2, "bridge_lease_s": 0.3, "bridge_bucket_mb": 1}
     config = TrainerConfig(
-        model_name=model, weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port=ports, **defaults | settings
+        model_name=model,
+        weight_bridge_mode="shared_vllm",
+        use_shared_memory=True,
+        vllm_port=ports,
+        **defaults | settings,
     )
     return BroadcastBridge(config)
 
@@ -50,7 +54,9 @@ def synced(bridge: BroadcastBridge, version: int) -> int:
     return bridge.sync(version, lambda: change(bridge)).servers
 
 
-def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(model: str, servers: list[FakeVllmServer]) -> None:
+def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
+    model: str, servers: list[FakeVllmServer]
+) -> None:
     bridge = bridge_to(model, *servers)
     bridge.connect(model, CPU)
     for version in range(3):
@@ -74,7 +80,11 @@ def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmSe
 
 @pytest.mark.parametrize("fail", ["transfer", "commit", "heartbeat"])
 def test_a_laggard_is_fenced_off_and_let_in_again(
-    model: str, servers: list[FakeVllmServer], fail: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: str,
+    servers: list[FakeVllmServer],
+    fail: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     healthy, laggard = servers
     bridge = bridge_to(model, *servers)
@@ -87,7 +97,12 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
         assert synced(bridge, 5) == 1
     assert (healthy.version, laggard.version) == (5, 4)
     assert healthy.fenced is None and laggard.fenced is not None and "left out of the weight sync" in laggard.fenced
-    assert f"127.0.0.1:{laggard.port} is fenced off, training goes on with 1 of 2 servers".replace("127.0.0.1", "localhost") in caplog.text
+    assert (
+        f"127.0.0.1:{laggard.port} is fenced off, training goes on with 1 of 2 servers".replace(
+            "127.0.0.1", "localhost"
+        )
+        in caplog.text
+    )
     laggard.fail = None
     assert synced(bridge, 6) == 1, "looked too early"
     monkeypatch.setattr(broadcast, "READMIT_S", 0.0)
@@ -140,7 +155,9 @@ def test_one_server_alone_fails_as_it_is(model: str) -> None:
         bridge.connect(model, CPU)
         synced(bridge, 0)
         server.fail = "transfer"
-        with pytest.raises(BridgeError, match="^policy version 1 did not reach every worker of .* within 2 s: peer silent .*TP0 joined"):
+        with pytest.raises(
+            BridgeError, match="^policy version 1 did not reach every worker of .* within 2 s: peer silent .*TP0 joined"
+        ):
             synced(bridge, 1)
         assert server.fenced is None
         bridge.close()
@@ -167,13 +184,17 @@ def test_servers_that_hold_their_weights_differently_are_refused(model: str) -> 
     pair = [FakeVllmServer(model), FakeVllmServer(model, dtype="bfloat16")]
     with serving(*pair):
         bridge = bridge_to(model, *pair)
-        with pytest.raises(BridgeError, match=r"holds its weights otherwise \(bfloat16\) than .* \(float32\).*same --model and --dtype"):
+        with pytest.raises(
+            BridgeError, match=r"holds its weights otherwise \(bfloat16\) than .* \(float32\).*same --model and --dtype"
+        ):
             bridge.connect(model, CPU)
         bridge.close()
         assert [server.sessions for server in pair] == [0, 0]
 
 
-def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(model: str, servers: list[FakeVllmServer]) -> None:
+def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(
+    model: str, servers: list[FakeVllmServer]
+) -> None:
     bridge = bridge_to(model, *servers)
     bridge.connect(model, CPU)
     for version in range(3):
@@ -190,7 +211,9 @@ def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(model: s
 def test_a_loopback_rendezvous_is_refused_for_a_server_elsewhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast.transport, "address_towards", lambda host: "192.0.2.1")
     bridge = bridge_to(model, FakeVllmServer(model), vllm_host="192.0.2.7")
-    with pytest.raises(BridgeError, match=r"192.0.2.7 is another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"):
+    with pytest.raises(
+        BridgeError, match=r"192.0.2.7 is another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
+    ):
         bridge.connect(model, CPU)
 
 

@@ -14,7 +14,9 @@ from vllm_patching import transport
 def worker_groups(port: int, session: str, timeout_s: float) -> transport.Groups:
     store = transport.join_store("127.0.0.1", port, timeout_s)
     control = transport.make_control_group(store, session, 1, 2, timeout_s)
-    return transport.Groups(control, transport.make_data_group(control, store, session, 1, 2, timeout_s, "gloo"), "gloo")
+    return transport.Groups(
+        control, transport.make_data_group(control, store, session, 1, 2, timeout_s, "gloo"), "gloo"
+    )
 
 
 def trainer_groups(store: object, session: str, timeout_s: float) -> transport.Groups:
@@ -38,7 +40,9 @@ def test_silent_peer_ends_at_the_deadline_with_one_clear_line() -> None:
     store, port = transport.host_store("127.0.0.1", 0, 20)
     session = uuid.uuid4().hex
     joined: list[transport.Groups] = []
-    thread = threading.Thread(target=lambda: joined.append(trainer_groups(store, session, 1)))  # joins, then stays silent
+    thread = threading.Thread(
+        target=lambda: joined.append(trainer_groups(store, session, 1))
+    )  # joins, then stays silent
     thread.start()
     groups = worker_groups(port, session, 1)
     thread.join(20)

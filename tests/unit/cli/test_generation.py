@@ -17,7 +17,10 @@ TOKENIZER = make_tiny_tokenizer()
 def group(*scores: float, messages: bool = False) -> dict[str, Any]:
     """One group: sample i answers `ask ask` with `ask i`, so that the prompt's text comes again in the answer."""
     prompt, answers = TOKENIZER.encode("ask ask "), [TOKENIZER.encode(f"ask {index}") for index in range(len(scores))]
-    said = [[{"role": "user", "content": "ask"}, {"role": "assistant", "content": str(index)}] for index in range(len(scores))]
+    said = [
+        [{"role": "user", "content": "ask"}, {"role": "assistant", "content": str(index)}]
+        for index in range(len(scores))
+    ]
     return {
         "tokens": [prompt + answer for answer in answers],
         "masks": [[-100] * len(prompt) + answer for answer in answers],
@@ -53,11 +56,15 @@ def test_pairs_are_best_with_worst_and_differ_enough() -> None:
 
 async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) -> None:
     async with running_api() as api:
-        written = asyncio.create_task(asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records))
+        written = asyncio.create_task(
+            asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
+        )
         for _ in range(2):
             while (await asyncio.to_thread(requests.get, f"{api.url}/info")).json()["batch_size"] < 0:
                 await asyncio.sleep(0.05)
-            await asyncio.to_thread(requests.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)])
+            await asyncio.to_thread(
+                requests.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)]
+            )
         assert await asyncio.wait_for(written, 60) == 7
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert len(lines) == 7 and lines[0]["score"] == 1.0

@@ -47,7 +47,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
 
 async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: FakeWandb) -> None:
     async with running_api() as api, FakeInferenceServer() as server:
-        config = WatcherConfig(api_addr=api.url, tp=4, node_num=3, first_port=server.port, host="127.0.0.1", interval=0.02)
+        config = WatcherConfig(
+            api_addr=api.url, tp=4, node_num=3, first_port=server.port, host="127.0.0.1", interval=0.02
+        )
         watching = asyncio.create_task(run(config))
         await asyncio.sleep(0.1)
         assert not wandb.named  # no trainer has named a project
@@ -64,7 +66,9 @@ async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: Fak
             await api.start()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    assert (wandb.named["project"], wandb.named["group"]) == ("p", "g") and wandb.named["name"].startswith("inf_node_3-")
+    assert (wandb.named["project"], wandb.named["group"]) == ("p", "g") and wandb.named["name"].startswith(
+        "inf_node_3-"
+    )
     assert wandb.finished
 
 

@@ -24,7 +24,9 @@ async def test_live_run_is_shown_and_keeps_everything(tmp_path: Path) -> None:
             await watcher.look(client)
             await watcher.look(client)
         page = watcher.page()
-        assert "2 different groups" in page and "ask ask ask 1" in page and page.index("Group 2") < page.index("Group 1")
+        assert (
+            "2 different groups" in page and "ask ask ask 1" in page and page.index("Group 2") < page.index("Group 1")
+        )
         assert len(await asyncio.wait_for(trainer.fetch(), 30)) == 2
 
 

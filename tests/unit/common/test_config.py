@@ -27,7 +27,12 @@ def resolve(*argv: str, **layers: object) -> Tree:
 
 
 def test_dashes_underscores_and_equals_are_the_same_flag() -> None:
-    assert resolve("--model-name", "a").model_name == resolve("--model_name=a").model_name == resolve("--model", "a").model_name == "a"
+    assert (
+        resolve("--model-name", "a").model_name
+        == resolve("--model_name=a").model_name
+        == resolve("--model", "a").model_name
+        == "a"
+    )
 
 
 def test_negative_value_after_a_space_is_a_value() -> None:
@@ -68,7 +73,13 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
         env={"MASTER_PORT": "29500"},
         defaults={"master_port": 1, "model_name": "d", "env": {"limit": 0.25}},
     )
-    assert (tree.env.group_size, tree.env.steps, tree.master_port, tree.model_name, tree.env.limit) == (3, 9, 29500, "from-yaml", 0.25)
+    assert (tree.env.group_size, tree.env.steps, tree.master_port, tree.model_name, tree.env.limit) == (
+        3,
+        9,
+        29500,
+        "from-yaml",
+        0.25,
+    )
 
 
 @pytest.mark.parametrize(

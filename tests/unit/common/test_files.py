@@ -35,7 +35,9 @@ def a_socket(path: Path) -> None:
 
 
 def a_device(path: Path) -> None:
-    """What /dev/null is; its own number needs the right to make devices, so that a container without it links to /dev/null's."""
+    """What /dev/null is; its own number needs the right to make devices, so that a container without it links to
+    /dev/null's.
+    """
     try:
         os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))
     except PermissionError:
@@ -69,11 +71,15 @@ def state_of(folder: Path) -> list[tuple[str, int, int, bytes]]:
 
 @pytest.mark.parametrize("obstacle", OBSTACLES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_nothing_but_a_regular_file_is_written_renamed_or_replaced(tmp_path: Path, writer: str, obstacle: Callable[[Path], None]) -> None:
+def test_nothing_but_a_regular_file_is_written_renamed_or_replaced(
+    tmp_path: Path, writer: str, obstacle: Callable[[Path], None]
+) -> None:
     path = tmp_path / "output.jsonl"
     obstacle(path)
     before = state_of(tmp_path)
-    with pytest.raises(NotRegularFile, match=r"output.jsonl cannot be written: it is a \w+, not a regular file; name another file"):
+    with pytest.raises(
+        NotRegularFile, match=r"output.jsonl cannot be written: it is a \w+, not a regular file; name another file"
+    ):
         WRITERS[writer](path)
     assert state_of(tmp_path) == before
 
@@ -98,13 +104,17 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one_and_nothing_else
     assert (tmp_path / "one").read_bytes() == b"old"
 
 
-def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from example_trainer import grpo
 
     with pytest.raises(SystemExit) as ended:
         grpo.main(["--model", "m", *BROADCAST, "--metrics-path", "/dev/null"])
     assert ended.value.code == 2
-    assert "/dev/null cannot be written: it is a device, not a regular file; name another file" in capsys.readouterr().err
+    assert (
+        "/dev/null cannot be written: it is a device, not a regular file; name another file" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["data_path_to_save_groups", "evaluations_path", "metrics_path"])

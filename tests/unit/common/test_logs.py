@@ -106,7 +106,7 @@ def test_vllms_own_formatter_and_uvicorns_access_log_are_covered_by_the_plugin()
     assert [line for line in lines if line.startswith("ERROR") and "    | ValueError: evil" in line]
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["", "a" * 128, "Ω✓ 数学", "with space", "a/b:c"])

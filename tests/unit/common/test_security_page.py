@@ -1,4 +1,6 @@
-"""docs/security.md names tests that exist: a promise whose test was renamed or removed is a promise that nothing holds."""
+"""docs/security.md names tests that exist: a promise whose test was renamed or removed is a promise that nothing
+holds.
+"""
 
 import re
 from pathlib import Path
@@ -8,7 +10,9 @@ PAGE = TESTS.parent / "docs/security.md"
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    rows = [
+        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| promise")
+    ]
     assert len(rows) > 30
     for row in rows:
         named = re.findall(r"`((?:unit|integration)/[\w/]+\.py)(?:::(\w+))?`", row.rpartition(" | ")[2])

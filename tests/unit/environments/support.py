@@ -17,7 +17,9 @@ E = TypeVar("E", bound=BaseEnv)
 async def running_env(env_class: type[E], folder: Path, server: FakeInferenceServer, **fields: Any) -> AsyncIterator[E]:
     """`env_class`, set up, in groups of four."""
     settings: dict[str, Any] = {"group_size": 4, "heldout_size": 4, "use_wandb": False, "max_new_tokens": 64}
-    config = env_class.env_config_cls(**settings | {"tokenizer_name": str(save_tiny_tokenizer(folder / "tokenizer"))} | fields)
+    config = env_class.env_config_cls(
+        **settings | {"tokenizer_name": str(save_tiny_tokenizer(folder / "tokenizer"))} | fields
+    )
     env = env_class(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
     try:
         await env.setup()
@@ -34,5 +36,7 @@ def sampled_texts(group: Any) -> list[str]:
 
 def env_class(module: str) -> type[BaseEnv]:
     """The environment that a server's module defines."""
-    classes = [value for value in vars(importlib.import_module(f"environments.{module}")).values() if isinstance(value, type)]
+    classes = [
+        value for value in vars(importlib.import_module(f"environments.{module}")).values() if isinstance(value, type)
+    ]
     return next(each for each in classes if issubclass(each, BaseEnv) and each.__module__ == f"environments.{module}")

@@ -25,7 +25,10 @@ def conversation(*turns: str) -> Callable[[str], str]:
     [
         (CALL, "391"),
         ('<tool_call>{"name": "calculator", "arguments": {"expression": "1 / 3"}}</tool_call>', "1/3 = 0.333333"),
-        ('<tool_call>{"name": "calculator", "arguments": {"expression": "1 / 0"}}</tool_call>', "Error: division by zero"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": "1 / 0"}}</tool_call>',
+            "Error: division by zero",
+        ),
         ('<tool_call>{"name": "shell", "arguments": {}}</tool_call>', 'Error: expected {"name": "calculator"'),
         ("<tool_call>", "Error: expected"),
         ("391", None),
@@ -69,7 +72,10 @@ async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:
 
 
 async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server, running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200, tool_cost=0.1) as env:
+    async with (
+        FakeInferenceServer() as server,
+        running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200, tool_cost=0.1) as env,
+    ):
         env.held_out = [QUESTION]
         server.answer = conversation(CALL, "<answer>391</answer>")
         assert await env.evaluate() == {

@@ -7,7 +7,14 @@ import pytest
 
 from atroposlib.envs.errors import DataError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from environments.countdown_server import CountdownConfig, CountdownEnv, Puzzle, equation_value, make_puzzle, read_puzzles
+from environments.countdown_server import (
+    CountdownConfig,
+    CountdownEnv,
+    Puzzle,
+    equation_value,
+    make_puzzle,
+    read_puzzles,
+)
 from tests.unit.environments.support import running_env, sampled_texts
 
 PUZZLE = Puzzle((1, 4, 42, 19), 64)
@@ -43,7 +50,10 @@ def test_generated_puzzles_stay_within_their_limits_and_differ() -> None:
     config = CountdownConfig(max_numbers=5, largest_number=20, largest_target=30)
     puzzles = [make_puzzle(Random(number), config) for number in range(200)]
     assert {len(puzzle.numbers) for puzzle in puzzles} == {3, 4, 5}
-    assert all(1 <= puzzle.target <= 30 and max(puzzle.numbers) <= 20 and puzzle.target not in puzzle.numbers for puzzle in puzzles)
+    assert all(
+        1 <= puzzle.target <= 30 and max(puzzle.numbers) <= 20 and puzzle.target not in puzzle.numbers
+        for puzzle in puzzles
+    )
     assert len(set(puzzles)) > 190
 
 
@@ -79,7 +89,10 @@ async def test_numbered_puzzles_are_the_same_again_and_not_held_out(tmp_path: Pa
 async def test_puzzles_of_a_file_are_split(tmp_path: Path) -> None:
     path = tmp_path / "puzzles.jsonl"
     path.write_text("".join(json.dumps({"nums": [n, n + 1], "target": 2 * n + 1}) + "\n" for n in range(10)))
-    async with FakeInferenceServer() as server, running_env(CountdownEnv, tmp_path, server, dataset_path=str(path)) as env:
+    async with (
+        FakeInferenceServer() as server,
+        running_env(CountdownEnv, tmp_path, server, dataset_path=str(path)) as env,
+    ):
         taken = {await env.get_next_item() for _ in range(12)}
     assert len(env.held_out) == 4 and len(taken) == 6 and not taken & set(env.held_out)
     path.write_text('{"nums": [1, 2], "target": 3}\n{"nums": 3}\n')

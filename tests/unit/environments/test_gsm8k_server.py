@@ -31,7 +31,12 @@ def solve(prompt: str) -> str:
 
 @contextlib.asynccontextmanager
 async def running_env(folder: Path, server: FakeInferenceServer, **fields: object) -> AsyncIterator[GSM8kEnv]:
-    settings = {"group_size": 4, "dataset": "arithmetic", "tokenizer_name": str(save_tiny_tokenizer(folder / "tok")), "use_wandb": False}
+    settings = {
+        "group_size": 4,
+        "dataset": "arithmetic",
+        "tokenizer_name": str(save_tiny_tokenizer(folder / "tok")),
+        "use_wandb": False,
+    }
     config = GSM8kEnvConfig(**settings | fields)  # type: ignore[arg-type]
     env = GSM8kEnv(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
     await env.setup()
@@ -54,9 +59,17 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
     assert group["policy_versions"] == [[3, 3]] * 4 and group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
     tokenizer = make_tiny_tokenizer()
     prompt = f"<|im_start|>user\n{item.question}<|im_end|>\n<|im_start|>assistant\n"
-    assert [tokenizer.decode(tokens) for tokens in group["tokens"][:2]] == [f"{prompt}5<|im_end|>", f"{prompt}6<|im_end|>"]
+    assert [tokenizer.decode(tokens) for tokens in group["tokens"][:2]] == [
+        f"{prompt}5<|im_end|>",
+        f"{prompt}6<|im_end|>",
+    ]
     sampled = [[token for token in mask if token != -100] for mask in group["masks"]]
-    assert [tokenizer.decode(tokens) for tokens in sampled] == ["5<|im_end|>", "6<|im_end|>", "It is 5.<|im_end|>", "none<|im_end|>"]
+    assert [tokenizer.decode(tokens) for tokens in sampled] == [
+        "5<|im_end|>",
+        "6<|im_end|>",
+        "It is 5.<|im_end|>",
+        "none<|im_end|>",
+    ]
     assert group["inference_logprobs"] is not None
     for mask, logprobs in zip(group["masks"], group["inference_logprobs"], strict=True):
         assert [logprob == 1.0 for logprob in logprobs] == [token == -100 for token in mask]
@@ -65,7 +78,9 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
 
 
 async def test_boxed_style_asks_for_and_reads_the_box(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"question": f"q{n}", "answer": "#### 1,250"}) + "\n" for n in range(4)))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"question": f"q{n}", "answer": "#### 1,250"}) + "\n" for n in range(4))
+    )
     answers = [r"So \boxed{1250}, not 7.", r"\boxed{\frac{2500}{2}}", "1250", r"\boxed{1251}"]
     async with (
         FakeInferenceServer(lambda prompt: answers) as server,
@@ -89,7 +104,10 @@ async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path
 
 
 async def test_evaluation_is_greedy_over_the_held_out_problems(tmp_path: Path) -> None:
-    async with FakeInferenceServer(solve) as server, running_env(tmp_path, server, data_dir_to_save_evals=str(tmp_path / "evals")) as env:
+    async with (
+        FakeInferenceServer(solve) as server,
+        running_env(tmp_path, server, data_dir_to_save_evals=str(tmp_path / "evals")) as env,
+    ):
         metrics = await env.evaluate()
         held_out = env.problems.held_out
     right = sum("+" in problem.question or problem.question == "What is 2 * 2?" for problem in held_out)
@@ -99,7 +117,9 @@ async def test_evaluation_is_greedy_over_the_held_out_problems(tmp_path: Path) -
     assert len(samples) == 64 and samples[0]["question"] == held_out[0].question
 
 
-async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with FakeInferenceServer() as server:
         async with running_env(tmp_path, server, dataset="auto", hub_timeout=0.2) as env:
             assert len(env.problems.train) == 81 and not env.boxed
@@ -112,7 +132,7 @@ async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(tmp_pa
                 pass
 
 
-# --- as people run it -------------------------------------------------------------------------------------------------
+# --- as people run it -----------------------------------------------------------------------------------------------
 
 
 async def start(*arguments: str, cwd: Path) -> asyncio.subprocess.Process:
@@ -138,7 +158,9 @@ async def test_whole_run_of_the_script(tmp_path: Path) -> None:
     flags += ["--env.max_batches_offpolicy", "0", "--env.ensure_scores_are_not_same", "false"]
     flags += ["--env.data_path_to_save_groups", "samples.jsonl", "--env.evaluations_path", "evaluations.jsonl"]
     async with running_api() as api, FakeInferenceServer(solve, model_name=str(tokenizer)) as server:
-        process = await start(*flags, "--env.rollout_server_url", api.url, "--openai.base_url", server.base_url, cwd=tmp_path)
+        process = await start(
+            *flags, "--env.rollout_server_url", api.url, "--openai.base_url", server.base_url, cwd=tmp_path
+        )
         trainer = Trainer(api.url, batch_size=16, num_steps=3)
         await trainer.register()
         await trainer.joined()
@@ -162,7 +184,14 @@ async def test_signal_ends_it_within_five_seconds_and_it_says_goodbye(tmp_path: 
     tokenizer = save_tiny_tokenizer(tmp_path / "model")
     async with running_api() as api, FakeInferenceServer(solve, model_name=str(tokenizer)) as server:
         server.delay_s = 60
-        flags = ["--env.rollout_server_url", api.url, "--openai.base_url", server.base_url, "--env.dataset", "arithmetic"]
+        flags = [
+            "--env.rollout_server_url",
+            api.url,
+            "--openai.base_url",
+            server.base_url,
+            "--env.dataset",
+            "arithmetic",
+        ]
         process = await start(*flags, cwd=tmp_path)
         trainer = Trainer(api.url)
         await trainer.register()
@@ -180,7 +209,10 @@ async def test_waiting_for_the_inference_server_is_said_and_bounded(tmp_path: Pa
     process = await start("--openai.base_url", "http://127.0.0.1:9/v1", "--env.startup_timeout", "1", cwd=tmp_path)
     output, _ = await asyncio.wait_for(process.communicate(), 30)
     assert process.returncode == 1
-    assert "Waiting for the name of the served model from http://127.0.0.1:9/v1/models, 0 s of at most 1 s so far" in output.decode()
+    assert (
+        "Waiting for the name of the served model from http://127.0.0.1:9/v1/models, 0 s of at most 1 s so far"
+        in output.decode()
+    )
     assert "ERROR" in output.decode() and "start the inference server, correct --openai.base_url" in output.decode()
 
 

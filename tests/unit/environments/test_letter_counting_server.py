@@ -7,7 +7,10 @@ from tests.unit.environments.support import running_env
 
 async def test_only_the_right_count_in_answer_tags_is_rewarded(tmp_path: Path) -> None:
     answers = ["s-t-r-a-w-b-e-r-r-y <answer>3</answer>", "<answer> 2 </answer>", "3", "<answer>three</answer>"]
-    async with FakeInferenceServer(lambda prompt: answers) as server, running_env(LetterCountingEnv, tmp_path, server) as env:
+    async with (
+        FakeInferenceServer(lambda prompt: answers) as server,
+        running_env(LetterCountingEnv, tmp_path, server) as env,
+    ):
         group, _ = await env.collect_trajectories(Question("Strawberry", "r"))
     assert group is not None and group["scores"] == [1.0, 0.0, 0.0, 0.0]
 

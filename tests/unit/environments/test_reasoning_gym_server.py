@@ -40,7 +40,12 @@ async def test_tasks_are_mixed_by_weight_configured_and_scored_by_their_own_rule
         expression = item.question.partition(":")[2].replace("=", "").strip()
         left, operator, right = expression.split()
         total = int(left) + int(right) if operator == "+" else int(left) - int(right)
-        server.answer = lambda prompt: [f"<answer>{total}</answer>", f"<answer>{total + 100}</answer>", str(total), "<answer></answer>"]
+        server.answer = lambda prompt: [
+            f"<answer>{total}</answer>",
+            f"<answer>{total + 100}</answer>",
+            str(total),
+            "<answer></answer>",
+        ]
         group, _ = await env.collect_trajectories(item)
         assert group is not None and group["scores"] == [1.0, 0.0, 0.0, 0.0]
 
@@ -53,7 +58,10 @@ async def test_unknown_task_is_refused_with_the_nearest_name(tmp_path: Path) -> 
 
 
 async def test_every_task_can_be_asked_by_name(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, heldout_size=1, scorer_timeout=60) as env:
+    async with (
+        FakeInferenceServer() as server,
+        running_env(ReasoningGymEnv, tmp_path, server, heldout_size=1, scorer_timeout=60) as env,
+    ):
         assert len(env.weights) > 100
         for name in env.weights:
             assert (await env.pool.ask(env._entry(name, 3)))["question"]

@@ -1,4 +1,6 @@
-"""What environment tests stand on: the real batching API on a free port, a trainer that only counts, and a small environment."""
+"""What environment tests stand on: the real batching API on a free port, a trainer that only counts, and a small
+environment.
+"""
 
 import asyncio
 import contextlib
@@ -31,7 +33,12 @@ class Api:
 
     async def start(self) -> None:
         config = uvicorn.Config(
-            create_app(self.settings), host="127.0.0.1", port=self.port, log_level="warning", log_config=None, lifespan="off"
+            create_app(self.settings),
+            host="127.0.0.1",
+            port=self.port,
+            log_level="warning",
+            log_config=None,
+            lifespan="off",
         )
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]  # signals are the test's
@@ -59,7 +66,9 @@ async def running_api(settings: ApiSettings | None = None) -> AsyncIterator[Api]
 class Trainer:
     """Registers, fetches batches, reports steps as the real trainer does; the policy version is the number of steps."""
 
-    def __init__(self, url: str, batch_size: int = 8, num_steps: int = 3, starting_step: int = 0, project: str = "") -> None:
+    def __init__(
+        self, url: str, batch_size: int = 8, num_steps: int = 3, starting_step: int = 0, project: str = ""
+    ) -> None:
         self.url = url
         self.step = starting_step
         self.registration = {

@@ -111,7 +111,12 @@ async def test_groups_travel_as_messagepack_once_the_api_has_said_that_it_reads_
         await client.post_groups([group(1)])  # it has not joined, so it cannot know
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
         await link.join()
-        arrays = {"tokens": [np.array([2, 2])], "masks": [np.array([-100, 2])], "scores": np.array([0.5]), "inference_logprobs": None}
+        arrays = {
+            "tokens": [np.array([2, 2])],
+            "masks": [np.array([-100, 2])],
+            "scores": np.array([0.5]),
+            "inference_logprobs": None,
+        }
         await link.post_groups([arrays])
         await link.post_groups([group(3), group(4)])
         replies = [await ask("GET", f"{api.url}/batch", Accept=packed) for _ in range(4)]

@@ -25,7 +25,8 @@ def test_value_is_exact(text: str, value: Fraction) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1 +", "(1", "1)", "1 2", "2 ** 3", "1 / 0", "a + 1", "1e9", "+1", "1" * 600, "(" * 200 + "1" + ")" * 200]
+    "text",
+    ["", "1 +", "(1", "1)", "1 2", "2 ** 3", "1 / 0", "a + 1", "1e9", "+1", "1" * 600, "(" * 200 + "1" + ")" * 200],
 )
 def test_everything_else_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):

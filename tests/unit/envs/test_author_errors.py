@@ -55,13 +55,16 @@ class FailingEnv(CountingEnv):
         raise ZeroDivisionError("not my day")
 
 
-async def test_environment_that_keeps_failing_ends_and_names_item_and_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_environment_that_keeps_failing_ends_and_names_item_and_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with running_api() as api, FakeInferenceServer() as server:
         env = FailingEnv(config(tmp_path, api.url, max_failed_items=1), server_config(server))
         trainer = Trainer(api.url)
         await trainer.register()
         with pytest.raises(
-            TooManyFailures, match=r"[23] of the last [23] items .*test_author_errors.py:\d+ in (get_next_item|collect_trajectory)"
+            TooManyFailures,
+            match=r"[23] of the last [23] items .*test_author_errors.py:\d+ in (get_next_item|collect_trajectory)",
         ):
             await asyncio.wait_for(env.env_manager(), 60)
     assert "no row 1" in caplog.text and env.counts["items_failed"] >= 2
@@ -70,20 +73,26 @@ async def test_environment_that_keeps_failing_ends_and_names_item_and_line(tmp_p
 async def test_process_ends_likewise(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         groups = str(tmp_path / "groups.jsonl")
-        env = FailingEnv(config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server))
+        env = FailingEnv(
+            config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server)
+        )
         env.taken = 1
         with pytest.raises(TooManyFailures, match="2: ZeroDivisionError: not my day at"):
             await process(env)
 
 
-async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_environment_without_groups(tmp_path: Path) -> None:
+async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_environment_without_groups(
+    tmp_path: Path,
+) -> None:
     class Fruitless(FailingEnv):
         async def collect_trajectories(self, item: Any) -> Any:
             return None, []
 
     async with FakeInferenceServer() as server:
         settings = config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
-        with pytest.raises(TooManyFailures, match="that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"):
+        with pytest.raises(
+            TooManyFailures, match="that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"
+        ):
             await process(Fruitless(settings, server_config(server)))
         env = Fruitless(settings, server_config(server))
         env.backlog = list(range(100))
@@ -92,7 +101,9 @@ async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_env
 
 
 class MalformedEnv(CountingEnv):
-    """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is no group at all."""
+    """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is no group at
+    all.
+    """
 
     async def collect_trajectories(self, item: Any) -> Any:
         if item == 3:
@@ -107,8 +118,14 @@ async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_o
         env = MalformedEnv(config(tmp_path, api.url, **fields), server_config(server))
         trainer = Trainer(api.url, batch_size=4)
         await trainer.register()
-        where = rf"{Path(__file__).name}:{MalformedEnv.collect_trajectories.__code__.co_firstlineno} in collect_trajectories"
-        with pytest.raises(TooManyFailures, match=rf"2 of the last 2 items .* 2: MalformedGroup: .*3 masks for 4 sequences at .*{where}"):
+        where = (
+            rf"{Path(__file__).name}:{MalformedEnv.collect_trajectories.__code__.co_firstlineno} in"
+            r" collect_trajectories"
+        )
+        with pytest.raises(
+            TooManyFailures,
+            match=rf"2 of the last 2 items .* 2: MalformedGroup: .*3 masks for 4 sequences at .*{where}",
+        ):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
     assert env.counts["groups_malformed"] == 2 and env.counts["items_failed"] == 2
@@ -117,9 +134,13 @@ async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_o
 async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         groups = str(tmp_path / "groups.jsonl")
-        env = MalformedEnv(config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server))
+        env = MalformedEnv(
+            config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=groups), server_config(server)
+        )
         env.taken = 2
-        with pytest.raises(TooManyFailures, match=r"3: TypeError: .* at .*test_author_errors.py:\d+ in collect_trajectories"):
+        with pytest.raises(
+            TooManyFailures, match=r"3: TypeError: .* at .*test_author_errors.py:\d+ in collect_trajectories"
+        ):
             await process(env)
 
 
@@ -151,7 +172,11 @@ def test_giver_is_the_last_method_that_the_author_wrote() -> None:
         async def score(self, item: Any, answer: str) -> float:
             return 1.0
 
-    assert giver(Asked).endswith("in score") and giver(FailingEnv).endswith("in collect_trajectory") and giver(QuestionEnv) == ""
+    assert (
+        giver(Asked).endswith("in score")
+        and giver(FailingEnv).endswith("in collect_trajectory")
+        and giver(QuestionEnv) == ""
+    )
 
 
 # --- what the registered trainer cannot use -------------------------------------------------------------------

@@ -7,7 +7,14 @@ import pytest
 
 from atroposlib.envs import checkpoints
 
-DAMAGES = {"cut": b'{"taken": 3', "garbage": b"\x00\xff\x01", "list": b"[]", "empty": b"", "number": b"7", "null": b"null"}
+DAMAGES = {
+    "cut": b'{"taken": 3',
+    "garbage": b"\x00\xff\x01",
+    "list": b"[]",
+    "empty": b"",
+    "number": b"7",
+    "null": b"null",
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -1,8 +1,11 @@
-"""An environment in the manner of the archived ancestor, unchanged: names, signatures and habits as authors out there have them."""
+# ruff: noqa: UP006, UP035, UP045
+"""An environment in the manner of the archived ancestor, unchanged: names, signatures and habits as authors out there
+have them.
+"""
 
 import asyncio
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple  # noqa: UP035
+from typing import Any, Dict, List, Optional, Tuple
 
 import pytest
 
@@ -33,7 +36,9 @@ class OldStyleEnv(BaseEnv):
     name = "oldstyle"
     env_config_cls = OldStyleConfig
 
-    def __init__(self, config: OldStyleConfig, server_configs: List[APIServerConfig], slurm: bool = True, testing: bool = False):  # noqa: UP006
+    def __init__(
+        self, config: OldStyleConfig, server_configs: List[APIServerConfig], slurm: bool = True, testing: bool = False
+    ):
         super().__init__(config, server_configs, slurm, testing)
         self.percent_correct_buffer: list = []
         self.eval_metrics: list = []
@@ -41,9 +46,11 @@ class OldStyleEnv(BaseEnv):
         self.cleaned = 0
 
     @classmethod
-    def config_init(cls) -> Tuple[OldStyleConfig, List[APIServerConfig]]:  # noqa: UP006
+    def config_init(cls) -> Tuple[OldStyleConfig, List[APIServerConfig]]:
         config = OldStyleConfig(group_size=2, eval_handling=EvalHandlingEnum.LIMIT_TRAIN, wandb_name="old")
-        return config, [OpenaiConfig(model_name="m", base_url="http://localhost:9001/v1", api_key="x", num_requests_for_eval=256)]
+        return config, [
+            OpenaiConfig(model_name="m", base_url="http://localhost:9001/v1", api_key="x", num_requests_for_eval=256)
+        ]
 
     async def setup(self) -> None:
         self.iter = 0
@@ -52,12 +59,14 @@ class OldStyleEnv(BaseEnv):
         self.iter += 1
         return ({"role": "user", "content": f"item {self.iter}"},)
 
-    async def collect_trajectories(self, item: Item) -> Tuple[Optional[ScoredDataGroup], List[Item]]:  # noqa: UP006, UP045
+    async def collect_trajectories(self, item: Item) -> Tuple[Optional[ScoredDataGroup], List[Item]]:
         completions = await self.server.chat_completion(messages=list(item), n=self.config.group_size, max_tokens=8)
-        to_score = [((*item, {"role": "assistant", "content": c.message.content}), c.finish_reason) for c in completions.choices]
+        to_score = [
+            ((*item, {"role": "assistant", "content": c.message.content}), c.finish_reason) for c in completions.choices
+        ]
         return await self.score(to_score), []
 
-    async def score(self, rollout_group_data: List) -> Optional[ScoredDataGroup]:  # noqa: UP006, UP045
+    async def score(self, rollout_group_data: List) -> Optional[ScoredDataGroup]:
         scores = ScoredDataGroup()
         scores["tokens"] = list()
         scores["masks"] = list()
@@ -81,7 +90,7 @@ class OldStyleEnv(BaseEnv):
         if len(self.rollouts_for_wandb) > self.config.num_rollouts_to_keep:
             self.rollouts_for_wandb.pop(0)
 
-    async def wandb_log(self, wandb_metrics: Optional[Dict] = None) -> None:  # noqa: UP006, UP045
+    async def wandb_log(self, wandb_metrics: Optional[Dict] = None) -> None:
         if wandb_metrics is None:
             wandb_metrics = {}
         if self.percent_correct_buffer:
@@ -108,10 +117,17 @@ class OneSampleEnv(OldStyleEnv):
 
     collect_trajectories = BaseEnv.collect_trajectories  # type: ignore[assignment]
 
-    async def collect_trajectory(self, item: Item) -> Tuple[Optional[ScoredDataItem], List[Item]]:  # noqa: UP006, UP045
+    async def collect_trajectory(self, item: Item) -> Tuple[Optional[ScoredDataItem], List[Item]]:
         await self.server.completion(prompt="x", max_tokens=4)
-        out = tokenize_for_trainer(self.tokenizer, [*item, {"role": "assistant", "content": "yes"}], include_messages=True)
-        return ScoredDataItem(tokens=out["tokens"], masks=out["masks"], scores=float(len(self.workers)), messages=out["messages"]), []
+        out = tokenize_for_trainer(
+            self.tokenizer, [*item, {"role": "assistant", "content": "yes"}], include_messages=True
+        )
+        return (
+            ScoredDataItem(
+                tokens=out["tokens"], masks=out["masks"], scores=float(len(self.workers)), messages=out["messages"]
+            ),
+            [],
+        )
 
 
 @pytest.mark.parametrize("env_class", [OldStyleEnv, OneSampleEnv])
@@ -137,7 +153,9 @@ async def test_environment_of_the_ancestor_runs_unchanged(tmp_path: Path, env_cl
 
 
 class FileEnv(OldStyleEnv):
-    """Samples nothing: when the trainer has moved on it sends by itself, in the manner of the ancestor's loader of SFT data."""
+    """Samples nothing: when the trainer has moved on it sends by itself, in the manner of the ancestor's loader of SFT
+    data.
+    """
 
     name = "file"
 
@@ -148,7 +166,9 @@ class FileEnv(OldStyleEnv):
         step = self.status_dict["current_step"]
         if self.curr_step != step or not self.items_sent_this_step:
             for _ in range(2):
-                await self.handle_send_to_api({"tokens": [[1, step]] * 2, "masks": [[1, step]] * 2, "scores": [1.0, 0.0]})
+                await self.handle_send_to_api(
+                    {"tokens": [[1, step]] * 2, "masks": [[1, step]] * 2, "scores": [1.0, 0.0]}
+                )
         await super().env_step_checks()
 
 
@@ -173,5 +193,7 @@ async def test_environment_that_sends_at_steps_and_starts_no_workers_runs_unchan
 def test_baseline_configuration_is_accepted(tmp_path: Path) -> None:
     config = OldStyleConfig(tokenizer_name=str(save_tiny_tokenizer(tmp_path / "tokenizer")))
     env = OldStyleEnv(config, ServerBaseline(model_name="m"), slurm=False)  # type: ignore[arg-type]
-    assert [server.config.base_url for server in env.server.servers] == [f"http://localhost:{port}/v1" for port in range(9004, 9008)]
+    assert [server.config.base_url for server in env.server.servers] == [
+        f"http://localhost:{port}/v1" for port in range(9004, 9008)
+    ]
     assert env.max_num_workers == 32

@@ -68,7 +68,11 @@ def test_flags_beat_yaml_beats_config_init(tmp_path: Path) -> None:
         (["--env.no-use-wandb"], "use_wandb", False),
         (["--env.min_batch_allocation", "None"], "min_batch_allocation", None),
         (["--env.names", "a,b"], "names", ["a", "b"]),
-        (["--env.eval_handling", "NONE"], "eval_handling", BaseEnvConfig.model_fields["eval_handling"].annotation("NONE")),  # type: ignore[misc]
+        (
+            ["--env.eval_handling", "NONE"],
+            "eval_handling",
+            BaseEnvConfig.model_fields["eval_handling"].annotation("NONE"),
+        ),  # type: ignore[misc]
     ],
 )
 def test_flag_grammar(arguments: list[str], field: str, value: Any) -> None:
@@ -77,7 +81,11 @@ def test_flag_grammar(arguments: list[str], field: str, value: Any) -> None:
 
 def test_single_server_takes_every_flag() -> None:
     tree = load("--openai.base_url", "http://flag/v1", "--openai.model_name", "m", "--openai.api_key", "secret")
-    assert (tree.openai[0].base_url, tree.openai[0].model_name, tree.openai[0].api_key) == ("http://flag/v1", "m", "secret")
+    assert (tree.openai[0].base_url, tree.openai[0].model_name, tree.openai[0].api_key) == (
+        "http://flag/v1",
+        "m",
+        "secret",
+    )
     assert tree.openai[0].server_type == "vllm"
 
 
@@ -92,7 +100,10 @@ def test_several_servers_come_from_config_init_or_yaml(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("openai: [{base_url: http://a/v1}, {base_url: http://b/v1, model_name: m}]\n")
     servers = load("--config", str(file)).openai
-    assert [(server.base_url, server.model_name) for server in servers] == [("http://a/v1", "default"), ("http://b/v1", "m")]
+    assert [(server.base_url, server.model_name) for server in servers] == [
+        ("http://a/v1", "default"),
+        ("http://b/v1", "m"),
+    ]
 
 
 def test_constructor_may_name_its_arguments_as_it_likes(tmp_path: Path) -> None:
@@ -105,7 +116,14 @@ def test_constructor_may_name_its_arguments_as_it_likes(tmp_path: Path) -> None:
 
 
 def test_flags_of_the_manager_reach_it(tmp_path: Path) -> None:
-    flags = ["--proxy_url", "http://proxy", "--max_n_completions", "3", "--env.tokenizer_name", str(save_tiny_tokenizer(tmp_path / "t"))]
+    flags = [
+        "--proxy_url",
+        "http://proxy",
+        "--max_n_completions",
+        "3",
+        "--env.tokenizer_name",
+        str(save_tiny_tokenizer(tmp_path / "t")),
+    ]
     server = build(LooseEnv, load(*flags)).server
     assert (server.proxy_url, server.max_n_completions) == ("http://proxy", 3)
 
@@ -129,15 +147,20 @@ def test_wrong_flag_is_one_line(capsys: pytest.CaptureFixture[str], arguments: l
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("env: {grup_size: 2}", "env.grup_size"), ("openai: {bas_url: x}", "openai.bas_url"), ("enf: {}", "'enf'")]
+    ("content", "said"),
+    [("env: {grup_size: 2}", "env.grup_size"), ("openai: {bas_url: x}", "openai.bas_url"), ("enf: {}", "'enf'")],
 )
-def test_unknown_yaml_key_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, said: str) -> None:
+def test_unknown_yaml_key_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, said: str
+) -> None:
     (tmp_path / "c.yaml").write_text(content)
     assert f"unknown key '{said.strip(chr(39))}'" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
 
 
 def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("env: {quorum: 1, group_size: 3}\nopenai: [{base_url: http://a/v1, weight: 1.0}]\ntinker: {x: 1}\n")
+    (tmp_path / "c.yaml").write_text(
+        "env: {quorum: 1, group_size: 3}\nopenai: [{base_url: http://a/v1, weight: 1.0}]\ntinker: {x: 1}\n"
+    )
     tree = load("--config", str(tmp_path / "c.yaml"))
     assert tree.env.group_size == 3 and tree.openai[0].base_url == "http://a/v1"
     assert [record.getMessage() for record in caplog.records] == [
@@ -162,20 +185,29 @@ def test_api_keys_are_never_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_process_changes_defaults_below_flags() -> None:
     assert load(command="process").env.data_path_to_save_groups == "data/counting.jsonl"
     tree = load("--env.include_messages", "false", "--env.data_path_to_save_groups", "x.jsonl", command="process")
-    assert (tree.env.include_messages, tree.env.data_path_to_save_groups, tree.env.ensure_scores_are_not_same) == (False, "x.jsonl", False)
+    assert (tree.env.include_messages, tree.env.data_path_to_save_groups, tree.env.ensure_scores_are_not_same) == (
+        False,
+        "x.jsonl",
+        False,
+    )
     assert tree.env.use_wandb is True  # as configured: `process` does not turn it on
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"), [([], "no command; choose one of: serve, process, evaluate"), (["serv"], "unknown command 'serv'")]
+    ("arguments", "said"),
+    [([], "no command; choose one of: serve, process, evaluate"), (["serv"], "unknown command 'serv'")],
 )
-def test_command_is_named_when_missing_or_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_command_is_named_when_missing_or_wrong(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(CountingEnv, arguments)
     assert caught.value.code == 2 and said in capsys.readouterr().err
 
 
-async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tree = load("--openai.model_name", "m", "--env.tokenizer_name", str(tmp_path / "nowhere"))
     assert await run(LooseEnv, "evaluate", tree) == 1
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
@@ -219,4 +251,7 @@ def test_documented_defaults_hold() -> None:
 
 def test_reasoning_is_enabled_by_its_details() -> None:
     assert not BaseEnvConfig().reasoning.enabled
-    assert BaseEnvConfig(thinking_mode=True).reasoning.enabled and BaseEnvConfig(reasoning_effort="high").reasoning.effort == "high"
+    assert (
+        BaseEnvConfig(thinking_mode=True).reasoning.enabled
+        and BaseEnvConfig(reasoning_effort="high").reasoning.effort == "high"
+    )

@@ -1,4 +1,6 @@
-"""Every command of docs/environments.md and docs/write_an_environment.md is run, with ports, folders and models of this test."""
+"""Every command of docs/environments.md and docs/write_an_environment.md is run, with ports, folders and models of
+this test.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,12 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 def commands(page: str) -> list[str]:
     """What a page tells people to type: in blocks, and in the text."""
-    blocks = [line for kind, block in BLOCK.findall(page) if kind == "bash" for line in block.replace("\\\n", " ").splitlines()]
+    blocks = [
+        line
+        for kind, block in BLOCK.findall(page)
+        if kind == "bash"
+        for line in block.replace("\\\n", " ").splitlines()
+    ]
     texts = [" ".join(text.split()) for text in re.findall(r"`([^`]+)`", BLOCK.sub("", page))]
     return list(dict.fromkeys(blocks + [text for text in texts if text.split()[0] in {"python", *SCRIPTS}]))
 
@@ -52,7 +59,12 @@ WATCHERS = [command for command in COMMANDS if command.startswith("inference-nod
 # Where a service answers.
 SERVICES = {
     command: health
-    for name, health in {"fake_inference_server": "/health", "run_api": "/health", "proxy": "/health", "view-run": "/"}.items()
+    for name, health in {
+        "fake_inference_server": "/health",
+        "run_api": "/health",
+        "proxy": "/health",
+        "view-run": "/",
+    }.items()
     for command in COMMANDS
     if name in command
 }
@@ -67,7 +79,10 @@ WITH_MODEL = {
 def test_every_command_is_tried_below() -> None:
     assert sorted(COMMANDS) == sorted([*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *SERVICES, *WITH_MODEL])
     for command, test in WITH_MODEL.items():
-        assert next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1] in (ROOT / test).read_text()
+        assert (
+            next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1]
+            in (ROOT / test).read_text()
+        )
 
 
 def python_arguments(command: str) -> list[str]:
@@ -101,10 +116,14 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize("command", SAMPLING)
-async def test_environment_served_by_a_command_samples_a_group(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_served_by_a_command_samples_a_group(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script, *arguments = shlex.split(command)[1:]
     env_cls = env_class(Path(script).stem)
-    async with FakeInferenceServer(lambda prompt: [r"<answer>1</answer> \boxed{1}", r"<answer>2</answer> \boxed{2}"]) as server:
+    async with FakeInferenceServer(
+        lambda prompt: [r"<answer>1</answer> \boxed{1}", r"<answer>2</answer> \boxed{2}"]
+    ) as server:
         fields = {"tokenizer_name": save_tiny_tokenizer(tmp_path / "tokenizer"), "total_steps": 1, "heldout_size": 2}
         fields |= {"data_path_to_save_groups": tmp_path / "groups.jsonl", "ensure_scores_are_not_same": False}
         if "HuggingFaceH4" in command or env_cls.name == "gsm8k" and "arithmetic" not in command:  # no hub here

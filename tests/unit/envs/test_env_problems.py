@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.errors import DataError
-from atroposlib.envs.problems import Problem, ProblemStream, arithmetic_problems, hub_problem_set, read_problem_set, read_problems
+from atroposlib.envs.problems import (
+    Problem,
+    ProblemStream,
+    arithmetic_problems,
+    hub_problem_set,
+    read_problem_set,
+    read_problems,
+)
 
 
 def write(path: Path, count: int) -> Path:
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(
-        "".join(json.dumps({"question": f"q{n} of {path.stem}", "answer": f"because\n#### {n},000"}) + "\n" for n in range(count))
+        "".join(
+            json.dumps({"question": f"q{n} of {path.stem}", "answer": f"because\n#### {n},000"}) + "\n"
+            for n in range(count)
+        )
     )
     return path
 
@@ -32,7 +42,11 @@ def test_arithmetic_set_is_the_145_questions_with_their_results() -> None:
 
 def test_arithmetic_split_is_the_same_in_every_run() -> None:
     assert arithmetic_problems(64) == arithmetic_problems(64)
-    assert [problem.question for problem in arithmetic_problems(64).held_out[:3]] == ["What is 4 * 3?", "What is 5 * 4?", "What is 2 + 2?"]
+    assert [problem.question for problem in arithmetic_problems(64).held_out[:3]] == [
+        "What is 4 * 3?",
+        "What is 5 * 4?",
+        "What is 2 + 2?",
+    ]
 
 
 def test_result_is_what_follows_the_mark_without_separators() -> None:
@@ -89,11 +103,16 @@ async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
     write(tmp_path / "set" / "train.jsonl", 4)
     write(tmp_path / "set" / "test.jsonl", 2)
     problems = await hub_problem_set(str(tmp_path / "set"), "default", 2, 0, deadline_s=60)
-    assert len(problems.train) == 4 and {problem.question for problem in problems.held_out} == {"q0 of test", "q1 of test"}
+    assert len(problems.train) == 4 and {problem.question for problem in problems.held_out} == {
+        "q0 of test",
+        "q1 of test",
+    }
 
 
 async def test_hub_that_gives_nothing_is_reported_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the hub did not give \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"):
+    with pytest.raises(
+        DataError, match=r"the hub did not give \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"
+    ):
         await hub_problem_set(str(tmp_path / "nowhere"), "default", 2, 0, deadline_s=60)
 
 

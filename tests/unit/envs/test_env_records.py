@@ -49,7 +49,9 @@ def test_full_disk_is_named_and_leaves_whole_lines() -> None:
     assert file.content == b'{"a":1}\n'
 
 
-@pytest.mark.parametrize(("old", "new", "multiple"), [(0, 4, None), (0, 5, 5), (4, 5, 5), (5, 6, None), (3, 17, 15), (5, 5, None)])
+@pytest.mark.parametrize(
+    ("old", "new", "multiple"), [(0, 4, None), (0, 5, 5), (4, 5, 5), (5, 6, None), (3, 17, 15), (5, 5, None)]
+)
 def test_crossed_multiple(old: int, new: int, multiple: int | None) -> None:
     assert crossed(old, new, 5) == multiple
 
@@ -60,7 +62,10 @@ def test_interval_that_is_off_is_never_crossed() -> None:
 
 def test_html_escapes_what_models_say(tmp_path: Path) -> None:
     group = {
-        "messages": [[{"role": "user", "content": "<script>alert(1)</script>"}], [{"role": "u", "content": [{"type": "image"}]}]],
+        "messages": [
+            [{"role": "user", "content": "<script>alert(1)</script>"}],
+            [{"role": "u", "content": [{"type": "image"}]}],
+        ],
         "scores": [1.0, -1.0],
     }
     (tmp_path / "g.jsonl").write_text(json.dumps(group) + "\n")
@@ -87,7 +92,11 @@ def test_evaluation_line_has_count_and_decoding() -> None:
 def test_numbers_of_numpy_count() -> None:
     import numpy as np
 
-    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "c": np.zeros(3), "d": True}) == {"a": 0.5, "b": 2.0, "d": 1.0}
+    assert finite_numbers({"a": np.float32(0.5), "b": np.int64(2), "c": np.zeros(3), "d": True}) == {
+        "a": 0.5,
+        "b": 2.0,
+        "d": 1.0,
+    }
 
 
 def test_evaluations_file_follows_the_configuration() -> None:
@@ -114,7 +123,9 @@ def test_durations_are_handed_over_once() -> None:
 
 def test_length_figures() -> None:
     figures = length_metrics([10, 96, 98], 100)
-    assert figures["train/completion_lengths"] == 68.0 and figures["train/completion_lengths_p95"] == pytest.approx(2 / 3)
+    assert figures["train/completion_lengths"] == 68.0 and figures["train/completion_lengths_p95"] == pytest.approx(
+        2 / 3
+    )
     assert length_metrics([], 100) == {}
 
 

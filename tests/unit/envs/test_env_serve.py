@@ -28,11 +28,15 @@ async def inference() -> AsyncIterator[FakeInferenceServer]:
         yield server
 
 
-def build(folder: Path, api: Api, inference: FakeInferenceServer, cls: type[CountingEnv] = CountingEnv, **fields: Any) -> CountingEnv:
+def build(
+    folder: Path, api: Api, inference: FakeInferenceServer, cls: type[CountingEnv] = CountingEnv, **fields: Any
+) -> CountingEnv:
     return cls(config(folder, api.url, **fields), server_config(inference))
 
 
-async def test_run_from_registration_to_the_last_evaluation(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_run_from_registration_to_the_last_evaluation(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     files: dict[str, Any] = {
         "evaluations_path": str(tmp_path / "e.jsonl"),
         "metrics_path": str(tmp_path / "m.jsonl"),
@@ -83,7 +87,9 @@ async def test_groups_in_flight_and_queued_never_exceed_the_limit(
     await asyncio.gather(serving, return_exceptions=True)
 
 
-async def test_on_policy_samples_come_from_the_policy_they_train(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_on_policy_samples_come_from_the_policy_they_train(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     env = build(tmp_path, api, inference, max_batches_offpolicy=0)
     trainer = Trainer(api.url, num_steps=4)
     serving = asyncio.create_task(serve(env))
@@ -99,7 +105,9 @@ async def test_on_policy_samples_come_from_the_policy_they_train(tmp_path: Path,
     assert seen == [{(version, version)} for version in range(4)]
 
 
-async def test_nothing_is_sampled_while_an_evaluation_runs(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_nothing_is_sampled_while_an_evaluation_runs(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     class SlowEvaluation(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             before = self.taken
@@ -160,7 +168,11 @@ async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_
     await trainer.train(1)
     await asyncio.wait_for(serving, 10)
     assert env.counts["items_failed"] == 1
-    assert "the first item is bad" in caplog.text and "raise ZeroDivisionError" in caplog.text and "dropped the item 1" in caplog.text
+    assert (
+        "the first item is bad" in caplog.text
+        and "raise ZeroDivisionError" in caplog.text
+        and "dropped the item 1" in caplog.text
+    )
 
 
 async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
@@ -215,7 +227,9 @@ async def test_environment_waits_for_the_trainer(tmp_path: Path, api: Api, infer
         await serve(env)
 
 
-async def test_group_that_exceeds_the_batch_is_refused(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_group_that_exceeds_the_batch_is_refused(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     env = build(tmp_path, api, inference, group_size=16)
     serving = asyncio.create_task(serve(env))
     await Trainer(api.url, batch_size=8).register()
@@ -223,7 +237,9 @@ async def test_group_that_exceeds_the_batch_is_refused(tmp_path: Path, api: Api,
         await asyncio.wait_for(serving, 10)
 
 
-async def test_cancelled_environment_disconnects_within_seconds(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_cancelled_environment_disconnects_within_seconds(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     inference.delay_s = 30
     env = build(tmp_path, api, inference)
     trainer = Trainer(api.url, num_steps=2)
@@ -287,7 +303,9 @@ async def test_failed_evaluation_is_reported_without_accuracy(
     assert trainer.accuracies[2] is None and env.counts["evaluations_failed"] == 3
 
 
-async def test_ancestor_style_evaluation_reports_what_it_logged(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
+async def test_ancestor_style_evaluation_reports_what_it_logged(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
     class Ancestral(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> None:
             await self.evaluate_log({"eval/percent_correct": 0.75}, samples=[{"q": 1}], start_time=1.0, end_time=3.0)

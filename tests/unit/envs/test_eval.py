@@ -40,7 +40,12 @@ async def test_evaluation_is_asked_averaged_and_written(tmp_path: Path) -> None:
     assert "max_tokens" not in request
     written = json.loads((tmp_path / "metrics.json").read_text())
     assert written["results"]["atropos|Doubling@1:2|0"] == written["results"]["all"] == metrics
-    assert written["config_general"]["generation_parameters"] == {"temperature": 0.7, "n": 2, "top_p": 1.0, "max_tokens": -1}
+    assert written["config_general"]["generation_parameters"] == {
+        "temperature": 0.7,
+        "n": 2,
+        "top_p": 1.0,
+        "max_tokens": -1,
+    }
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [{"question": number, "answers": ["4", "6"]} for number in (1, 2, 3, 4)] == [sample[0] for sample in samples]
 
@@ -60,7 +65,9 @@ async def test_evaluation_without_questions_says_so() -> None:
         await eval_runner(Empty(), ["--server-url", "http://127.0.0.1:1/v1"])
 
 
-def test_nothing_is_written_without_a_folder(caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_without_a_folder(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     evaluate_log({"accuracy": 1.0})
     assert "eval_dir is not set" in caplog.text and not list(tmp_path.iterdir())

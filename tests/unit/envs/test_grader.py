@@ -93,7 +93,14 @@ async def test_sixty_four_answers_take_less_than_a_second(grader: Grader) -> Non
 def test_plain_integers_are_judged_as_math_verify_does() -> None:
     generator = random.Random(0)
     pairs = [(str(generator.randint(-200, 200)), str(generator.randint(-200, 200))) for _ in range(50)]
-    pairs += [("007", "7"), ("-0", "0"), ("0", "0"), ("-5", "-5"), ("-5", "5"), ("999999999999999999", "999999999999999998")]
+    pairs += [
+        ("007", "7"),
+        ("-0", "0"),
+        ("0", "0"),
+        ("-5", "-5"),
+        ("-5", "5"),
+        ("999999999999999999", "999999999999999998"),
+    ]
 
     async def quickly() -> list[str]:
         grader = Grader()

@@ -13,13 +13,25 @@ def groups(status: dict[str, Any] | None = None, config: dict[str, Any] | None =
     """Groups to start with groups of 8 in batches of 64, i.e. 8 a batch."""
     figures: dict[str, Any] = {"current_step": 0, "queue_size": 0} | (status or {})
     settings = {"group_size": 8, "max_batches_offpolicy": 1} | (config or {})
-    defaults: dict[str, Any] = dict(batch_size=64, total_steps=10, in_flight=0, max_workers=100, evaluating=False, idle_s=0.0)
+    defaults: dict[str, Any] = dict(
+        batch_size=64, total_steps=10, in_flight=0, max_workers=100, evaluating=False, idle_s=0.0
+    )
     return plan(BaseEnvConfig(**settings), EnvStatus(**figures), **defaults | situation).start
 
 
 @pytest.mark.parametrize(
     ("limit", "queued", "in_flight", "expected"),
-    [(1, 0, 0, 8), (1, 3, 2, 3), (1, 8, 0, 0), (1, 4, 4, 0), (1, 20, 0, 0), (3, 0, 0, 24), (3, 8, 8, 8), (0, 0, 0, 8), (0, 5, 2, 1)],
+    [
+        (1, 0, 0, 8),
+        (1, 3, 2, 3),
+        (1, 8, 0, 0),
+        (1, 4, 4, 0),
+        (1, 20, 0, 0),
+        (3, 0, 0, 24),
+        (3, 8, 8, 8),
+        (0, 0, 0, 8),
+        (0, 5, 2, 1),
+    ],
 )
 def test_queued_and_in_flight_fill_the_limit(limit: int, queued: int, in_flight: int, expected: int) -> None:
     assert groups({"queue_size": queued}, {"max_batches_offpolicy": limit}, in_flight=in_flight) == expected
@@ -72,7 +84,16 @@ def test_schedule_is_what_was_announced() -> None:
 
 def test_each_version_is_due_once_and_of_several_the_newest() -> None:
     schedule = EvaluationSchedule(5, 100, at_start=True)
-    assert [schedule.advance(version) for version in (0, 0, 4, 5, 5, 6, 21, 21)] == [0, None, None, 5, None, None, 20, None]
+    assert [schedule.advance(version) for version in (0, 0, 4, 5, 5, 6, 21, 21)] == [
+        0,
+        None,
+        None,
+        5,
+        None,
+        None,
+        20,
+        None,
+    ]
 
 
 def test_joining_late_evaluates_the_served_version_only() -> None:

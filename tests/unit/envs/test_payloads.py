@@ -20,7 +20,10 @@ def reject(candidate: dict[str, Any], **limits: Any) -> str | None:
 
 def test_optional_fields_are_lists_when_every_item_has_them_and_null_otherwise() -> None:
     grouped = group_items(
-        [item(inference_logprobs=[1.0, -1.0, -2.0], advantages=[0.1] * 3), item(0.0, inference_logprobs=[1.0, -3.0, -4.0])]
+        [
+            item(inference_logprobs=[1.0, -1.0, -2.0], advantages=[0.1] * 3),
+            item(0.0, inference_logprobs=[1.0, -3.0, -4.0]),
+        ]
     )
     assert grouped["inference_logprobs"] == [[1.0, -1.0, -2.0], [1.0, -3.0, -4.0]]
     assert grouped["advantages"] is None and grouped["group_overrides"] is None and grouped["overrides"] is None
@@ -37,7 +40,10 @@ def test_generation_parameters_are_the_groups_when_alike_else_temperatures_becom
 
 
 def test_group_overrides_are_merged() -> None:
-    assert group_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2})])["group_overrides"] == {"a": 1, "b": 2}
+    assert group_items([item(group_overrides={"a": 1}), item(group_overrides={"b": 2})])["group_overrides"] == {
+        "a": 1,
+        "b": 2,
+    }
 
 
 def test_good_group_is_accepted_also_with_null_overrides() -> None:

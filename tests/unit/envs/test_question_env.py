@@ -33,10 +33,16 @@ async def test_group_in_which_an_answer_has_no_score_is_dropped_and_counted(tmp_
 
 
 async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:
-    async with FakeInferenceServer() as server, running_env(EchoEnv, tmp_path, server, temperature=0.7, top_p=0.9) as env:
+    async with (
+        FakeInferenceServer() as server,
+        running_env(EchoEnv, tmp_path, server, temperature=0.7, top_p=0.9) as env,
+    ):
         group, _ = await env.collect_trajectories("7")
         body = server.requests[0][1]
-    assert group is not None and group["generation_params"] == {"temperature": body["temperature"], "top_p": body["top_p"]}
+    assert group is not None and group["generation_params"] == {
+        "temperature": body["temperature"],
+        "top_p": body["top_p"],
+    }
     assert (body["temperature"], body["top_p"]) == (0.7, 0.9)
 
 
@@ -78,7 +84,8 @@ async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path
             taken = [await env.get_next_item() for _ in range(3)]
             env.save_checkpoint(10)
         async with running_env(EchoEnv, tmp_path, server) as env:
-            # The API has numbered the restarted environment anew, and the trainer has gone three steps beyond its checkpoint.
+            # The API has numbered the restarted environment anew, and the trainer has gone three steps beyond its
+            # checkpoint.
             env.checkpoint_dir, env.registered_name, env.curr_step = str(tmp_path), "echo_1", 13
             env.load_checkpoint()
             assert [*taken, await env.get_next_item()] == ["0", "1", "2", "3"]

@@ -13,11 +13,15 @@ def test_every_built_in_reward_is_made_by_name_and_scores() -> None:
     for name in BUILT_IN:
         reward = registry.create(name, **({"rewards": ["length"]} if name == "combined" else {}))
         solution = {"solution": "4"} if name in NEEDS_SOLUTION else {}
-        scores = reward(["<think>2 + 2</think> <answer>4</answer>", [{"role": "assistant", "content": "5"}]], **solution)
+        scores = reward(
+            ["<think>2 + 2</think> <answer>4</answer>", [{"role": "assistant", "content": "5"}]], **solution
+        )
         assert len(scores) == 2 and all(isinstance(score, float) for score in scores), name
 
 
-@pytest.mark.parametrize("name", ["accuracy", "accuracy_reward", "AccuracyReward", "reasoning_steps", "cascading_r1_math"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "accuracy_reward", "AccuracyReward", "reasoning_steps", "cascading_r1_math"]
+)
 def test_names_ignore_case_underscores_and_the_word_reward(name: str) -> None:
     assert issubclass(registry.get(name), RewardFunction)
 

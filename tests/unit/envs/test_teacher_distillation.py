@@ -46,10 +46,21 @@ async def asked(env: TeacherDistillationEnv, **fields: Any) -> ScoredDataGroup:
 async def test_teacher_given_by_flags_reaches_the_trainer(tmp_path: Path) -> None:
     async with running_api() as api, FakeInferenceServer() as student, FakeInferenceServer() as teacher:
         tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
-        fields = {"tokenizer_name": tokenizer, "rollout_server_url": api.url, "teacher_enabled": "true", "teacher_top_k": "2"}
-        env_flags = [f"--env.{name}={value}" for name, value in {**fields, "max_batches_offpolicy": 1, "total_steps": 1}.items()]
+        fields = {
+            "tokenizer_name": tokenizer,
+            "rollout_server_url": api.url,
+            "teacher_enabled": "true",
+            "teacher_top_k": "2",
+        }
+        env_flags = [
+            f"--env.{name}={value}" for name, value in {**fields, "max_batches_offpolicy": 1, "total_steps": 1}.items()
+        ]
         servers = {"openai": student, "teacher": teacher}
-        server_flags = [f"--{name}.{key}={value}" for name, server in servers.items() for key, value in flags_of(server, tokenizer).items()]
+        server_flags = [
+            f"--{name}.{key}={value}"
+            for name, server in servers.items()
+            for key, value in flags_of(server, tokenizer).items()
+        ]
         env = build(TaughtEnv, load_tree(TaughtEnv, "serve", [*env_flags, *server_flags], "taught.py"))
         trainer = Trainer(api.url, batch_size=4, num_steps=1)
         await trainer.register()
@@ -68,7 +79,8 @@ def flags_of(server: FakeInferenceServer, tokenizer: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "top_k"), [(None, 0), ({"teacher_top_k": 3}, 3), ({"teacher_top_k": -1}, None), ({"skip_teacher_top_k": True}, None)]
+    ("overrides", "top_k"),
+    [(None, 0), ({"teacher_top_k": 3}, 3), ({"teacher_top_k": -1}, None), ({"skip_teacher_top_k": True}, None)],
 )
 async def test_group_says_how_much_the_teacher_is_asked(tmp_path: Path, overrides: Any, top_k: int | None) -> None:
     async with FakeInferenceServer() as server:
@@ -135,7 +147,10 @@ def test_flags_beat_yaml_beats_teacher_config_init(tmp_path: Path) -> None:
     (teacher,) = teacher_of(TaughtByDefault, "--config", str(file), "--teacher.timeout", "9")
     assert (teacher.base_url, teacher.model_name, teacher.timeout) == ("http://teacher/v1", "bigger", 9)
     file.write_text("teacher: [{base_url: http://a/v1}, {base_url: http://b/v1}]\n")
-    assert [server.base_url for server in teacher_of(TaughtEnv, "--config", str(file))] == ["http://a/v1", "http://b/v1"]
+    assert [server.base_url for server in teacher_of(TaughtEnv, "--config", str(file))] == [
+        "http://a/v1",
+        "http://b/v1",
+    ]
     assert teacher_of(TaughtEnv) is None
 
 

@@ -209,7 +209,7 @@ async def test_calls_are_paid_for_though_a_later_turn_thinks(tmp_path: Any) -> N
     assert group is not None and group["scores"] == pytest.approx([0.9] * 4)
 
 
-# --- mathematics ------------------------------------------------------------------------------------------------------
+# --- mathematics ----------------------------------------------------------------------------------------------------
 
 HEDGES = [
     *(

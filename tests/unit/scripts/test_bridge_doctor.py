@@ -31,7 +31,10 @@ GPUS = [Gpu(0, "H200", 100 * GIB), Gpu(1, "H200", 10 * MIB)]
 
 
 def manifest(rows: int = 1000) -> Manifest:
-    parts = [(name, [(name, shape, "float32")]) for name, shape in {"embed.weight": (rows, 1000), "norm.weight": (1000,)}.items()]
+    parts = [
+        (name, [(name, shape, "float32")])
+        for name, shape in {"embed.weight": (rows, 1000), "norm.weight": (1000,)}.items()
+    ]
     tensors = tuple(lay_out(parts))
     return Manifest("served", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
 
@@ -53,8 +56,14 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (doctor_checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
         (doctor_checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
         (doctor_checks.check_master("nowhere", None, []), "nowhere has no address here"),
-        (doctor_checks.check_master("localhost", "127.0.0.1", ["node2"]), "localhost is 127.0.0.1, which node2 cannot reach"),
-        (doctor_checks.check_hosts(["node2"], shared_memory=True), "node2: one copy is shared within a machine: drop the remote hosts"),
+        (
+            doctor_checks.check_master("localhost", "127.0.0.1", ["node2"]),
+            "localhost is 127.0.0.1, which node2 cannot reach",
+        ),
+        (
+            doctor_checks.check_hosts(["node2"], shared_memory=True),
+            "node2: one copy is shared within a machine: drop the remote hosts",
+        ),
         (
             doctor_checks.check_api(8000, OTHER, Answer(404)),
             "held by python -m http.server (pid 7): end that, or choose another --api-port",
@@ -74,20 +83,41 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "trainer host:9 holds the bridge for another 12 s",
         ),
         (server("restart", Answer(200, STATUS)), "in this mode the trainer starts vLLM itself"),
-        (server("lora", Answer(200, STATUS)), "vLLM takes no adapters: restart it with --enable-lora --max-lora-rank 16"),
-        (server("broadcast", Answer(200, STATUS | {"max_lora_rank": 16})), "takes adapters only: restart it without --enable-lora"),
+        (
+            server("lora", Answer(200, STATUS)),
+            "vLLM takes no adapters: restart it with --enable-lora --max-lora-rank 16",
+        ),
+        (
+            server("broadcast", Answer(200, STATUS | {"max_lora_rank": 16})),
+            "takes adapters only: restart it without --enable-lora",
+        ),
         (doctor_checks.check_ranks(2, 1), "--tensor-parallel-size 2, and vLLM runs with 1"),
-        (doctor_checks.check_same_model(MODEL, manifest(rows=999)), "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]"),
-        (doctor_checks.check_heads(2, MODEL), "9 heads and 3 key-value heads do not split into 2: --tensor-parallel-size one of 1, 3, 9"),
-        (doctor_checks.check_gpus(MODES["broadcast"], 3, 2), "2 visible, 3 rank(s) of vLLM and the trainer: --tensor-parallel-size 2"),
+        (
+            doctor_checks.check_same_model(MODEL, manifest(rows=999)),
+            "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]",
+        ),
+        (
+            doctor_checks.check_heads(2, MODEL),
+            "9 heads and 3 key-value heads do not split into 2: --tensor-parallel-size one of 1, 3, 9",
+        ),
+        (
+            doctor_checks.check_gpus(MODES["broadcast"], 3, 2),
+            "2 visible, 3 rank(s) of vLLM and the trainer: --tensor-parallel-size 2",
+        ),
         (doctor_checks.check_cores(3, 2), "2 for 3 rank(s) of vLLM: --tensor-parallel-size 2 at most"),
         (doctor_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
-        (doctor_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False), "3.0 GiB available, about 4.0 GiB needed"),
+        (
+            doctor_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),
+            "3.0 GiB available, about 4.0 GiB needed",
+        ),
         (
             doctor_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, False),
             "GPU 1 (H200): 10 MiB free, about 15 MiB needed",
         ),
-        (doctor_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"), "1 MiB free in /data, two checkpoints take 23 MiB"),
+        (
+            doctor_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),
+            "1 MiB free in /data, two checkpoints take 23 MiB",
+        ),
     ],
 )
 def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Finding, fragment: str) -> None:
@@ -144,8 +174,14 @@ def test_what_is_right_is_ok(finding: Finding) -> None:
 
 def write_model(folder: Path, tied: bool) -> Path:
     """A checkpoint of headers: the doctor reads no weights."""
-    tensors = {"model.embed_tokens.weight": [10, 4], "lm_head.weight": [10, 4], "model.layers.0.self_attn.rotary_emb.inv_freq": [2]}
-    header = json.dumps({"__metadata__": {}} | {name: {"dtype": "F32", "shape": shape} for name, shape in tensors.items()}).encode()
+    tensors = {
+        "model.embed_tokens.weight": [10, 4],
+        "lm_head.weight": [10, 4],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": [2],
+    }
+    header = json.dumps(
+        {"__metadata__": {}} | {name: {"dtype": "F32", "shape": shape} for name, shape in tensors.items()}
+    ).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "tie_word_embeddings": tied}))
     return folder
@@ -201,7 +237,9 @@ def vllm_port() -> Iterator[int]:
 
 def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp_path: Path) -> None:
     model = str(write_model(tmp_path, tied=True))
-    code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(vllm_port), "--model", model, VLLM_API_KEY="right")
+    code, shown = run_doctor(
+        "--mode", "broadcast", "--vllm-port", str(vllm_port), "--model", model, VLLM_API_KEY="right"
+    )
     assert code == 1
     assert f"ok    localhost:{vllm_port}" in shown and "vLLM serves policy version 3 with TP=1" in shown
     assert "fail  same model" in shown and "vLLM holds embed.weight [1000, 1000], the trainer does not" in shown

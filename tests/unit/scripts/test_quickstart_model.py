@@ -28,7 +28,9 @@ def test_tensor_names_are_hugging_faces() -> None:
 
 def test_rotary_pairs_are_put_back_into_halves() -> None:
     heads, half = 2, 3
-    halves = np.arange(heads * 2 * half * 4, dtype=np.float32).reshape(heads, 2, half, 4)  # [head, x or y, pair, column]
+    halves = np.arange(heads * 2 * half * 4, dtype=np.float32).reshape(
+        heads, 2, half, 4
+    )  # [head, x or y, pair, column]
     interleaved = halves.swapaxes(1, 2).reshape(heads * 2 * half, 4)
     assert np.array_equal(model.unpermute_rotary(interleaved, heads), halves.reshape(-1, 4))
 
@@ -46,7 +48,9 @@ def test_prompt_is_the_user_turn_alone_in_17_tokens(fields: dict[str, Any], tmp_
     from transformers import AutoTokenizer
 
     model.build_tokenizer(fields).save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}'
+    )
     (tmp_path / "chat_template.jinja").write_text(model.CHAT_TEMPLATE)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "What is 2 + 3?"}]
@@ -65,7 +69,9 @@ def write_small_model(gguf_path: Path, folder: Path) -> None:
     model.write_json(folder / model.RECORD_NAME, {"config.json": 2, "model.safetensors": 100})
 
 
-def test_complete_folder_is_reused_and_a_damaged_one_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_folder_is_reused_and_a_damaged_one_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model, "write_model", write_small_model)
     folder = model.ensure_model(tmp_path / "m")
     untouched = (folder / "model.safetensors").stat().st_mtime_ns

@@ -17,13 +17,17 @@ source {ROOT}/scripts/lib/common.sh
 source {ROOT}/scripts/lib/services.sh
 """
 WEB = f"{sys.executable} -u -m http.server --bind 127.0.0.1"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+)
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
 EXITED_ON_SIGINT = 130
 
 
 def start_shell(script: str, *arguments: object) -> subprocess.Popen[str]:
-    """A launcher that runs `script` with the library; its own session, so that a signal meant for it reaches nothing else."""
+    """A launcher that runs `script` with the library; its own session, so that a signal meant for it reaches nothing
+    else.
+    """
     return subprocess.Popen(
         ["bash", "-c", PRELUDE + script, "launcher", *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -131,7 +135,9 @@ def test_a_service_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_waiting_ends_at_its_deadline_and_says_for_whom(tmp_path: Path) -> None:
-    status, output = shell("own_run $1; start_service mute $1/mute.log sleep 60; await_http mute http://127.0.0.1:9/health 1", tmp_path)
+    status, output = shell(
+        "own_run $1; start_service mute $1/mute.log sleep 60; await_http mute http://127.0.0.1:9/health 1", tmp_path
+    )
     assert status == 1
     assert "Waiting for mute at http://127.0.0.1:9/health, at most 1 s" in output
     assert "mute did not answer at http://127.0.0.1:9/health within 1 s" in output
@@ -139,7 +145,9 @@ def test_waiting_ends_at_its_deadline_and_says_for_whom(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, EXITED_ON_SIGINT), (signal.SIGTERM, 143)])
 def test_a_signal_to_the_launcher_ends_its_services(tmp_path: Path, number: signal.Signals, expected: int) -> None:
-    launcher = start_shell(f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY)
+    launcher = start_shell(
+        f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY
+    )
     family = await_record(tmp_path, "family")
     wait_until(lambda: len(group_of(family)) == 2)
     members = group_of(family)
@@ -164,20 +172,26 @@ def group_of(leader: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> None:
-    launcher = start_shell(f'own_run $1; start_service deaf $1/deaf.log {sys.executable} -c "$2"; monitor 10 deaf', tmp_path, STUBBORN)
+    launcher = start_shell(
+        f'own_run $1; start_service deaf $1/deaf.log {sys.executable} -c "$2"; monitor 10 deaf', tmp_path, STUBBORN
+    )
     deaf = await_record(tmp_path, "deaf")
     log = tmp_path / "deaf.log"
     wait_until(lambda: log.exists() and "deaf" in log.read_text())
     started = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=50)
-    assert time.monotonic() - started < 40  # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
+    assert (
+        time.monotonic() - started < 40
+    )  # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
     assert "Killed after 5 s without an end: deaf" in output
     assert not runs(deaf)
 
 
 def test_stopping_twice_is_as_good_as_once(tmp_path: Path) -> None:
-    status, output = shell("own_run $1; start_service sleeper $1/s.log sleep 60; stop_services; stop_services", tmp_path)
+    status, output = shell(
+        "own_run $1; start_service sleeper $1/s.log sleep 60; stop_services; stop_services", tmp_path
+    )
     assert status == 0 and "No such file" not in output, output
 
 
@@ -195,7 +209,9 @@ def test_a_recycled_pid_is_not_hit(tmp_path: Path) -> None:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         (tmp_path / "pids").mkdir()
-        (tmp_path / "pids" / "old").write_text(f"name=old\npid={bystander.pid}\nstart=1\nboot={boot}\nlog=o.log\nurl=\ncommand=x\n")
+        (tmp_path / "pids" / "old").write_text(
+            f"name=old\npid={bystander.pid}\nstart=1\nboot={boot}\nlog=o.log\nurl=\ncommand=x\n"
+        )
         status, output = shell("use_run $1; stop_services", tmp_path)
         assert status == 0, output
         assert bystander.poll() is None
@@ -206,7 +222,9 @@ def test_a_recycled_pid_is_not_hit(tmp_path: Path) -> None:
 
 
 def test_stop_ends_children_whose_leader_was_killed(tmp_path: Path) -> None:
-    launcher = start_shell(f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY)
+    launcher = start_shell(
+        f'own_run $1; start_service family $1/f.log {sys.executable} -c "$2"; monitor 10 family', tmp_path, FAMILY
+    )
     leader = await_record(tmp_path, "family")
     wait_until(lambda: len(group_of(leader)) == 2)
     child = next(pid for pid in group_of(leader) if pid != leader)
@@ -219,16 +237,19 @@ def test_stop_ends_children_whose_leader_was_killed(tmp_path: Path) -> None:
 def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
     name = f"atropos-test-{os.getpid()}"
     script = (
-        "import mmap, os, time\n"
-        f"fd = os.open('/dev/shm/{name}', os.O_CREAT | os.O_RDWR, 0o600); os.ftruncate(fd, 4096); held = mmap.mmap(fd, 4096)\n"
-        "print('mapped', flush=True); time.sleep(60)"
+        f"import mmap, os, time\nfd = os.open('/dev/shm/{name}', os.O_CREAT | os.O_RDWR, 0o600); os.ftruncate(fd,"
+        " 4096); held = mmap.mmap(fd, 4096)\nprint('mapped', flush=True); time.sleep(60)"
     )
     launcher = start_shell(
-        f'own_run $1; start_service holder $1/h.log {sys.executable} -c "$2"; sleep 1; monitor 10 holder', tmp_path, script
+        f'own_run $1; start_service holder $1/h.log {sys.executable} -c "$2"; sleep 1; monitor 10 holder',
+        tmp_path,
+        script,
     )
     holder = await_record(tmp_path, "holder")
     wait_until(lambda: "mapped" in (tmp_path / "h.log").read_text())
-    wait_until(lambda: (tmp_path / "pids/shared.memory").exists() and name in (tmp_path / "pids/shared.memory").read_text())
+    wait_until(
+        lambda: (tmp_path / "pids/shared.memory").exists() and name in (tmp_path / "pids/shared.memory").read_text()
+    )
     os.kill(holder, signal.SIGKILL)
     launcher.communicate(timeout=15)
     assert not Path(f"/dev/shm/{name}").exists()
@@ -239,13 +260,17 @@ def boot_id() -> str:
 
 
 def stop(run: Path) -> subprocess.CompletedProcess[str]:
-    """scripts/stop.sh of a run directory, in a session of its own so that a signal to its group reaches nothing else."""
+    """scripts/stop.sh of a run directory, in a session of its own so that a signal to its group reaches nothing
+    else.
+    """
     return subprocess.run(
         [ROOT / "scripts/stop.sh", run], capture_output=True, text=True, timeout=30, check=False, start_new_session=True
     )
 
 
-@pytest.mark.parametrize("forged", ["name alone", "another boot", "another inode", "outside of /dev/shm", "a way out of it", "a link"])
+@pytest.mark.parametrize(
+    "forged", ["name alone", "another boot", "another inode", "outside of /dev/shm", "a way out of it", "a link"]
+)
 def test_a_file_that_no_service_had_open_is_not_removed(tmp_path: Path, forged: str) -> None:
     mine = tmp_path / "thesis.txt" if "out" in forged else Path(f"/dev/shm/atropos-test-{os.getpid()}-forged")
     if forged == "a link":
@@ -254,7 +279,11 @@ def test_a_file_that_no_service_had_open_is_not_removed(tmp_path: Path, forged: 
         mine.write_text("mine")
     named = f"/dev/shm/../..{mine}" if forged == "a way out of it" else str(mine)
     boot, inode = boot_id(), mine.lstat().st_ino
-    lines = {"name alone": named, "another boot": f"{'0' * 36} {inode} {named}", "another inode": f"{boot} {inode + 1} {named}"}
+    lines = {
+        "name alone": named,
+        "another boot": f"{'0' * 36} {inode} {named}",
+        "another inode": f"{boot} {inode + 1} {named}",
+    }
     (tmp_path / "run/pids").mkdir(parents=True)
     (tmp_path / "run/pids/shared.memory").write_text(lines.get(forged, f"{boot} {inode} {named}") + "\n")
     try:
@@ -348,7 +377,8 @@ def test_a_taken_port_is_refused_with_its_holder_and_passed_over_otherwise() -> 
 
 def test_a_service_that_outlives_the_others_is_given_a_limit(tmp_path: Path) -> None:
     status, output = shell(
-        "own_run $1; start_service short $1/a.log true; start_service long $1/b.log sleep 60; monitor 1 short long", tmp_path
+        "own_run $1; start_service short $1/a.log true; start_service long $1/b.log sleep 60; monitor 1 short long",
+        tmp_path,
     )
     assert status == 1
     assert "long still runs 1 s after the others ended" in output
@@ -358,9 +388,13 @@ def test_stop_script_ends_the_launcher_and_its_services(tmp_path: Path) -> None:
     launcher = start_shell("own_run $1; start_service sleeper $1/s.log sleep 60; monitor 10 sleeper", tmp_path)
     sleeper = await_record(tmp_path, "sleeper")
     wait_until(lambda: group_of(sleeper) == [sleeper])
-    shown = subprocess.run([ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True).stdout
+    shown = subprocess.run(
+        [ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True
+    ).stdout
     assert "sleeper" in shown and f"pid {sleeper}" in shown and "running" in shown
-    stopped = subprocess.run([ROOT / "scripts/stop.sh", tmp_path], capture_output=True, text=True, timeout=20, check=False)
+    stopped = subprocess.run(
+        [ROOT / "scripts/stop.sh", tmp_path], capture_output=True, text=True, timeout=20, check=False
+    )
     assert stopped.returncode == 0, stopped.stderr
     launcher.communicate(timeout=10)
     assert not runs(sleeper)
@@ -382,7 +416,9 @@ def test_status_tells_healthy_from_mute_and_dead(tmp_path: Path) -> None:
     )
     try:
         wait_until((tmp_path / "ready").exists)
-        shown = subprocess.run([ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True).stdout
+        shown = subprocess.run(
+            [ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
         lines = {line.split()[0]: line for line in shown.splitlines()[1:]}
         assert f"port {port}" in lines["web"] and "healthy" in lines["web"] and "GET /" in lines["web"]
         assert "no answer" in lines["mute"]
@@ -395,7 +431,9 @@ def test_status_tells_healthy_from_mute_and_dead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", sorted(path.name for path in (ROOT / "scripts").glob("*.sh")))
 def test_every_script_explains_itself(script: str) -> None:
-    shown = subprocess.run([ROOT / "scripts" / script, "--help"], capture_output=True, text=True, timeout=20, check=True).stdout
+    shown = subprocess.run(
+        [ROOT / "scripts" / script, "--help"], capture_output=True, text=True, timeout=20, check=True
+    ).stdout
     assert shown.startswith(f"Usage: scripts/{script}")
 
 
@@ -415,7 +453,9 @@ def test_every_script_explains_itself(script: str) -> None:
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_status_2(command: list[str], message: str) -> None:
-    done = subprocess.run([ROOT / "scripts" / command[0], *command[1:]], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [ROOT / "scripts" / command[0], *command[1:]], capture_output=True, text=True, timeout=20, check=False
+    )
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -1,4 +1,6 @@
-"""scripts/setup.sh where it must refuse, resume or do nothing, in a copy of the project that holds only what it reads."""
+"""scripts/setup.sh where it must refuse, resume or do nothing, in a copy of the project that holds only what it
+reads.
+"""
 
 import os
 import re
@@ -99,7 +101,9 @@ def test_a_folder_that_is_no_environment_is_not_touched(project: Path) -> None:
 def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(project: Path) -> None:
     empty = project / "wheels"
     empty.mkdir()
-    done = setup(project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty), PIP_CONFIG_FILE=os.devnull)
+    done = setup(
+        project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty), PIP_CONFIG_FILE=os.devnull
+    )
     assert done.returncode == 1
     assert "set-up failed at: installing part" in done.stderr or "set-up failed at: installing torch" in done.stderr
     assert "No matching distribution found" in done.stderr
@@ -109,7 +113,10 @@ def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(
 
 def test_what_a_killed_pip_left_half_installed_is_installed_again(project: Path) -> None:
     packages = project / ".venv/lib/python3.11/site-packages"
-    for name, files in {"whole-1.0.dist-info": ["METADATA", "RECORD", "INSTALLER"], "half-1.0.dist-info": ["METADATA", "RECORD"]}.items():
+    for name, files in {
+        "whole-1.0.dist-info": ["METADATA", "RECORD", "INSTALLER"],
+        "half-1.0.dist-info": ["METADATA", "RECORD"],
+    }.items():
         (packages / name).mkdir(parents=True)
         for file in files:
             (packages / name / file).touch()
@@ -123,11 +130,16 @@ def test_what_a_killed_pip_left_half_installed_is_installed_again(project: Path)
 def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> None:
     fake_interpreter(project)
     holder = subprocess.Popen(
-        ["flock", project / ".venv.lock", "bash", "-c", "echo held; read -r _"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ["flock", project / ".venv.lock", "bash", "-c", "echo held; read -r _"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert holder.stdout is not None and holder.stdin is not None
     assert holder.stdout.readline() == "held\n"
-    second = subprocess.Popen([project / "scripts/setup.sh", "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    second = subprocess.Popen(
+        [project / "scripts/setup.sh", "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert second.stdout is not None
     assert "Waiting for another set-up" in second.stdout.readline()
     stamp(project)
@@ -142,9 +154,18 @@ def test_a_package_of_other_bytes_than_the_locked_ones_is_not_installed(project:
     with zipfile.ZipFile(served / "iniconfig-2.3.1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("iniconfig.py", "raise SystemExit('this code must not be installed')")
         wheel.writestr("iniconfig-2.3.1.dist-info/METADATA", "Metadata-Version: 2.1\nName: iniconfig\nVersion: 2.3.1\n")
-        wheel.writestr("iniconfig-2.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "iniconfig-2.3.1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr("iniconfig-2.3.1.dist-info/RECORD", "")
-    done = setup(project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(served), PIP_CONFIG_FILE=os.devnull)
+    done = setup(
+        project,
+        "--cpu",
+        PYTHON=sys.executable,
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(served),
+        PIP_CONFIG_FILE=os.devnull,
+    )
     assert done.returncode == 1
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
     assert "What to do: a package source served a file other than the locked one" in done.stderr
@@ -153,7 +174,9 @@ def test_a_package_of_other_bytes_than_the_locked_ones_is_not_installed(project:
 
 @pytest.mark.parametrize("lock", ["cpu.lock", "source.lock", "torch.lock"])
 def test_every_locked_package_has_an_exact_version_and_a_hash(lock: str) -> None:
-    text = re.sub(r"\\\n", "", "".join(line for line in (ROOT / "requirements" / lock).open() if not line.startswith("#")))
+    text = re.sub(
+        r"\\\n", "", "".join(line for line in (ROOT / "requirements" / lock).open() if not line.startswith("#"))
+    )
     assert all(re.fullmatch(r"[\w.-]+==[\w.+]+( +--hash=sha256:[0-9a-f]{64})+", line) for line in text.splitlines())
 
 

@@ -24,7 +24,9 @@ def test_accuracy_that_was_not_measured_is_not_invented() -> None:
 def test_summary_names_the_run_and_its_figures(tmp_path: Path) -> None:
     run = tmp_path / "mine"
     run.mkdir()
-    (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "reward_mean": s / 10}) + "\n" for s in (1, 2, 3)))
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": s, "reward_mean": s / 10}) + "\n" for s in (1, 2, 3))
+    )
     text = summary.summary(run, 412)
     assert "Mean sampled reward: 0.10 at step 1, 0.30 at step 3" in text
     assert "Took 6 min 52 s" in text

@@ -1,4 +1,6 @@
-"""The launchers of whole training runs: their flags, and which settings they give the services; no service is started."""
+"""The launchers of whole training runs: their flags, and which settings they give the services; no service is
+started.
+"""
 
 import os
 import re
@@ -114,7 +116,9 @@ def test_vllm_computes_in_the_dtype_that_is_asked_for(gpus: int) -> None:
 def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
     plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")
     assert mode["env"] == plain["env"]
-    assert "--training-steps 20" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
+    assert (
+        "--training-steps 20" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
+    )
 
 
 def test_gpus_are_spread_over_vllm_and_trainer() -> None:
@@ -145,12 +149,18 @@ def test_a_trainer_that_owns_vllm_is_given_its_flags_and_gpus() -> None:
     alone, two = (settings("run_gsm8k_restart.sh", "--dataset", "arithmetic", gpus=gpus)["trainer"] for gpus in (0, 2))
     assert "--vllm-flags=--max-model-len 256 --dtype float32" in alone and "--vllm-gpu" not in alone
     assert two.startswith("trainer 1:") and "--vllm-gpu 0 " in two
-    assert "--vllm-restart-interval 1 " in alone and "--vllm-restart-interval 10 " in settings("run_gsm8k_restart.sh")["trainer"]
+    assert (
+        "--vllm-restart-interval 1 " in alone
+        and "--vllm-restart-interval 10 " in settings("run_gsm8k_restart.sh")["trainer"]
+    )
 
 
 def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understood() -> None:
     page = (ROOT / "docs/bridges.md").read_text()
-    assert all(f"`scripts/{script}`" in page and MODES[script].removeprefix("--weight-bridge-mode ") in page for script in LAUNCHERS)
+    assert all(
+        f"`scripts/{script}`" in page and MODES[script].removeprefix("--weight-bridge-mode ") in page
+        for script in LAUNCHERS
+    )
     commands = re.findall(r"^scripts/run_gsm8k_.*$", page, re.MULTILINE)
     assert commands
     for command in commands:

@@ -9,7 +9,15 @@ import urllib.request
 
 
 def test_it_serves_from_the_command_line_until_interrupted() -> None:
-    command = [sys.executable, "-m", "atroposlib.testing.fake_inference_server", "--port", "0", "--answer", "The answer is 4."]
+    command = [
+        sys.executable,
+        "-m",
+        "atroposlib.testing.fake_inference_server",
+        "--port",
+        "0",
+        "--answer",
+        "The answer is 4.",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:

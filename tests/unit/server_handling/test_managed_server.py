@@ -30,7 +30,9 @@ class Setup:
 
     def replies(self, **by_last_message: str) -> None:
         """Answer a chat by the text of its last user message."""
-        self.fake.answer = lambda prompt: by_last_message[prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]]
+        self.fake.answer = lambda prompt: by_last_message[
+            prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        ]
 
 
 @pytest.fixture
@@ -145,7 +147,10 @@ async def test_the_longest_known_text_is_extended(setup: Setup) -> None:
     managed = setup.managed()
     await managed.completion(prompt="P", n=2, max_tokens=20)
     await managed.completion(prompt="Pans10 more", max_tokens=20)
-    assert [TOKENIZER.decode(node.tokens) for node in managed.current_nodes] == ["Pans1<|im_end|>", "Pans10 more!<|im_end|>"]
+    assert [TOKENIZER.decode(node.tokens) for node in managed.current_nodes] == [
+        "Pans1<|im_end|>",
+        "Pans10 more!<|im_end|>",
+    ]
     assert [sampled_text(node) for node in managed.current_nodes] == ["ans1<|im_end|>", "ans10!<|im_end|>"]
 
 
@@ -154,7 +159,11 @@ async def test_many_replies_are_many_nodes_and_an_extension_replaces_its_parent(
     managed = setup.managed()
     await managed.chat_completion(messages=[user("x")], n=2)
     await managed.chat_completion(messages=[user("x"), assistant("a"), user("y")], n=2)
-    assert [sampled_text(node) for node in managed.current_nodes] == ["a<|im_end|>a<|im_end|>", "b<|im_end|>", "a<|im_end|>b<|im_end|>"]
+    assert [sampled_text(node) for node in managed.current_nodes] == [
+        "a<|im_end|>a<|im_end|>",
+        "b<|im_end|>",
+        "a<|im_end|>b<|im_end|>",
+    ]
 
 
 async def test_another_conversation_is_another_node(setup: Setup) -> None:
@@ -163,7 +172,11 @@ async def test_another_conversation_is_another_node(setup: Setup) -> None:
     await managed.chat_completion(messages=[user("hi")])
     await managed.chat_completion(messages=[user("you")])
     await managed.chat_completion(messages=[user("hi"), assistant("edited"), user("you")])
-    assert [sampled_text(node) for node in managed.current_nodes] == ["hello<|im_end|>", "fine<|im_end|>", "fine<|im_end|>"]
+    assert [sampled_text(node) for node in managed.current_nodes] == [
+        "hello<|im_end|>",
+        "fine<|im_end|>",
+        "fine<|im_end|>",
+    ]
 
 
 async def test_a_tree_keeps_every_branch_with_the_turns_before_it(setup: Setup) -> None:
@@ -186,12 +199,16 @@ async def test_a_tree_keeps_every_branch_with_the_turns_before_it(setup: Setup) 
 
 
 @pytest.mark.parametrize("preserved", [True, False])
-async def test_thoughts_of_earlier_turns_stay_when_preserved_and_else_follow_the_template(setup: Setup, preserved: bool) -> None:
+async def test_thoughts_of_earlier_turns_stay_when_preserved_and_else_follow_the_template(
+    setup: Setup, preserved: bool
+) -> None:
     setup.fake.tokenizer = make_tiny_tokenizer(chat_template=THINK_DROPPING_CHATML)
     setup.replies(hi="<think>hm</think>\nhello", more="ok")
     managed = setup.managed(preserve_think_blocks=preserved)
     await managed.chat_completion(messages=[user("hi")], max_tokens=40)
-    await managed.chat_completion(messages=[user("hi"), assistant("<think>hm</think>\nhello"), user("more")], max_tokens=40)
+    await managed.chat_completion(
+        messages=[user("hi"), assistant("<think>hm</think>\nhello"), user("more")], max_tokens=40
+    )
     texts = [setup.fake.tokenizer.decode(node.tokens) for node in managed.current_nodes]
     if preserved:
         assert len(texts) == 1
@@ -225,7 +242,9 @@ async def test_concurrent_calls_keep_whole_nodes_in_the_order_of_the_calls() -> 
     harness = LateHarness()
     for prompt in harness.delays_s:
         replies = [TOKENIZER.encode("a"), TOKENIZER.encode("b")]
-        harness.set_tokens_and_logprobs_response(prompt, TOKENIZER.encode(prompt), replies, [[-0.5], [-0.5]], ["stop", "stop"])
+        harness.set_tokens_and_logprobs_response(
+            prompt, TOKENIZER.encode(prompt), replies, [[-0.5], [-0.5]], ["stop", "stop"]
+        )
     managed = ManagedServer(harness, TOKENIZER)
     await asyncio.gather(*(managed.completion(prompt=prompt, n=2) for prompt in harness.delays_s))
     assert [node.full_text for node in managed.current_nodes] == ["P0a", "P0b", "P1a", "P1b", "P2a", "P2b"]
@@ -237,8 +256,13 @@ async def test_forks_of_one_turn_made_at_the_same_time_are_both_kept(setup: Setu
     setup.replies(hi="hello", left="l", right="r")
     managed = setup.managed()
     await managed.chat_completion(messages=[user("hi")])
-    await asyncio.gather(*(managed.chat_completion(messages=[user("hi"), assistant("hello"), user(turn)]) for turn in ("left", "right")))
-    assert sorted(sampled_text(node) for node in managed.current_nodes) == ["hello<|im_end|>l<|im_end|>", "hello<|im_end|>r<|im_end|>"]
+    await asyncio.gather(
+        *(managed.chat_completion(messages=[user("hi"), assistant("hello"), user(turn)]) for turn in ("left", "right"))
+    )
+    assert sorted(sampled_text(node) for node in managed.current_nodes) == [
+        "hello<|im_end|>l<|im_end|>",
+        "hello<|im_end|>r<|im_end|>",
+    ]
 
 
 async def test_a_failed_call_leaves_the_nodes_as_they_were(setup: Setup) -> None:

@@ -42,7 +42,9 @@ async def test_environment_samples_through_the_proxy_and_gets_the_nodes(monkeypa
         environment = ServerEnvironment.model_validate({"ATROPOS_PROXY_URL": url})
         manager = ServerManager([APIServerConfig(base_url=server.base_url)], environment=environment)
         async with manager.managed_server(tokenizer=TOKENIZER) as managed:
-            reply = await managed.chat_completion(messages=[{"role": "user", "content": "?"}], n=2, max_tokens=8, top_p=0.5)
+            reply = await managed.chat_completion(
+                messages=[{"role": "user", "content": "?"}], n=2, max_tokens=8, top_p=0.5
+            )
             nodes = managed.get_state()["nodes"]
             assert (await httpx_get(f"{url}/sessions"))["sessions"][0]["uuid"] == managed.session_uuid
         assert (await httpx_get(f"{url}/sessions"))["sessions"] == []

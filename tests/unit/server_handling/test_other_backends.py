@@ -35,7 +35,9 @@ async def manager(folder: Path, server_type: str, path: str, handler: Handler) -
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     tokenizer = str(save_tiny_tokenizer(folder / "tokenizer"))
-    config = APIServerConfig.model_validate({"server_type": server_type, "base_url": url, "model_name": "m", "tokenizer_name": tokenizer})
+    config = APIServerConfig.model_validate(
+        {"server_type": server_type, "base_url": url, "model_name": "m", "tokenizer_name": tokenizer}
+    )
     servers = ServerManager([config])
     try:
         yield servers
@@ -48,9 +50,20 @@ def sglang(body: dict[str, Any]) -> Any:
     if "logprob_start_len" in body:
         first, *rest = body["input_ids"]
         own = [[None, first, None], *([-2.0, token, None] for token in rest)]
-        top = [None, *([[-0.1, token + 1, None], [-2.0, token, None]] for token in rest)] if body["top_logprobs_num"] else []
-        return {"text": "", "meta_info": {"input_token_logprobs": own, "input_top_logprobs": top, "finish_reason": None}}
-    assert body["return_logprob"] and body["sampling_params"]["max_new_tokens"] == 8 and "max_tokens" not in body["sampling_params"]
+        top = (
+            [None, *([[-0.1, token + 1, None], [-2.0, token, None]] for token in rest)]
+            if body["top_logprobs_num"]
+            else []
+        )
+        return {
+            "text": "",
+            "meta_info": {"input_token_logprobs": own, "input_top_logprobs": top, "finish_reason": None},
+        }
+    assert (
+        body["return_logprob"]
+        and body["sampling_params"]["max_new_tokens"] == 8
+        and "max_tokens" not in body["sampling_params"]
+    )
     info = {
         "output_token_logprobs": [[-0.5, token, None] for token in YES],
         "finish_reason": {"type": "stop", "matched": TOKENIZER.eos_token_id},
@@ -96,9 +109,15 @@ async def test_trl_chats_and_completes_by_its_template(tmp_path: Path) -> None:
         text = await servers.completion(prompt="say", max_tokens=4)
         with pytest.raises(PermanentServerError, match="gave no logprobs.*update TRL"):
             await servers.sample_tokens(prompt="?")
-    assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [("yes", "stop"), ("yes", "length")]
+    assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [
+        ("yes", "stop"),
+        ("yes", "length"),
+    ]
     assert text.choices[0].text == "yes"
-    assert seen[0]["prompts"] == ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"] and seen[0]["temperature"] == 0.5
+    assert (
+        seen[0]["prompts"] == ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"]
+        and seen[0]["temperature"] == 0.5
+    )
     assert seen[1]["prompts"] == ["say"] and seen[1]["max_tokens"] == 4 and seen[1]["top_k"] == -1
 
 

@@ -3,7 +3,15 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.server_handling.sequence_book import MASKED, ListBook, Prompt, SequenceNode, TreeBook, extended_prompt, fresh_prompt
+from atroposlib.envs.server_handling.sequence_book import (
+    MASKED,
+    ListBook,
+    Prompt,
+    SequenceNode,
+    TreeBook,
+    extended_prompt,
+    fresh_prompt,
+)
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer([("a", "b"), ("b", "a"), ("ab", "ab"), ("a", "ab"), ("b", "b")])
@@ -30,7 +38,9 @@ def node_of(prompt: Prompt, sampled: list[int]) -> SequenceNode:
         max_size=4,
     ),
 )
-def test_the_ids_say_what_the_prompt_says_and_sampled_ones_are_carried(start: str, turns: list[tuple[str, bool, bool, str]]) -> None:
+def test_the_ids_say_what_the_prompt_says_and_sampled_ones_are_carried(
+    start: str, turns: list[tuple[str, bool, bool, str]]
+) -> None:
     prompt = fresh_prompt(start, TOKENIZER, templated=True)
     kept: list[int] = []
     for reply, ended, written, added in turns:

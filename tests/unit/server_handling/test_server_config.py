@@ -23,7 +23,12 @@ def test_defaults_are_those_environments_were_written_for() -> None:
         "n_kwarg_is_ignored": False,
         "health_check": True,
     }
-    assert ServerManagerConfig().model_dump() == {"slurm": False, "testing": False, "max_n_completions": 8, "proxy_url": None}
+    assert ServerManagerConfig().model_dump() == {
+        "slurm": False,
+        "testing": False,
+        "max_n_completions": 8,
+        "proxy_url": None,
+    }
 
 
 def test_the_api_key_is_neither_printed_nor_written() -> None:
@@ -43,7 +48,9 @@ def test_an_unset_key_or_address_counts_as_empty() -> None:
     assert (config.api_key, config.base_url) == ("", "")
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"num_max_requests_at_once": 0}, {"server_type": "vlm"}, {"base_url": "localhost:9001"}])
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 0}, {"num_max_requests_at_once": 0}, {"server_type": "vlm"}, {"base_url": "localhost:9001"}]
+)
 def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         APIServerConfig.model_validate(wrong)
@@ -65,7 +72,9 @@ def test_disabled_reasoning_changes_no_request() -> None:
 
 
 def test_openai_reasoning_has_its_own_names_and_temperature_1() -> None:
-    asked = ReasoningConfig(enabled=True).chat_arguments({"max_tokens": 5, "temperature": 0.2}, "https://api.openai.com/v1")
+    asked = ReasoningConfig(enabled=True).chat_arguments(
+        {"max_tokens": 5, "temperature": 0.2}, "https://api.openai.com/v1"
+    )
     assert asked == {"max_completion_tokens": 5, "temperature": 1.0, "extra_body": {"reasoning_effort": "medium"}}
 
 

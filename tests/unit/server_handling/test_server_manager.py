@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
-from atroposlib.envs.server_handling.errors import NoLiveServerError, PermanentServerError, RetryableServerError, reason_of
+from atroposlib.envs.server_handling.errors import (
+    NoLiveServerError,
+    PermanentServerError,
+    RetryableServerError,
+    reason_of,
+)
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
@@ -21,7 +26,9 @@ MakeManager = Callable[..., ServerManager]
 
 
 def config_of(server: FakeInferenceServer, **settings: Any) -> APIServerConfig:
-    return APIServerConfig.model_validate({"server_type": "vllm", "base_url": server.base_url, "model_name": "fake", **settings})
+    return APIServerConfig.model_validate(
+        {"server_type": "vllm", "base_url": server.base_url, "model_name": "fake", **settings}
+    )
 
 
 @pytest.fixture
@@ -62,13 +69,17 @@ async def test_a_single_config_reaches_its_server(fakes: list[FakeInferenceServe
 
 async def test_tokens_come_back_as_sampled(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
     manager = manager_of(config_of(fakes[0]))
-    prompt, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(input_ids=[5, 6, 7], n=2, max_tokens=10)
+    prompt, outputs, logprobs, reasons = await manager.tokens_and_logprobs_completion(
+        input_ids=[5, 6, 7], n=2, max_tokens=10
+    )
     ids = [*fakes[0].tokenizer.encode("hello"), fakes[0].tokenizer.eos_token_id]
     assert (prompt, outputs, reasons) == ([5, 6, 7], [ids, ids], ["stop", "stop"])
     assert logprobs == [[fake_logprob(token, at) for at, token in enumerate(ids)]] * 2
 
 
-async def test_sampled_tokens_carry_the_policy_version(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_sampled_tokens_carry_the_policy_version(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     fakes[0].policy_version = 7
     sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5], max_tokens=10)
     assert sampled.sequences[0].policy_versions == (7, 7)
@@ -103,7 +114,11 @@ async def test_many_completions_are_asked_for_in_parts_and_merged(
 ) -> None:
     fakes[0].answer = lambda prompt: ["a", "b", "c"]
     manager = manager_of(config_of(fakes[0]), max_n_completions=3)
-    asked: dict[str, Any] = {"chat_completion": {"messages": CHAT}, "completion": {"prompt": "x"}, "sample_tokens": {"input_ids": [5]}}
+    asked: dict[str, Any] = {
+        "chat_completion": {"messages": CHAT},
+        "completion": {"prompt": "x"},
+        "sample_tokens": {"input_ids": [5]},
+    }
     reply = await getattr(manager, call)(n=8, **asked[call])
     assert sorted(body["n"] for _, body in fakes[0].requests) == [2, 3, 3]
     if call == "sample_tokens":
@@ -117,12 +132,16 @@ async def test_requests_spread_over_the_servers(fakes: list[FakeInferenceServer]
     for fake in fakes:
         fake.delay_s = 0.2
     manager = manager_of([config_of(fake) for fake in fakes])
-    await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(2)))  # both servers are known to be live by now
+    await asyncio.gather(
+        *(manager.chat_completion(messages=CHAT) for _ in range(2))
+    )  # both servers are known to be live by now
     await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(10)))
     assert [fake.peak_in_flight for fake in fakes] == [5, 5]
 
 
-async def test_with_one_dead_server_all_requests_go_to_the_live_one(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_with_one_dead_server_all_requests_go_to_the_live_one(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     await fakes[0].close()
     manager = manager_of([config_of(fake) for fake in fakes])
     start = time.monotonic()
@@ -154,7 +173,9 @@ async def test_without_health_checks_a_dead_server_is_left_after_one_failure(
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 0])
-async def test_a_passing_failure_is_retried(fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int) -> None:
+async def test_a_passing_failure_is_retried(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, status: int
+) -> None:
     fakes[0].fail_next(2, status)
     manager = manager_of(config_of(fakes[0]))
     assert len((await manager.sample_tokens(input_ids=[5], max_tokens=9)).sequences) == 1
@@ -200,7 +221,9 @@ async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_a
 ) -> None:
     """A server whose weights fell behind answers 503 with Retry-After, while its /health is well."""
     fakes[0].fail_next(1000, 503, {"Retry-After": "60"})
-    manager = manager_of([config_of(fake, num_max_requests_at_once=8) for fake in fakes], retry=RetryPolicy(attempts=2, base_s=0.01))
+    manager = manager_of(
+        [config_of(fake, num_max_requests_at_once=8) for fake in fakes], retry=RetryPolicy(attempts=2, base_s=0.01)
+    )
     start = time.monotonic()
     await asyncio.gather(*(manager.sample_tokens(input_ids=[5], max_tokens=9) for _ in range(60)))
     assert time.monotonic() - start < 30, "calls wait for a server that they do not go back to"
@@ -208,7 +231,9 @@ async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_a
     assert not manager.servers[0].server_healthy
 
 
-async def test_a_request_that_takes_too_long_fails_with_the_limit(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_a_request_that_takes_too_long_fails_with_the_limit(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     fakes[0].delay_s = 30
     manager = manager_of(config_of(fakes[0], timeout=1), retry=RetryPolicy(attempts=1))
     with pytest.raises(RetryableServerError, match="took longer than the timeout of 1 s"):
@@ -221,7 +246,9 @@ async def test_waiting_for_a_dead_server_is_announced_and_ends_at_the_timeout(
     caplog.set_level("INFO")
     manager = manager_of(APIServerConfig(server_type="vllm", base_url="http://127.0.0.1:9/v1", timeout=1))
     start = time.monotonic()
-    with pytest.raises(NoLiveServerError, match=r"no inference server was live within 1 s \(http://127.0.0.1:9/v1: .*; start it"):
+    with pytest.raises(
+        NoLiveServerError, match=r"no inference server was live within 1 s \(http://127.0.0.1:9/v1: .*; start it"
+    ):
         await manager.chat_completion(messages=CHAT)
     assert 0.9 < time.monotonic() - start < 3
     assert "Waiting for an inference server to be live at http://127.0.0.1:9/v1, at most 1 s" in caplog.text
@@ -241,7 +268,9 @@ async def test_calls_made_before_the_server_starts_are_served_once_it_does(
     assert "Got a live inference server after" in caplog.text
 
 
-async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     manager = manager_of(config_of(fakes[0]))
     await manager.sample_tokens(input_ids=[5])
     fakes[0].healthy = False
@@ -277,7 +306,9 @@ async def test_a_restarted_server_is_used_again(fakes: list[FakeInferenceServer]
     assert len((await asyncio.wait_for(call, 10)).sequences) == 1
 
 
-async def test_health_is_asked_cheaply_and_only_after_the_first_call(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_health_is_asked_cheaply_and_only_after_the_first_call(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     vllm, hosted = manager_of(config_of(fakes[0])), manager_of(config_of(fakes[1], server_type="openai"))
     await asyncio.sleep(0.05)
     assert not fakes[0].hits and not fakes[1].hits
@@ -304,7 +335,9 @@ async def test_train_and_eval_have_their_own_limits(fakes: list[FakeInferenceSer
     assert fakes[0].peak_in_flight == 3
 
 
-async def test_raising_the_weight_lets_waiting_calls_in(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_raising_the_weight_lets_waiting_calls_in(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     fakes[0].delay_s = 30
     manager = manager_of(config_of(fakes[0], num_max_requests_at_once=4))
     await manager.update_weight(0.25)
@@ -331,7 +364,9 @@ async def test_a_cancelled_call_frees_its_slot(fakes: list[FakeInferenceServer],
 
 
 @pytest.mark.parametrize("server_type", ["vllm", "openai"])
-async def test_the_api_key_is_sent_as_a_bearer_token(fakes: list[FakeInferenceServer], manager_of: MakeManager, server_type: str) -> None:
+async def test_the_api_key_is_sent_as_a_bearer_token(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager, server_type: str
+) -> None:
     fakes[0].api_key = "right"
     right = manager_of(config_of(fakes[0], api_key="right", server_type=server_type))
     assert text_of(await right.chat_completion(messages=CHAT)) == "hello"
@@ -370,7 +405,10 @@ async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(
     fakes: list[FakeInferenceServer], manager_of: MakeManager
 ) -> None:
     manager = manager_of([config_of(fake, health_check=False) for fake in fakes])
-    async with manager.managed_server(tokenizer=fakes[0].tokenizer) as managed, manager.managed_server(fakes[0].tokenizer) as pinned:
+    async with (
+        manager.managed_server(tokenizer=fakes[0].tokenizer) as managed,
+        manager.managed_server(fakes[0].tokenizer) as pinned,
+    ):
         for _ in range(3):
             await managed.completion(prompt="x")
         assert [fake.hits["/generate"] for fake in fakes] == [3, 0]
@@ -390,7 +428,9 @@ async def test_base_url_pins_a_managed_server(fakes: list[FakeInferenceServer], 
             pass
 
 
-async def test_servers_without_token_ids_give_no_managed_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
+async def test_servers_without_token_ids_give_no_managed_server(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
     with pytest.raises(NotImplementedError, match="ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1"):
         async with manager_of(config_of(fakes[0], server_type="openai")).managed_server():
             pass
@@ -444,18 +484,27 @@ async def test_timings_are_reported_once(fakes: list[FakeInferenceServer], manag
 
 @pytest.mark.parametrize("server_type", ["vllm", "sglang", "trl"])
 def test_a_server_of_ones_own_needs_an_address(server_type: str) -> None:
-    with pytest.raises(ValueError, match=f"server_type '{server_type}' needs a base_url, e.g. http://localhost:9001/v1"):
+    with pytest.raises(
+        ValueError, match=f"server_type '{server_type}' needs a base_url, e.g. http://localhost:9001/v1"
+    ):
         ServerManager(APIServerConfig.model_validate({"server_type": server_type}))
 
 
 def test_the_key_of_the_environment_goes_to_openai_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "from-environment")
-    hosted, own = ServerManager(APIServerConfig()).servers[0], ServerManager(APIServerConfig(base_url="http://x/v1")).servers[0]
+    hosted, own = (
+        ServerManager(APIServerConfig()).servers[0],
+        ServerManager(APIServerConfig(base_url="http://x/v1")).servers[0],
+    )
     assert hosted.sdk.api_key == "from-environment"  # type: ignore[attr-defined]
     assert own.sdk.api_key == "none"  # type: ignore[attr-defined]
 
 
 def test_slurm_servers_come_from_the_environment() -> None:
-    environment = ServerEnvironment.model_validate({"SLURM_JOB_NODELIST": "n[1-2]", "NUM_TRAINING_NODES": 1, "INFER_TP": 4})
-    manager = ServerManager(APIServerConfig(server_type="vllm", base_url="http://x/v1"), slurm=True, environment=environment)
+    environment = ServerEnvironment.model_validate(
+        {"SLURM_JOB_NODELIST": "n[1-2]", "NUM_TRAINING_NODES": 1, "INFER_TP": 4}
+    )
+    manager = ServerManager(
+        APIServerConfig(server_type="vllm", base_url="http://x/v1"), slurm=True, environment=environment
+    )
     assert [server.config.base_url for server in manager.servers] == ["http://n2:9000/v1", "http://n2:9001/v1"]

@@ -21,7 +21,12 @@ CALL = '<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call
         ("hermes", f"Let me see.\n{CALL}\n{CALL}", "Let me see.", [("search", {"query": "cats"})] * 2),
         ("hermes", CALL.removesuffix("</tool_call>"), None, [("search", {"query": "cats"})]),
         ("hermes", "<tool_call>{search}</tool_call>", "<tool_call>{search}</tool_call>", []),
-        ("llama3_json", '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b"}', None, [("a", {"x": 1}), ("b", {})]),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "a", "parameters": {"x": 1}}; {"name": "b"}',
+            None,
+            [("a", {"x": 1}), ("b", {})],
+        ),
         ("llama3_json", "I need no tool.", "I need no tool.", []),
         ("mistral", 'Well. [TOOL_CALLS] [{"name": "a", "arguments": {}}]', "Well.", [("a", {})]),
     ],
@@ -40,20 +45,31 @@ def test_every_parser_leaves_plain_text_alone() -> None:
 
 
 async def test_conversation_with_a_tool_is_one_node_trained_on_what_was_sampled() -> None:
-    async with FakeInferenceServer(lambda prompt: "Two cats." if "tool\n" in prompt else f"Hm. {CALL}", TOKENIZER) as server:
+    async with FakeInferenceServer(
+        lambda prompt: "Two cats." if "tool\n" in prompt else f"Hm. {CALL}", TOKENIZER
+    ) as server:
         manager = ServerManager([APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
         managed = ManagedServer(StickyRoute(manager, manager.servers), TOKENIZER, tool_parser="hermes")
         messages: list[dict[str, object]] = [{"role": "user", "content": "How many?"}]
         asked = (await managed.chat_completion(messages=messages, tools=TOOLS, max_tokens=200)).choices[0]
-        assert asked.finish_reason == "tool_calls" and asked.message.tool_calls is not None and asked.message.content == "Hm."
+        assert (
+            asked.finish_reason == "tool_calls"
+            and asked.message.tool_calls is not None
+            and asked.message.content == "Hm."
+        )
         assert asked.message.tool_calls[0]["function"]["name"] == "search"  # type: ignore[index]
         messages += [asked.message.model_dump(exclude_none=True), {"role": "tool", "content": "2"}]
         told = (await managed.chat_completion(messages=messages, tools=TOOLS, max_tokens=200)).choices[0]
-        cut = (await managed.chat_completion(messages=messages[:1], tools=TOOLS, max_tokens=len(TOKENIZER.encode(f"Hm. {CALL}")))).choices[
-            0
-        ]
+        cut = (
+            await managed.chat_completion(
+                messages=messages[:1], tools=TOOLS, max_tokens=len(TOKENIZER.encode(f"Hm. {CALL}"))
+            )
+        ).choices[0]
         await manager.close()
     assert told.finish_reason == "stop" and told.message.content == "Two cats."
     assert cut.finish_reason == "length" and cut.message.tool_calls
     node = managed.current_nodes[0]
-    assert TOKENIZER.decode([token for token in node.masked_tokens if token != -100]) == f"Hm. {CALL}<|im_end|>Two cats.<|im_end|>"
+    assert (
+        TOKENIZER.decode([token for token in node.masked_tokens if token != -100])
+        == f"Hm. {CALL}<|im_end|>Two cats.<|im_end|>"
+    )

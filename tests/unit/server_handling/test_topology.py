@@ -21,7 +21,9 @@ def test_a_list_is_one_server_each() -> None:
 
 
 def test_a_baseline_is_the_four_local_ports_with_all_its_settings() -> None:
-    found = server_configs(ServerBaseline(server_type="vllm", timeout=7, model_name="m"), slurm=False, environment=environment())
+    found = server_configs(
+        ServerBaseline(server_type="vllm", timeout=7, model_name="m"), slurm=False, environment=environment()
+    )
     assert [config.base_url for config in found] == [f"http://localhost:{port}/v1" for port in (9004, 9005, 9006, 9007)]
     assert {(config.server_type, config.timeout, config.model_name) for config in found} == {("vllm", 7, "m")}
 

@@ -12,10 +12,14 @@ from vllm_patching.arena import Shard
 from vllm_patching.protocol import align
 
 
-def ranks_of(model: PreTrainedModel, tp: int, dtype: torch.dtype = torch.float32) -> tuple[list[dict[str, Any]], list[Tensor]]:
+def ranks_of(
+    model: PreTrainedModel, tp: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[dict[str, Any]], list[Tensor]]:
     """(bridge_attach replies, arenas) of `tp` ranks serving `model`, whose vocabulary is padded to a multiple of 64."""
     fused = [_fused(model, rank, tp) for rank in range(tp)]
-    return list(map(list, zip(*(_arena(rank, parameters, dtype) for rank, parameters in enumerate(fused)), strict=True)))  # type: ignore[return-value]
+    return list(
+        map(list, zip(*(_arena(rank, parameters, dtype) for rank, parameters in enumerate(fused)), strict=True))
+    )  # type: ignore[return-value]
 
 
 def _fused(model: PreTrainedModel, rank: int, tp: int) -> dict[str, list[tuple[Shard, Tensor]]]:
@@ -39,7 +43,10 @@ def _fused(model: PreTrainedModel, rank: int, tp: int) -> dict[str, list[tuple[S
             size = tensor.shape[dim] // parts
             start, end = index * size, (index + 1) * size
         vllm_name = name
-        for fused, leaves in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        for fused, leaves in {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }.items():
             if leaf in leaves:
                 vllm_name = name.replace(leaf, fused)
         row = sum(value.shape[0] for _, value in parameters.get(vllm_name, [])) if dim == 0 else 0
@@ -51,7 +58,9 @@ def _fused(model: PreTrainedModel, rank: int, tp: int) -> dict[str, list[tuple[S
     return parameters
 
 
-def _arena(rank: int, parameters: dict[str, list[tuple[Shard, Tensor]]], dtype: torch.dtype) -> tuple[dict[str, Any], Tensor]:
+def _arena(
+    rank: int, parameters: dict[str, list[tuple[Shard, Tensor]]], dtype: torch.dtype
+) -> tuple[dict[str, Any], Tensor]:
     layout, offset, values = {}, 0, {}
     for vllm_name, parts in parameters.items():
         values[vllm_name] = torch.cat([value for _, value in parts], 0).to(dtype).contiguous()

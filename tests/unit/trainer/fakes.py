@@ -1,4 +1,6 @@
-"""What trainer tests stand on: tiny random models, made-up batches, a batching API in a thread, a bridge that only records."""
+"""What trainer tests stand on: tiny random models, made-up batches, a batching API in a thread, a bridge that only
+records.
+"""
 
 import contextlib
 import json
@@ -11,14 +13,28 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.model import load_model
 
 VOCAB = 97
 _SHAPE: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
 )
 
 
@@ -48,7 +64,16 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
     generator = np.random.default_rng(seed)
     question = generator.integers(1, VOCAB, prompt).tolist()
     group: dict[str, Any] = dict.fromkeys(
-        ("advantages", "ref_logprobs", "messages", "generation_params", "overrides", "group_overrides", "images", "env_id")
+        (
+            "advantages",
+            "ref_logprobs",
+            "messages",
+            "generation_params",
+            "overrides",
+            "group_overrides",
+            "images",
+            "env_id",
+        )
         + ("distill_token_ids", "distill_logprobs")
     )
     group |= {"tokens": [], "masks": [], "scores": list(scores), "inference_logprobs": []}
@@ -151,7 +176,9 @@ class FakeApi:
         if accuracy is None:
             return {"results": [], "pending": []}
         return {
-            "results": [{"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": {}}],
+            "results": [
+                {"env_id": 0, "env_name": "gsm8k", "policy_version": version, "accuracy": accuracy, "metrics": {}}
+            ],
             "pending": [],
         }
 
@@ -164,7 +191,9 @@ def serve(api: FakeApi, port: int = 0) -> Iterator[str]:
         def _reply(self) -> None:
             split = urlsplit(self.path)
             raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            content = json.dumps(api.answer(self.command, split.path, parse_qs(split.query), json.loads(raw) if raw else {})).encode()
+            content = json.dumps(
+                api.answer(self.command, split.path, parse_qs(split.query), json.loads(raw) if raw else {})
+            ).encode()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -22,7 +22,9 @@ TOKENS = torch.arange(1, 9)[None]
 
 
 def config(model: str, **changes: object) -> TrainerConfig:
-    settings: dict[str, object] = dict(model_name=model, weight_bridge_mode="lora_only", lora_r=4, lora_alpha=8, device="cpu")
+    settings: dict[str, object] = dict(
+        model_name=model, weight_bridge_mode="lora_only", lora_r=4, lora_alpha=8, device="cpu"
+    )
     return TrainerConfig(**settings | changes)
 
 
@@ -89,7 +91,9 @@ def test_a_written_adapter_loads_in_peft_and_merges_to_the_same_model(model: str
     loaded.merge_and_unload().save_pretrained(tmp_path / "merged")  # the command of docs/bridges.md
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(merged), logits(adapted), atol=1e-4)
-    assert not torch.allclose(logits(merged), logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)), atol=1e-2)
+    assert not torch.allclose(
+        logits(merged), logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)), atol=1e-2
+    )
 
 
 def test_only_the_chosen_modules_get_an_adapter(llama: str) -> None:
@@ -98,15 +102,28 @@ def test_only_the_chosen_modules_get_an_adapter(llama: str) -> None:
 
 
 def test_an_unknown_module_is_refused_by_naming_those_that_exist(llama: str) -> None:
-    with pytest.raises(AdapterError, match="no linear layer named qkv_proj, lm_head; it has q_proj, k_proj, v_proj, o_proj, gate"):
+    with pytest.raises(
+        AdapterError, match="no linear layer named qkv_proj, lm_head; it has q_proj, k_proj, v_proj, o_proj, gate"
+    ):
         load_adapted_model(llama, config(llama, lora_target_modules=("q_proj", "qkv_proj", "lm_head")), CPU)
 
 
 def test_flags_are_read_and_bounded() -> None:
     base = ["--model-name", "m", "--weight-bridge-mode", "lora_only"]
-    found, _ = resolve_config(TrainerConfig, [*base, "--lora-target-modules", "q_proj,v_proj", "--lora-alpha", "32"], prog="grpo", env={})
-    assert found.lora_target_modules == ("q_proj", "v_proj") and found.lora_alpha == 32 and found.lora_r == 16 and found.trains_adapter
-    for flag, value, says in [("r", "0", "greater than or equal to 1"), ("dropout", "1", "less than 1"), ("alpha", "0", "or equal to 1")]:
+    found, _ = resolve_config(
+        TrainerConfig, [*base, "--lora-target-modules", "q_proj,v_proj", "--lora-alpha", "32"], prog="grpo", env={}
+    )
+    assert (
+        found.lora_target_modules == ("q_proj", "v_proj")
+        and found.lora_alpha == 32
+        and found.lora_r == 16
+        and found.trains_adapter
+    )
+    for flag, value, says in [
+        ("r", "0", "greater than or equal to 1"),
+        ("dropout", "1", "less than 1"),
+        ("alpha", "0", "or equal to 1"),
+    ]:
         with pytest.raises(ConfigError, match=f"lora_{flag}: .*{says}"):
             resolve_config(TrainerConfig, [*base, f"--lora-{flag}", value], prog="grpo", env={})
 
@@ -143,7 +160,8 @@ def api_url() -> Iterator[Callable[[int], str]]:
 
 def train(model: str, folder: Path, url: str, fail_at: int | None = None, **changes: object) -> None:
     settings = config(
-        model, atropos_url=url, batch_size=4, gradient_accumulation_steps=1, training_steps=4, lr=1e-2, checkpoint_interval=2,
+        model, atropos_url=url, batch_size=4, gradient_accumulation_steps=1, training_steps=4, lr=1e-2,
+        checkpoint_interval=2,
         save_path=folder / "checkpoints", log_dir=folder / "logs", api_timeout=5, fetch_timeout=5, **changes,
     )  # fmt: skip
     grpo.run(settings, AdapterBridge(settings, fail_at))
@@ -161,15 +179,21 @@ def test_a_run_keeps_adapters_and_resumes_to_the_same_bits(
     names = sorted(path.name for path in (resumed / "checkpoints").iterdir())
     assert names == ["adapter_step_2", "adapter_step_4", "final_adapter", "latest"]
     for name in ("adapter_step_4", "final_adapter"):
-        expected, found = (load_file(run / "checkpoints" / name / "adapter_model.safetensors") for run in (straight, resumed))
+        expected, found = (
+            load_file(run / "checkpoints" / name / "adapter_model.safetensors") for run in (straight, resumed)
+        )
         assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
     assert any(tensor.abs().max() > 0 for key, tensor in found.items() if ".lora_B." in key)
 
 
-def test_resuming_with_another_adapter_or_from_a_whole_model_is_refused(llama: str, tmp_path: Path, api_url: Callable[[int], str]) -> None:
+def test_resuming_with_another_adapter_or_from_a_whole_model_is_refused(
+    llama: str, tmp_path: Path, api_url: Callable[[int], str]
+) -> None:
     train(llama, tmp_path, api_url(0))
     checkpoint = str(tmp_path / "checkpoints" / "adapter_step_4")
-    with pytest.raises(AdapterError, match="was trained with --lora-r 4, this run has 8: give the same, or start afresh"):
+    with pytest.raises(
+        AdapterError, match="was trained with --lora-r 4, this run has 8: give the same, or start afresh"
+    ):
         load_adapted_model(checkpoint, config(llama, lora_r=8), CPU)
     other = model_folder(tmp_path / "other", hidden_size=16)
     with pytest.raises(AdapterError, match="was trained with --model-name"):

@@ -49,7 +49,9 @@ def test_no_batch_in_time_says_what_to_check() -> None:
     with serve(FakeApi(lambda n: None)) as url:
         trainer = client(url)
         trainer.register(0)
-        with pytest.raises(ApiError, match="no batch of 2 sequences from .* within 0 s; check that an environment is running"):
+        with pytest.raises(
+            ApiError, match="no batch of 2 sequences from .* within 0 s; check that an environment is running"
+        ):
             trainer.fetch_batch(0.2)
 
 
@@ -81,7 +83,9 @@ def test_an_api_that_comes_up_late_is_waited_for() -> None:
 
 
 def test_an_absent_api_ends_in_an_error_with_the_remedy() -> None:
-    with pytest.raises(ApiError, match=r"did not answer GET /info within 0 s \(connection refused\); start it with .*run_api"):
+    with pytest.raises(
+        ApiError, match=r"did not answer GET /info within 0 s \(connection refused\); start it with .*run_api"
+    ):
         client(f"http://127.0.0.1:{free_port()}", patience_s=0.3).wait_until_up()
 
 
@@ -105,13 +109,16 @@ def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None
 def test_a_server_that_is_not_the_api_is_named() -> None:
     api = FakeApi(batches)
     api.answer = lambda *request: [1, 2]  # type: ignore[method-assign,return-value,assignment]
-    with serve(api) as url, pytest.raises(ApiError, match="answered list instead of an object; is --atropos-url the batching API"):
+    with (
+        serve(api) as url,
+        pytest.raises(ApiError, match="answered list instead of an object; is --atropos-url the batching API"),
+    ):
         client(url).wait_until_up()
     with pytest.raises(ApiError, match="--atropos-url http://exa mple cannot be used"):
         client("http://exa mple").wait_until_up()
 
 
-# --- against the real API ---------------------------------------------------------------------------------------------------
+# --- against the real API -------------------------------------------------------------------------------------------
 
 RUN = {
     "wandb_group": "g",
@@ -124,7 +131,9 @@ RUN = {
 }
 
 
-def trainer_of(url: str, *, first_batches: int = 0, token: str | None = None, **registered: Any) -> tuple[ApiClient, list[float]]:
+def trainer_of(
+    url: str, *, first_batches: int = 0, token: str | None = None, **registered: Any
+) -> tuple[ApiClient, list[float]]:
     """A registered trainer, and the first scores of so many batches that it fetched."""
     trainer = ApiClient(url, RUN, patience_s=5, token=token)
     trainer.register(0, run="r", **registered)

@@ -1,4 +1,6 @@
-"""bfloat16 weights at RL learning rates: stepped as they are they stand still; through a master, or rounded by chance, they learn."""
+"""bfloat16 weights at RL learning rates: stepped as they are they stand still; through a master, or rounded by chance,
+they learn.
+"""
 
 import pytest
 import torch
@@ -18,7 +20,9 @@ def start() -> torch.Tensor:
 
 
 def travelled(parameter: nn.Parameter, optimizer: Optimizer) -> torch.Tensor:
-    """How far each stored weight came in STEPS steps of a constant gradient, as a part of the LR * STEPS that AdamW intends."""
+    """How far each stored weight came in STEPS steps of a constant gradient, as a part of the LR * STEPS that AdamW
+    intends.
+    """
     for _ in range(STEPS):
         parameter.sum().backward()
         optimizer.step()

@@ -1,4 +1,6 @@
-"""What --resume makes of a damaged `latest` or manifest.json: one line with the remedy, and never a fresh start beside old steps."""
+"""What --resume makes of a damaged `latest` or manifest.json: one line with the remedy, and never a fresh start beside
+old steps.
+"""
 
 import json
 import pickle
@@ -29,7 +31,9 @@ def test_a_damaged_pointer_is_one_line_that_names_a_checkpoint(saved: Path, cont
     with pytest.raises(CheckpointError) as refused:
         find_checkpoint("auto", saved)
     line = str(refused.value)
-    assert line.isprintable() and (f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line), line
+    assert line.isprintable() and (f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line), (
+        line
+    )
 
 
 MANIFESTS = {
@@ -48,7 +52,9 @@ MANIFESTS = {
 @pytest.mark.parametrize("damage", MANIFESTS)
 def test_a_damaged_manifest_is_one_line(saved: Path, damage: str) -> None:
     (saved / "step_10/manifest.json").write_bytes(MANIFESTS[damage])
-    with pytest.raises(CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N folder") as refused:
+    with pytest.raises(
+        CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N folder"
+    ) as refused:
         find_checkpoint("latest", saved)
     assert str(refused.value).isprintable()
 

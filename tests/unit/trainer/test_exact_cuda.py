@@ -1,7 +1,7 @@
 """The CUDA side of the exact trainer without a GPU: plain torch functions stand where vLLM's kernels do.
 
-Shown is the arithmetic around the kernels: what they are given, in which order, and each backward pass. That their bits are vLLM's is for
-scripts/gpu_check.sh, on a GPU.
+Shown is the arithmetic around the kernels: what they are given, in which order, and each backward pass. That their
+bits are vLLM's is for scripts/gpu_check.sh, on a GPU.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,9 @@ SHAPE: dict[str, Any] = dict(
 
 
 class PlainKernels:
-    """CudaKernels in torch's own functions, of any precision; remembers the shape of every weight that is multiplied."""
+    """CudaKernels in torch's own functions, of any precision; remembers the shape of every weight that is
+    multiplied.
+    """
 
     def __init__(self, config: Any) -> None:
         self.table = kernels.rotary_table(config, 512)
@@ -97,7 +99,9 @@ def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(famil
     found = token_logprobs(model, row, 8)
     accumulate_gradients(model, row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8)
 
-    logits = torch.cat([reference(input_ids=piece[None]).logits[0] for piece in row.input_ids[0].split(row.lengths)])[row.rows]
+    logits = torch.cat([reference(input_ids=piece[None]).logits[0] for piece in row.input_ids[0].split(row.lengths)])[
+        row.rows
+    ]
     expected = logits.log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
     (expected * row.advantages.double()).mean().backward()
     assert torch.allclose(found.double(), expected, atol=1e-5)
@@ -121,7 +125,9 @@ def test_bfloat16_is_computed_and_float32_masters_get_the_gradients() -> None:
     assert trained_hidden(model, row).dtype == torch.bfloat16
     for each in (model, reference):
         each_row = row if each is model else packed_row()
-        accumulate_gradients(each, each_row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8)
+        accumulate_gradients(
+            each, each_row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
+        )
     assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     golden = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()])
@@ -168,7 +174,9 @@ def test_the_backward_pass_of_attention_is_that_of_float64() -> None:
     inputs = [torch.randn(heads, sum(lengths), 32, requires_grad=True) for heads in (4, 2, 2)]
     found = PackedAttention.apply(PLAIN.attention, *inputs, lengths, scale)
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    assert_same_gradients(found, inputs, PLAIN.attention(*(tensor.transpose(0, 1) for tensor in doubles), lengths, scale), doubles)
+    assert_same_gradients(
+        found, inputs, PLAIN.attention(*(tensor.transpose(0, 1) for tensor in doubles), lengths, scale), doubles
+    )
 
 
 def assert_same_gradients(found: Any, inputs: list[Tensor], expected: Any, doubles: list[Tensor]) -> None:
@@ -185,7 +193,9 @@ def assert_same_gradients(found: Any, inputs: list[Tensor], expected: Any, doubl
 def flash_attention(
     *, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, seqused_k: Tensor, block_table: Tensor, **other: Any
 ) -> Tensor:
-    """FlashAttention over pages as vLLM calls it: [blocks, page, key heads, d], the whole context of each sequence its queries."""
+    """FlashAttention over pages as vLLM calls it: [blocks, page, key heads, d], the whole context of each sequence its
+    queries.
+    """
     assert other["num_splits"] == 1 and other["causal"] and other["fa_version"] == 3
     assert other["max_seqlen_q"] == other["max_seqlen_k"] == int(seqused_k.max())
     outputs = []
@@ -206,12 +216,16 @@ def test_the_kernels_get_what_vllm_gives_them() -> None:
         return query, key
 
     rotary = SimpleNamespace(forward_cuda=rotate_in_place, cos_sin_cache=PLAIN.table)
-    functions = SimpleNamespace(silu_and_mul=silu_and_mul, rotary=rotary, attention=flash_attention, attention_version=3)
+    functions = SimpleNamespace(
+        silu_and_mul=silu_and_mul, rotary=rotary, attention=flash_attention, attention_version=3
+    )
     found = CudaKernels(functions)
     torch.manual_seed(0)
     lengths = (BLOCK + 3, 1, BLOCK, 2 * BLOCK + 1)
     query, key, value = (torch.randn(sum(lengths), heads, 32) for heads in (4, 2, 2))
-    assert torch.equal(found.attention(query, key, value, lengths, 0.2), PLAIN.attention(query, key, value, lengths, 0.2))
+    assert torch.equal(
+        found.attention(query, key, value, lengths, 0.2), PLAIN.attention(query, key, value, lengths, 0.2)
+    )
     x = torch.randn(5, 64)
     assert torch.equal(found.silu_and_mul(x), PLAIN.silu_and_mul(x))
     positions = torch.arange(sum(lengths)) % 400
@@ -250,7 +264,9 @@ def test_a_model_on_a_gpu_computes_with_the_kernels_for_gpus(monkeypatch: pytest
 
 def test_what_is_not_covered_on_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cuda(tiny_model(), monkeypatch)
-    with pytest.raises(TrainerError, match="does not cover float32 on CUDA, where vLLM's exact attention takes bfloat16"):
+    with pytest.raises(
+        TrainerError, match="does not cover float32 on CUDA, where vLLM's exact attention takes bfloat16"
+    ):
         exact_model.make_exact(model, torch.float32)
     with pytest.raises(TrainerError, match="does not cover tensor parallelism over 2 ranks; on cuda at most 1"):
         exact_model.make_exact(model, torch.bfloat16, tp_size=2)
@@ -264,7 +280,9 @@ def test_what_is_not_covered_on_a_gpu_is_refused_by_name(monkeypatch: pytest.Mon
 def test_truncated_sampling_is_refused_on_a_gpu_by_name() -> None:
     group = item([1.0, 0.0], generation_params={"top_p": 0.9})
     batch = make_batch([group], seq_len=2048, divide_by_std=True, policy_version=0)
-    with pytest.raises(exactness.NotExact, match=r"step 3: .* top-p and top-k on CUDA, and a sequence came with top_p 0.9, top_k 0"):
+    with pytest.raises(
+        exactness.NotExact, match=r"step 3: .* top-p and top-k on CUDA, and a sequence came with top_p 0.9, top_k 0"
+    ):
         exactness._refuse_truncation(batch, 3)
 
 

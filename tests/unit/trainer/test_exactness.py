@@ -1,4 +1,6 @@
-"""The check of every step, on an exact model without vLLM: what equals, what differs by one bit, and what a strict run leaves behind."""
+"""The check of every step, on an exact model without vLLM: what equals, what differs by one bit, and what a strict run
+leaves behind.
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +22,9 @@ from example_trainer.policy import accumulate_gradients, token_logprobs
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve, tiny_model
 from vllm_patching.batch_invariant import kernels
 
-SHAPE: dict[str, Any] = dict(hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96)
+SHAPE: dict[str, Any] = dict(
+    hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96
+)
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -61,18 +65,25 @@ def scored(model: str, seed: int) -> list[dict[str, Any]]:
 
 def config(model: str, folder: Path, **changes: Any) -> TrainerConfig:
     settings: dict[str, Any] = dict(
-        model_name=model, training_steps=1, batch_size=4, gradient_accumulation_steps=1, lr=1e-2, save_path=folder / "checkpoints",
-        log_dir=folder / "logs", checkpoint_interval=0, api_timeout=5, fetch_timeout=5, micro_batch_tokens=24, batch_invariant=True,
+        model_name=model, training_steps=1, batch_size=4, gradient_accumulation_steps=1, lr=1e-2,
+        save_path=folder / "checkpoints",
+        log_dir=folder / "logs", checkpoint_interval=0, api_timeout=5, fetch_timeout=5, micro_batch_tokens=24,
+        batch_invariant=True,
         bit_exact="strict",
     )  # fmt: skip
     return TrainerConfig(**settings | changes)
 
 
-def train(model: str, folder: Path, api: FakeApi, bridge: RecordingBridge | None = None, **changes: Any) -> list[dict[str, Any]]:
+def train(
+    model: str, folder: Path, api: FakeApi, bridge: RecordingBridge | None = None, **changes: Any
+) -> list[dict[str, Any]]:
     """Metrics rows of a run; the same fake serves the API and, as far as asked, vLLM."""
     with serve(api) as url:
         port = int(url.rpartition(":")[2])
-        grpo.run(config(model, folder, atropos_url=url, vllm_host="127.0.0.1", vllm_port=port, **changes), bridge or RecordingBridge())
+        grpo.run(
+            config(model, folder, atropos_url=url, vllm_host="127.0.0.1", vllm_port=port, **changes),
+            bridge or RecordingBridge(),
+        )
     return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -99,7 +110,9 @@ def test_gradients_are_those_of_the_model_in_float64(family: str) -> None:
     model, reference = tiny_model(family, **SHAPE), tiny_model(family, **SHAPE).double()
     make_exact(model, torch.float32)
     (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).rollouts, 10_000, torch.device("cpu"))
-    accumulate_gradients(model, packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8)
+    accumulate_gradients(
+        model, packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
+    )
     pieces = zip(packed.input_ids[0].split(packed.lengths), strict=False)
     logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows]
     (logits.log_softmax(-1).gather(1, packed.targets[:, None])[:, 0] * packed.advantages.double()).mean().backward()
@@ -121,18 +134,31 @@ def test_one_bit_is_found_and_shown() -> None:
     assert line.split() == ["1", "8", "-1.2500000000", "-1.2499998808", "bfa00000", "bf9fffff", "1.192e-07"]
 
 
-def test_a_strict_run_trains_on_exact_batches_and_says_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_strict_run_trains_on_exact_batches_and_says_so(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     batch = scored(model, seed=1)
     (row,) = train(model, tmp_path, FakeApi(lambda n: batch))
     tokens = row["trained_tokens"]
-    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"]) == (0, tokens, 0.0)
+    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"]) == (
+        0,
+        tokens,
+        0.0,
+    )
     assert row["ratio_mean"] == 1.0 and row["ratio_tokens_different"] == 0 and row["logprob_diff_max"] == 0
     assert f"Bitwise identical: True · 0 / {tokens} tokens differ" in capsys.readouterr().out
 
 
-def test_a_step_without_a_signal_compares_nothing_and_says_so(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_without_a_signal_compares_nothing_and_says_so(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (row,) = train(model, tmp_path, FakeApi(lambda n: [item([1.0, 1.0])]))
-    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"], row["loss"]) == (0, 0, None, None)
+    assert (row["bit_exact/differing_tokens"], row["bit_exact/tokens"], row["bit_exact/max_abs_diff"], row["loss"]) == (
+        0,
+        0,
+        None,
+        None,
+    )
     assert "Bitwise identical: True · 0 / 0 tokens differ" in capsys.readouterr().out
 
 
@@ -184,7 +210,14 @@ def test_the_same_seed_and_a_resumed_run_give_the_same_bytes(model: str, tmp_pat
 
 def test_a_run_gone_wrong_stops_without_the_mode_too(model: str, tmp_path: Path) -> None:
     with pytest.raises(NotExact, match=r"nats on average \(--mismatch-limit 0.001\): vLLM serves other weights"):
-        train(model, tmp_path, FakeApi(lambda n: [item([1.0, 0.0])]), batch_invariant=False, bit_exact="report", mismatch_limit=1e-3)
+        train(
+            model,
+            tmp_path,
+            FakeApi(lambda n: [item([1.0, 0.0])]),
+            batch_invariant=False,
+            bit_exact="report",
+            mismatch_limit=1e-3,
+        )
 
 
 def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> None:
@@ -195,7 +228,9 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
     with pytest.raises(grpo.TrainerError, match="does not cover tensor parallelism over 4 ranks"):
         make_exact(tiny_model(), torch.float32, tp_size=4)
     with pytest.raises(grpo.TrainerError, match="does not cover rotary embedding 'dynamic'"):
-        make_exact(tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float32)
+        make_exact(
+            tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float32
+        )
     with pytest.raises(ValueError, match="needs --batch-invariant"):
         config(model, tmp_path, batch_invariant=False)
     with pytest.raises(ValueError, match="does not cover LoRA adapters"):
@@ -207,6 +242,6 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
 
 
 def test_rollouts_survive_being_kept() -> None:
-    (rollout, *_) = batch_of([item([1.0, 0.0])]).rollouts
+    rollout, *_ = batch_of([item([1.0, 0.0])]).rollouts
     found = exactness.rollout_from(exactness._tensors(rollout))
     assert np.array_equal(found.tokens, rollout.tokens) and found.temperature == rollout.temperature

@@ -83,6 +83,10 @@ def test_wrong_servers_are_refused_before_anything_is_loaded(flags: list[str], s
 
 def test_a_bridge_that_feeds_one_server_refuses_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("example_trainer.bridges.FEEDS_SEVERAL", ("another",))
-    config = TrainerConfig(model_name="m", weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port="9001,9002")
-    with pytest.raises(BridgeError, match="feeds the one vLLM server of --vllm-host, not localhost:9001, localhost:9002"):
+    config = TrainerConfig(
+        model_name="m", weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port="9001,9002"
+    )
+    with pytest.raises(
+        BridgeError, match="feeds the one vLLM server of --vllm-host, not localhost:9001, localhost:9002"
+    ):
         make_bridge(config)

@@ -1,4 +1,6 @@
-"""The trainer's loss and gradient against a float64 computation that shares no code with it: one sequence, one token at a time."""
+"""The trainer's loss and gradient against a float64 computation that shares no code with it: one sequence, one token
+at a time.
+"""
 
 import math
 from dataclasses import asdict
@@ -36,7 +38,13 @@ def temperature(group: dict[str, Any], index: int) -> float:
 
 
 def naive_loss(
-    model: PreTrainedModel, reference: PreTrainedModel, groups: list[dict[str, Any]], low: float, high: float, kl: float, ent: float
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    groups: list[dict[str, Any]],
+    low: float,
+    high: float,
+    kl: float,
+    ent: float,
 ) -> Tensor:
     """Mean over trained tokens of groups with differing scores, written from the formulas."""
     terms = []
@@ -51,7 +59,9 @@ def naive_loss(
             if group["overrides"] and group["overrides"][index].get("set_advantage_to_zero"):
                 advantage = 0.0
             logits = model(input_ids=torch.tensor([tokens])).logits[0] / temperature(group, index)
-            reference_logits = reference(input_ids=torch.tensor([tokens])).logits[0].detach() / temperature(group, index)
+            reference_logits = reference(input_ids=torch.tensor([tokens])).logits[0].detach() / temperature(
+                group, index
+            )
             for position in range(1, len(tokens)):
                 if mask[position] == -100:
                     continue
@@ -59,8 +69,13 @@ def naive_loss(
                 logprob = probabilities[tokens[position]].log()
                 ratio = (logprob - group["inference_logprobs"][index][position]).exp()
                 bounded = min(max(ratio.item(), 1 - low), 1 + high)
-                # the smaller of two candidates, chosen by value; the bounded one is a constant unless it equals the ratio
-                surrogate = ratio * advantage if ratio.item() * advantage <= bounded * advantage else torch.tensor(bounded * advantage)
+                # the smaller of two candidates, chosen by value; the bounded one is a constant unless it equals the
+                # ratio
+                surrogate = (
+                    ratio * advantage
+                    if ratio.item() * advantage <= bounded * advantage
+                    else torch.tensor(bounded * advantage)
+                )
                 entropy = -(probabilities * probabilities.log()).sum()
                 gap = torch.log_softmax(reference_logits[position - 1], -1)[tokens[position]] - logprob
                 terms.append(-surrogate + kl * (gap.exp() - gap - 1) - ent * entropy)
@@ -69,7 +84,9 @@ def naive_loss(
 
 def float64_twin(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     model.save_pretrained(folder)
-    twin: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    twin: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager"
+    )
     return twin
 
 
@@ -83,13 +100,18 @@ def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
 ) -> StepFigures:
     batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
-    return batch_gradients(model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb)
+    return batch_gradients(
+        model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, tmp_path: Any) -> None:
-    model, reference = trained_model(family, tie_word_embeddings=tied), trained_model(family, seed=9, tie_word_embeddings=tied)
+    model, reference = (
+        trained_model(family, tie_word_embeddings=tied),
+        trained_model(family, seed=9, tie_word_embeddings=tied),
+    )
     exact, exact_reference = float64_twin(model, tmp_path / "model"), float64_twin(reference, tmp_path / "reference")
     settings = LossSettings(clip_low=0.2, clip_high=0.3, kl_coef=0.1, entropy_coef=0.01)
 
@@ -104,7 +126,9 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
         assert (ours.grad - theirs.grad).norm() <= FP32_RELATIVE * theirs.grad.norm(), name
 
 
-def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
     reference = trained_model("llama", seed=9)
 
@@ -142,7 +166,9 @@ def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> No
 def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> None:
     model = trained_model("llama")
     group = item([1.0, 0.0], seed=1)
-    group["ref_logprobs"] = [[value - 0.5 if value <= 0 else value for value in row] for row in group["inference_logprobs"]]
+    group["ref_logprobs"] = [
+        [value - 0.5 if value <= 0 else value for value in row] for row in group["inference_logprobs"]
+    ]
     expected = []
     for tokens, mask, given in zip(group["tokens"], group["masks"], group["ref_logprobs"], strict=True):
         logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
@@ -150,7 +176,10 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         expected += [math.exp(gap) - gap - 1 for gap in gaps]
     batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(
-        model, micro_batches(batch.rollouts, 100, CPU), LossSettings(kl_coef=0.1), reference=trained_model("llama", seed=9)
+        model,
+        micro_batches(batch.rollouts, 100, CPU),
+        LossSettings(kl_coef=0.1),
+        reference=trained_model("llama", seed=9),
     )
     assert figures.kl == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
@@ -160,7 +189,9 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
 
     def kl(*groups: dict[str, Any]) -> float:
         batch = make_batch(groups, seq_len=64, divide_by_std=True, policy_version=0)
-        figures = batch_gradients(model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference)
+        figures = batch_gradients(
+            model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference
+        )
         assert figures.kl is not None
         return figures.kl * batch.trained_tokens
 
@@ -197,4 +228,8 @@ def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
     assert torch.allclose(logprobs[2], torch.tensor([0.0, 3.0, 2.0]).log_softmax(-1)[0])
     assert torch.allclose(entropy[:2], -(first.exp() * first).sum().expand(2))
     logprobs.sum().backward()
-    assert logits.grad is not None and torch.equal(logits.grad[0, [0, 3]], torch.zeros(2)) and torch.isfinite(logits.grad).all()
+    assert (
+        logits.grad is not None
+        and torch.equal(logits.grad[0, [0, 3]], torch.zeros(2))
+        and torch.isfinite(logits.grad).all()
+    )

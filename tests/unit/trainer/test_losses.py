@@ -36,7 +36,9 @@ def test_upper_clip_distance_is_its_own() -> None:
 
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0])
-    assert k3(logprobs, torch.tensor([-1.0, -3.0, -0.2])).tolist() == pytest.approx([0.0, 0.135335283 + 2 - 1, 2.225540928 - 0.8 - 1])
+    assert k3(logprobs, torch.tensor([-1.0, -3.0, -0.2])).tolist() == pytest.approx(
+        [0.0, 0.135335283 + 2 - 1, 2.225540928 - 0.8 - 1]
+    )
 
 
 def test_kl_without_a_reference_is_refused() -> None:

@@ -26,7 +26,9 @@ def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], bud
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
     fills = [sum(lengths[i] for i in members) for members in bins]
-    assert all(first + second > budget for first, second in zip(fills, fills[1:], strict=False))  # no two neighbours would fit in one
+    assert all(
+        first + second > budget for first, second in zip(fills, fills[1:], strict=False)
+    )  # no two neighbours would fit in one
 
 
 @given(st.data())
@@ -46,7 +48,9 @@ def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
     for batch in batches:
         assert sum(batch.lengths) == batch.input_ids.shape[1] == batch.position_ids.shape[1]
         starts = np.cumsum((0, *batch.lengths))
-        for row, target, logprob, advantage in zip(batch.rows, batch.targets, batch.sampler_logprobs, batch.advantages, strict=True):
+        for row, target, logprob, advantage in zip(
+            batch.rows, batch.targets, batch.sampler_logprobs, batch.advantages, strict=True
+        ):
             position = int(batch.position_ids[0, row]) + 1
             assert row - batch.position_ids[0, row] in starts
             assert -logprob == advantage == position
@@ -57,7 +61,12 @@ def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
 
 def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
     rollout = Rollout(
-        np.arange(6), np.array([False, False, True, True, False, False]), np.zeros(6, np.float32), np.ones(6, np.float32), None, 1.0
+        np.arange(6),
+        np.array([False, False, True, True, False, False]),
+        np.zeros(6, np.float32),
+        np.ones(6, np.float32),
+        None,
+        1.0,
     )
     assert fed_length(rollout) == 3
     assert micro_batches([rollout], 100, CPU)[0].input_ids.tolist() == [[0, 1, 2]]
@@ -66,7 +75,8 @@ def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
 def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     model.save_pretrained(folder)
     packed, plain = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name) for name in (PACKED_SDPA, "eager")
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
+        for name in (PACKED_SDPA, "eager")
     )
     return packed, plain
 
@@ -82,10 +92,14 @@ def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedMod
 )
 def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str, Any], tmp_path: Any) -> None:
     packed, plain = packed_and_plain(tiny_model(family, **changes), tmp_path)
-    batch = make_batch([item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)], seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(
+        [item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)], seq_len=64, divide_by_std=True, policy_version=0
+    )
     (row,) = micro_batches(batch.rollouts, 1000, CPU)
     found = packed.get_output_embeddings()(trained_hidden(packed, row))
-    expected = [plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.rollouts]
+    expected = [
+        plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.rollouts
+    ]
     torch.testing.assert_close(found, torch.cat(expected), rtol=FP32_SUMS, atol=FP32_SUMS)
 
 
@@ -94,11 +108,14 @@ def test_a_model_with_packed_attention_still_does_plain_padded_and_cached_calls(
     packed, plain = packed_and_plain(tiny_model("qwen3"), tmp_path)
     tokens = torch.arange(1, 13).view(2, 6)
     mask = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
-    torch.testing.assert_close(packed(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=FP32_SUMS, atol=FP32_SUMS)
+    torch.testing.assert_close(
+        packed(input_ids=tokens).logits, plain(input_ids=tokens).logits, rtol=FP32_SUMS, atol=FP32_SUMS
+    )
     padded, expected = (model(input_ids=tokens, attention_mask=mask).logits for model in (packed, plain))
     torch.testing.assert_close(padded[mask.bool()], expected[mask.bool()], rtol=FP32_SUMS, atol=FP32_SUMS)
     generated = [
-        cast(Any, model).generate(tokens[:1], max_new_tokens=8, do_sample=False, pad_token_id=0).tolist() for model in (packed, plain)
+        cast(Any, model).generate(tokens[:1], max_new_tokens=8, do_sample=False, pad_token_id=0).tolist()
+        for model in (packed, plain)
     ]
     assert generated[0] == generated[1]
 
@@ -111,7 +128,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        (row,) = micro_batches(make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU)
+        (row,) = micro_batches(
+            make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
+        )
         trained_hidden(model, row).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.base_model.parameters()])
     for without, with_checkpointing in zip(*gradients, strict=True):
@@ -121,7 +140,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
-    (row,) = micro_batches(make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU)
+    (row,) = micro_batches(
+        make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
+    )
     whole = token_logprobs(model, row, 128)
     monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 2)
     torch.testing.assert_close(token_logprobs(model, row, 128), whole)
@@ -144,7 +165,9 @@ def test_an_architecture_that_reshapes_its_logits_is_refused() -> None:
     )
     model = Gemma2ForCausalLM(config)
     model.set_attn_implementation(PACKED_SDPA)
-    with pytest.raises(ModelError, match="Gemma2ForCausalLM cannot be trained with packed sequences: its logits differ"):
+    with pytest.raises(
+        ModelError, match="Gemma2ForCausalLM cannot be trained with packed sequences: its logits differ"
+    ):
         check_packed_forward(model)
     config.attn_logit_softcapping = 50.0
     model = Gemma2ForCausalLM(config)

@@ -15,10 +15,13 @@ def write_rows(path: Path, rows: list[dict[str, float | None]], unfinished: str 
 
 def test_draws_a_png_from_metrics_and_evaluations(tmp_path: Path) -> None:
     metrics = write_rows(
-        tmp_path / "metrics.jsonl", [{"step": n, "policy_version": n, "reward_mean": n / 5, "accuracy": None} for n in (1, 2, 3)], '{"st'
+        tmp_path / "metrics.jsonl",
+        [{"step": n, "policy_version": n, "reward_mean": n / 5, "accuracy": None} for n in (1, 2, 3)],
+        '{"st',
     )
     evaluations = write_rows(
-        tmp_path / "evaluations.jsonl", [{"policy_version": 0, "accuracy": 0.2}, {"policy_version": 3, "accuracy": None}]
+        tmp_path / "evaluations.jsonl",
+        [{"policy_version": 0, "accuracy": 0.2}, {"policy_version": 3, "accuracy": None}],
     )
     out = tmp_path / "figures" / "reward.png"
     assert plot.main([str(metrics), "--evaluations", str(evaluations), "--out", str(out)]) == 0
@@ -26,13 +29,17 @@ def test_draws_a_png_from_metrics_and_evaluations(tmp_path: Path) -> None:
 
 
 def test_without_evaluations_the_accuracies_of_the_metrics_are_drawn(tmp_path: Path) -> None:
-    metrics = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}])
+    metrics = write_rows(
+        tmp_path / "metrics.jsonl", [{"step": 1, "policy_version": 1, "reward_mean": 0.5, "accuracy": 0.25}]
+    )
     assert plot.main([str(metrics), "--out", str(tmp_path / "reward.png")]) == 0
     assert (tmp_path / "reward.png").exists()
 
 
 @pytest.mark.parametrize(("content", "says"), [(None, "does not exist"), ("", "has no rows yet")])
-def test_nothing_to_draw_is_one_line(content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_draw_is_one_line(
+    content: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     metrics = tmp_path / "metrics.jsonl"
     if content is not None:
         metrics.write_text(content)
@@ -45,6 +52,8 @@ def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:
     files = []
     for run in ("broadcast", "lora"):
         (tmp_path / run).mkdir()
-        files.append(str(write_rows(tmp_path / run / "metrics.jsonl", [{"step": n, "reward_mean": n / 5} for n in (1, 2)])))
+        files.append(
+            str(write_rows(tmp_path / run / "metrics.jsonl", [{"step": n, "reward_mean": n / 5} for n in (1, 2)]))
+        )
     assert plot.main([*files, "--out", str(tmp_path / "compare.png")]) == 0
     assert (tmp_path / "compare.png").stat().st_size > 5000

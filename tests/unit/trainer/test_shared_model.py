@@ -54,7 +54,9 @@ def test_logits_and_gradients_are_the_plain_models(family: str, changes: dict, t
         logits = model(input_ids=IDS, use_cache=False).logits
         logits.log_softmax(-1)[0, :-1].gather(-1, IDS[0, 1:, None]).mean().backward()
     expected = plain(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(bound(input_ids=IDS, use_cache=False).logits, expected, rtol=0, atol=1e-4 if tp > 1 else 0)
+    torch.testing.assert_close(
+        bound(input_ids=IDS, use_cache=False).logits, expected, rtol=0, atol=1e-4 if tp > 1 else 0
+    )
 
     gradients = {name: parameter.grad for name, parameter in plain.named_parameters()}
     for parameter in bound.parameters():

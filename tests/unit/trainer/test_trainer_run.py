@@ -27,7 +27,9 @@ BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
 
 
 def feed(step: int) -> list[dict[str, Any]]:
-    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the one before."""
+    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the one
+    before.
+    """
     return [
         item([1.0, 0.0, 0.0, 1.0], seed=10 + step, policy_versions=[[max(step - 1, 0), step]] * 4),
         item([0.0, 0.0, 0.0, 0.0], seed=50 + step),
@@ -67,7 +69,12 @@ def config(model: str, folder: Path, url: str, **changes: Any) -> TrainerConfig:
 
 
 def train(
-    model: str, folder: Path, first_step: int = 0, api: FakeApi | None = None, bridge: RecordingBridge | None = None, **changes: Any
+    model: str,
+    folder: Path,
+    first_step: int = 0,
+    api: FakeApi | None = None,
+    bridge: RecordingBridge | None = None,
+    **changes: Any,
 ) -> FakeApi:
     api = api or FakeApi(lambda delivered: feed(first_step + delivered))
     with serve(api) as url:
@@ -91,7 +98,11 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     train(model, tmp_path, api=api, bridge=bridge, warmup_steps=2, lr_decay_steps=1)
 
     assert bridge.versions == [0, 1, 2, 3, 4] and bridge.probes == 2 and bridge.closed
-    assert api.registrations[0]["batch_size"] == 8 and api.registrations[0]["num_steps"] == 4 and api.registrations[0]["starting_step"] == 0
+    assert (
+        api.registrations[0]["batch_size"] == 8
+        and api.registrations[0]["num_steps"] == 4
+        and api.registrations[0]["starting_step"] == 0
+    )
     assert api.registrations[0]["vocab_size"] == VOCAB
     assert api.steps == [{"step": step, "policy_version": step} for step in range(5)]
 
@@ -121,7 +132,13 @@ def test_a_bridge_that_serves_some_versions_only_reports_what_vllm_serves(model:
     api.pending = {1: 10**9, 3: 10**9}  # to wait for a policy that is not served would be in vain
     bridge = RecordingBridge(serves_every=2)
     train(model, tmp_path, api=api, bridge=bridge)
-    assert [(report["step"], report["policy_version"]) for report in api.steps] == [(0, 0), (1, 0), (2, 2), (3, 2), (4, 4)]
+    assert [(report["step"], report["policy_version"]) for report in api.steps] == [
+        (0, 0),
+        (1, 0),
+        (2, 2),
+        (3, 2),
+        (4, 4),
+    ]
     assert [(row["policy_version"], row["served_version"], row["accuracy"]) for row in rows(tmp_path)] == [
         (1, 0, None),
         (2, 2, 0.5),
@@ -239,16 +256,22 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(model: str, tmp_path:
     train(model, tmp_path, training_steps=1, checkpoint_interval=1)
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))  # the model has about 80 kB: the write fails half-way, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (60_000, hard)
+    )  # the model has about 80 kB: the write fails half-way, as on a full disk
     try:
-        with pytest.raises(CheckpointError, match="cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"):
+        with pytest.raises(
+            CheckpointError, match="cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"
+        ):
             train(model, tmp_path, first_step=1, training_steps=2, checkpoint_interval=1, resume="latest")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before
 
 
-def test_a_disk_that_is_too_small_is_seen_before_writing(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_seen_before_writing(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
     with pytest.raises(CheckpointError, match="MB are needed, 0 MB are free"):
         train(model, tmp_path, training_steps=1, checkpoint_interval=1)
@@ -257,7 +280,9 @@ def test_a_disk_that_is_too_small_is_seen_before_writing(model: str, tmp_path: P
 
 def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) -> None:
     bridge = RecordingBridge(parity=0.5)
-    with pytest.raises(TrainerError, match=r"by 0.5 nats \(root mean square\) right after a sync \(--parity-tolerance 0.05\)"):
+    with pytest.raises(
+        TrainerError, match=r"by 0.5 nats \(root mean square\) right after a sync \(--parity-tolerance 0.05\)"
+    ):
         train(model, tmp_path, bridge=bridge)
     assert bridge.closed
 
@@ -265,7 +290,8 @@ def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) 
 def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        TrainerError, match="cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder"
+        TrainerError,
+        match="cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder",
     ):
         train("./no/such", tmp_path)
     (tmp_path / "empty").mkdir()
@@ -275,7 +301,9 @@ def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.
 
 def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> None:
     group = item([1.0, 0.0])
-    group["inference_logprobs"] = [[value if value == 1.0 else -300.0 for value in row] for row in group["inference_logprobs"]]
+    group["inference_logprobs"] = [
+        [value if value == 1.0 else -300.0 for value in row] for row in group["inference_logprobs"]
+    ]
     with pytest.raises(TrainerError, match="the gradient norm is (nan|inf); the weights were left as they are"):
         train(model, tmp_path, api=FakeApi(lambda n: [group]), mismatch_limit=1e3)
 
@@ -289,7 +317,9 @@ def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> No
 def test_adafactor_trains_too(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, optimizer="adafactor", training_steps=2, checkpoint_interval=1)
     train(model, tmp_path, first_step=2, optimizer="adafactor", training_steps=3, resume="latest")
-    with pytest.raises(CheckpointError, match="holds the moments of Adafactor, this run uses AdamW: give the same --optimizer"):
+    with pytest.raises(
+        CheckpointError, match="holds the moments of Adafactor, this run uses AdamW: give the same --optimizer"
+    ):
         train(model, tmp_path, first_step=2, optimizer="adamw", training_steps=3, resume="latest")
 
 
@@ -306,13 +336,15 @@ def test_a_fresh_run_keeps_an_earlier_run_s_metrics_aside(model: str, tmp_path: 
 
 
 def run_script(*flags: str, path: str = "example_trainer/grpo.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-u", path, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-u", path, *flags], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_guide_s_command_resolves_when_run_by_path() -> None:
     command = (
-        "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --vllm-port 9001 --lr 1e-6 --batch-size 4 "
-        "--training-steps 100 --use-shared-memory"
+        "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --vllm-port 9001 --lr 1e-6"
+        " --batch-size 4 --training-steps 100 --use-shared-memory"
     )
     done = run_script(*command.split(), "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -342,8 +374,10 @@ def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture
     code = grpo.main(["--model", "m", *BROADCAST, "--save-path", str(tmp_path), "--resume", "latest"])
     root.handlers[:] = handlers
     assert code == 1
-    assert capsys.readouterr().err == (
-        f"grpo: error: --resume latest: {tmp_path}/latest does not exist; --resume auto starts afresh then, or name a checkpoint folder\n"
+    assert (
+        capsys.readouterr().err
+        == f"grpo: error: --resume latest: {tmp_path}/latest does not exist; --resume auto starts afresh then, or name"
+        " a checkpoint folder\n"
     )
 
 

@@ -49,7 +49,9 @@ class Environment(threading.Thread):
 
     def run(self) -> None:
         joined = {"status": "wait"}
-        announced = dict(desired_name="dice", weight=1.0, max_token_length=64, group_size=4, steps_per_eval=2, eval_at_start=True)
+        announced = dict(
+            desired_name="dice", weight=1.0, max_token_length=64, group_size=4, steps_per_eval=2, eval_at_start=True
+        )
         while joined["status"] != "success":
             time.sleep(0.02)
             joined = self.post("/register-env", **announced)
@@ -97,8 +99,12 @@ def test_steps_policies_and_evaluations_stay_in_line(tmp_path: Path) -> None:
     assert all(row["staleness_mean"] == 0 and row["loss"] is not None for row in rows)
 
 
-@pytest.mark.parametrize(("ack_after", "steps", "again"), [("checkpoint", 8, [2, 3, 4, 5, 6, 7]), ("step", 7, [3, 4, 5, 6, 7])])
-def test_a_killed_run_resumes_with_the_batches_since_its_checkpoint(tmp_path: Path, ack_after: str, steps: int, again: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("ack_after", "steps", "again"), [("checkpoint", 8, [2, 3, 4, 5, 6, 7]), ("step", 7, [3, 4, 5, 6, 7])]
+)
+def test_a_killed_run_resumes_with_the_batches_since_its_checkpoint(
+    tmp_path: Path, ack_after: str, steps: int, again: list[int]
+) -> None:
     model = model_folder(tmp_path / "model")
 
     def config(steps: int, resume: str | None, folder: str) -> TrainerConfig:
@@ -146,4 +152,6 @@ def post_numbered(url: str, count: int) -> None:
     """Groups whose scores sum to their number + 1."""
     for number in range(count):
         group = item([float(number), 1.0, 0.0, 0.0], seed=number)
-        requests.post(url + "/scored_data", json={key: value for key, value in group.items() if value is not None}, timeout=10)
+        requests.post(
+            url + "/scored_data", json={key: value for key, value in group.items() if value is not None}, timeout=10
+        )

@@ -21,7 +21,12 @@ def step(turns: int) -> dict[str, Any]:
     for turn in range(turns):
         messages += [{"role": "user", "content": f"see {turn}"}, {"role": "assistant", "content": f"do {turn}"}]
     tokenized = tokenize_for_trainer(TOKENIZER, messages)  # type: ignore[arg-type]
-    return {"messages": [messages] * 2, "tokens": [tokenized["tokens"]] * 2, "masks": [tokenized["masks"]] * 2, "scores": [0.0, 1.0]}
+    return {
+        "messages": [messages] * 2,
+        "tokens": [tokenized["tokens"]] * 2,
+        "masks": [tokenized["masks"]] * 2,
+        "scores": [0.0, 1.0],
+    }
 
 
 def test_old_turns_are_left_out_until_a_step_fits() -> None:
@@ -29,12 +34,19 @@ def test_old_turns_are_left_out_until_a_step_fits() -> None:
     (fitted,) = ensure_trajectory_token_limit([long], TOKENIZER, limit)
     contents = [message["content"] for message in fitted["messages"][0]]
     assert contents == ["rules", "see 3", "do 3", "see 4", "do 4"]
-    assert len(fitted["tokens"][1]) <= limit and len(fitted["masks"][1]) == len(fitted["tokens"][1]) and fitted["scores"] == [0.0, 1.0]
+    assert (
+        len(fitted["tokens"][1]) <= limit
+        and len(fitted["masks"][1]) == len(fitted["tokens"][1])
+        and fitted["scores"] == [0.0, 1.0]
+    )
 
 
 def test_step_that_cannot_fit_is_left_out_and_short_ones_stay() -> None:
     short = step(1)
-    assert ensure_trajectory_token_limit([short, step(3)], TOKENIZER, len(short["tokens"][0])) == [short, ensure_one(short)]
+    assert ensure_trajectory_token_limit([short, step(3)], TOKENIZER, len(short["tokens"][0])) == [
+        short,
+        ensure_one(short),
+    ]
     assert ensure_trajectory_token_limit([step(3)], TOKENIZER, 5) == []
 
 

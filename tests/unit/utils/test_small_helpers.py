@@ -58,7 +58,10 @@ TOOLS: list[dict[str, Any]] = [{"name": "search"}, {"type": "function", "functio
     ("written", "parsed"),
     [
         ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', ("add", {"a": 1}, False)),
-        ('hm <tool_call>\n{"name": "search", "arguments": {"q": "it\'s"}}\n</tool_call> done', ("search", {"q": "it's"}, False)),
+        (
+            'hm <tool_call>\n{"name": "search", "arguments": {"q": "it\'s"}}\n</tool_call> done',
+            ("search", {"q": "it's"}, False),
+        ),
         ("<tool_call>{'name': 'add', 'arguments': {'a': 1}}</tool_call>", ("add", {"a": 1}, False)),
         ('<tool_call>{"name": "add"}</tool_call>', ("add", {}, False)),
         ('<tool_call>{"name": "drop", "arguments": {"a": 1}}</tool_call>', ("-ERROR-", {"a": 1}, True)),
