@@ -57,7 +57,7 @@ def plain_name(text: str) -> str:
     """A name or address that a server is told to answer to, as `split_host` gives it. Raises ValueError."""
     bracketed = f"[{text}]" if ":" in text and not text.startswith("[") else text
     parts = split_host(bracketed)
-    if parts is None or bracketed.count(":") and not bracketed.endswith("]"):
+    if parts is None or (bracketed.count(":") and not bracketed.endswith("]")):
         raise ValueError(f"{_shown(text)} is not a host name or address, which is given without scheme and port")
     return parts[0]
 
@@ -93,7 +93,7 @@ class OwnHosts:
 
         That address is known from the socket. No resolver can make a page of it, unlike a name.
         """
-        return name in self.names or name == connected_to or self.addresses and _is_address_of_this_machine(name)
+        return name in self.names or name == connected_to or (self.addresses and _is_address_of_this_machine(name))
 
     def __str__(self) -> str:
         return ", ".join([*sorted(self.names), *(["this machine's addresses"] if self.addresses else [])])

@@ -99,7 +99,8 @@ def train(model: Any, tokens: int) -> float:
 
 def ask(arm: subprocess.Popen[str], task: str | None, deadline_word: str) -> str:
     """Give an arm a task; its answer after `deadline_word`."""
-    assert arm.stdin is not None and arm.stdout is not None
+    assert arm.stdin is not None
+    assert arm.stdout is not None
     if task is not None:
         arm.stdin.write(task + "\n")
         arm.stdin.flush()

@@ -244,7 +244,8 @@ class Arm:
 
     def step(self) -> dict[str, float]:
         """Seconds, loss and gradient norm of one step."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write("step\n")
         self._process.stdin.flush()
         for line in self._process.stdout:

@@ -188,7 +188,8 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any]:
     """The trainer's reports, and what the process trees `roots` held meanwhile."""
-    assert trainer.stdout is not None and trainer.stdin is not None
+    assert trainer.stdout is not None
+    assert trainer.stdin is not None
     reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("warm-up", "watched", *KINDS)}
     result: dict[str, Any] = {"reports": reports, "counts": []}
     sampler = _Sampler(roots)

@@ -31,7 +31,8 @@ class MasteredParameter(nn.Parameter):
 
 
 def _hand_gradient_over(parameter: Tensor) -> None:
-    assert isinstance(parameter, MasteredParameter) and parameter.grad is not None
+    assert isinstance(parameter, MasteredParameter)
+    assert parameter.grad is not None
     master = parameter.master
     master.grad = parameter.grad.float() if master.grad is None else master.grad.add_(parameter.grad)
     parameter.grad = None

@@ -197,7 +197,7 @@ def _latest(resume: str, save_path: Path) -> Path | None:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{pointer} cannot be read ({error}); {remedy}") from None
     if not re.fullmatch(r"\w{1,100}", name, re.ASCII):
-        raise CheckpointError(f"{pointer} is damaged: {ascii(name[:80])} is not the name of a checkpoint; {remedy}")
+        raise CheckpointError(f"{pointer} is damaged: {name[:80]!a} is not the name of a checkpoint; {remedy}")
     return save_path / name
 
 

@@ -105,7 +105,7 @@ def _rows_before(path: Path, first_step: int) -> bytes:
     kept = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if not line or number == len(lines) and not line.endswith(b"}"):
+        if not line or (number == len(lines) and not line.endswith(b"}")):
             continue
         try:
             step = msgspec.json.decode(line, type=StepOfRow).step

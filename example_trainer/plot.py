@@ -16,9 +16,9 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402  after the backend is chosen
+import matplotlib.pyplot as plt
 
-from atroposlib.files import expect_regular  # noqa: E402
+from atroposlib.files import expect_regular
 
 
 def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], out: Path, title: str = "") -> None:

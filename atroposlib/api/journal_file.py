@@ -228,7 +228,7 @@ class JournalReader:
             mark = Mark(number, digest)
             if crc != _row_crc(mark, snapshot, bodies, change) or len(bodies) % BODY_CRC.size:
                 raise self.damaged(f"change {number} has other bytes than were written")
-            if bool(snapshot) != (first is None) or not snapshot and chained(newest, number, change, bodies) != mark:
+            if bool(snapshot) != (first is None) or (not snapshot and chained(newest, number, change, bodies) != mark):
                 raise self.damaged(f"change {number} does not follow the one before it ({newest.number})")
             first = number if first is None else first
             newest, seen = mark, seen or (self._head is not None and self._head.newest.hash == digest)

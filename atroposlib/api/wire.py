@@ -293,7 +293,7 @@ class ScoredData(Struct):
     env_id: Integer | None = None
     distill_token_ids: list[list[list[Integer]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
-    policy_versions: list[tuple[Step, Step]] | None | UnsetType = UNSET
+    policy_versions: list[tuple[Step, Step]] | UnsetType | None = UNSET
 
 
 class PostedData(ScoredData):

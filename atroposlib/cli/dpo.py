@@ -34,8 +34,7 @@ def records(config: DpoConfig, group: Mapping[str, Any], tokenizer: Any) -> Iter
         if (
             difference <= 0
             or difference < config.minimum_score_diff_max_min
-            or scores[good] < 0
-            and not config.allow_negative_scores
+            or (scores[good] < 0 and not config.allow_negative_scores)
         ):
             continue
         if config.save_messages:

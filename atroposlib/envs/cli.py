@@ -297,7 +297,7 @@ def _yaml_servers(arguments: Sequence[str], name: str) -> Any:
     """The entry `name` of the --config file, if there is one; what is wrong with the file is `load_config`'s to say."""
     for position, argument in enumerate(arguments):
         flag, has_value, value = argument.partition("=")
-        if flag != "--config" or not has_value and position + 1 == len(arguments):
+        if flag != "--config" or (not has_value and position + 1 == len(arguments)):
             continue
         path = Path(value if has_value else arguments[position + 1])
         try:

@@ -62,7 +62,7 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The entries that are finite numbers; numpy's scalars count."""
     numbers: dict[str, float] = {}
     for key, value in metrics.items():
-        if isinstance(value, str) or not isinstance(value, (int, float)) and getattr(value, "ndim", None) != 0:
+        if isinstance(value, str) or (not isinstance(value, (int, float)) and getattr(value, "ndim", None) != 0):
             continue
         if math.isfinite(float(value)):
             numbers[key] = float(value)

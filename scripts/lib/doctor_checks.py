@@ -307,14 +307,13 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
             "the next trainer's first sync ends that",
         )
     shown = f"vLLM serves policy version {status.body['policy_version']} with TP={status.body['tp_size']}"
-    if lease := status.body["lease_left_s"]:
-        if lease > 0:
-            return Finding(
-                "fail",
-                where,
-                f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s",
-                "stop that trainer, or wait",
-            )
+    if (lease := status.body["lease_left_s"]) and lease > 0:
+        return Finding(
+            "fail",
+            where,
+            f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s",
+            "stop that trainer, or wait",
+        )
     return Finding("ok", where, shown)
 
 

@@ -45,7 +45,8 @@ def start_child(
 
 
 def read_until(child: subprocess.Popen[str], word: str) -> str:
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     for line in child.stdout:
         if line.startswith(word):
             return line
@@ -56,7 +57,8 @@ def finish(child: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, s
     """Exit status, and what was printed since `read_until`. Not by communicate, which loses lines that were read
     ahead.
     """
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     with ThreadPoolExecutor(2) as pool:
         out, err = pool.submit(child.stdout.read), pool.submit(child.stderr.read)
         try:
@@ -88,7 +90,8 @@ def test_guide_lines_and_complete_mapping_are_in_the_log(server: Server) -> None
     config = server.log.with_name("vllm_bridge_config.json")
     mapped = json.loads(config.read_text())["param_mappings"]
     manifest = requests.get(f"{server.url}/v1/bridge/manifest", headers=AUTHORIZED, timeout=30).json()
-    assert set(mapped) == {tensor["name"] for tensor in manifest["tensors"]} and len(mapped) > 20
+    assert set(mapped) == {tensor["name"] for tensor in manifest["tensors"]}
+    assert len(mapped) > 20
 
 
 def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> None:
@@ -152,7 +155,8 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
             held[version] = {"trainer": ours, "server": held_by(session_members(server.process.pid))}
     code, out, err = finish(child, 120)
     assert code == 0 and float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
-    assert load.failures == [] and len(load.versions) > 20
+    assert load.failures == []
+    assert len(load.versions) > 20
     assert all(first <= last for first, last in load.versions)
     # 180 leaked staging buffers would be 400 MB, 180 leaked threads or sockets 180 of them
     for side in ("trainer", "server"):
@@ -202,14 +206,16 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
     offer = OFFER | {"world_size": 1 + server.status()["tp_size"], "manifest_digest": digest}
     newcomer = server.request("POST", "/v1/bridge/session", json=offer)
     assert newcomer.status_code == 409
-    assert "holds session" in newcomer.text and "wait for its lease to end" in newcomer.text
+    assert "holds session" in newcomer.text
+    assert "wait for its lease to end" in newcomer.text
     while server.status()["lease_left_s"] > 0:
         assert time.monotonic() - frozen < 60
         time.sleep(0.5)
     assert sync_and_probe(server) <= PARITY
     child.send_signal(signal.SIGCONT)  # the late trainer must fail with a clear error and touch nothing
     code, _, err = finish(child, 90)
-    assert code != 0 and "BridgeError" in err
+    assert code != 0
+    assert "BridgeError" in err
     assert server.status()["policy_version"] == 1
 
 
@@ -242,7 +248,9 @@ def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vll
 def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qwen_folder: Path) -> None:
     other = qwen_folder if server.model == str(llama_folder) else llama_folder
     code, _, err = finish(start_child(server, "sync", str(other)))
-    assert code != 0 and "do not hold the same model" in err and "tensors agree" in err
+    assert code != 0
+    assert "do not hold the same model" in err
+    assert "tensors agree" in err
 
 
 def test_strangers_are_kept_out(server: Server) -> None:
@@ -265,7 +273,8 @@ def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
         headers=AUTHORIZED,
         timeout=30,
     )
-    assert reply.status_code == 404 and "is not the current one" in reply.text
+    assert reply.status_code == 404
+    assert "is not the current one" in reply.text
 
 
 @pytest.mark.parametrize(
@@ -289,7 +298,8 @@ def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_se
     reply = vllm_server.generate(PROMPT, n=3, max_tokens=8, temperature=0.5, logprobs=0, ignore_eos=True, seed=1)
     assert [len(ids) for ids in reply["token_ids"]] == [8, 8, 8]
     assert [[int(next(iter(entry))) for (entry,) in positions] for positions in reply["logprobs"]] == reply["token_ids"]
-    assert reply["prompt_token_ids"] == PROMPT and reply["finish_reasons"] == ["length"] * 3
+    assert reply["prompt_token_ids"] == PROMPT
+    assert reply["finish_reasons"] == ["length"] * 3
 
 
 def test_no_route_of_the_server_answers_a_foreign_host_or_page(vllm_server: Server) -> None:

@@ -108,4 +108,5 @@ def test_fields_of_the_bridge_are_typed_and_bounded(vllm_server: Server) -> None
         status, text = post(vllm_server, f"/v1/bridge/{route}", body)
         assert status == 400 and named in text, (route, body, status, text)
     status = vllm_server.status()
-    assert status["session"] is None and status["refusing"] is None
+    assert status["session"] is None
+    assert status["refusing"] is None

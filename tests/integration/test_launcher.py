@@ -44,7 +44,8 @@ def test_a_port_that_another_server_is_about_to_take_is_refused(llama_folder: Pa
     with subprocess.Popen(
         [sys.executable, "-c", claim], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout is not None and other.stdout.readline() == "claimed\n"
+        assert other.stdout is not None
+        assert other.stdout.readline() == "claimed\n"
         assert f"--port {port} on 127.0.0.1: another vLLM server is starting there" in refusal(
             "--model", str(llama_folder), "--port", str(port)
         )

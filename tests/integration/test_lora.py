@@ -99,7 +99,8 @@ def test_every_version_is_served_as_trained_and_environments_follow(server: Serv
 
             status = server.status()
             name = status["served_model"]
-            assert status["policy_version"] == version and name.startswith(f"policy-v{version}-")
+            assert status["policy_version"] == version
+            assert name.startswith(f"policy-v{version}-")
             ours = server.generate(PROMPT, max_tokens=8, temperature=0, logprobs=0)
             assert ours["policy_versions"] == [[version, version]]
             sampled = [next(iter(entry.values())) for (entry,) in ours["logprobs"][0]]
@@ -151,8 +152,10 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         assert (tmp_path / "adapters" / first).is_dir() or not server.status()["adapters_in_use"]
         for run in runs:
             run.join(DEADLINE_S)
-        assert replies["generate"]["token_ids"] == alone and replies["generate"]["policy_versions"] == [[1, 1]]
-        assert replies["openai"]["choices"][0]["token_ids"] == alone[0] and replies["openai"]["model"] == first
+        assert replies["generate"]["token_ids"] == alone
+        assert replies["generate"]["policy_versions"] == [[1, 1]]
+        assert replies["openai"]["choices"][0]["token_ids"] == alone[0]
+        assert replies["openai"]["model"] == first
         wait_until(lambda: f"Unloaded {first}" in server.log.read_text())
         assert bridge.parity_probe() <= PARITY
 
@@ -171,7 +174,8 @@ def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_onc
         tied([sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)]),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
     )  # fmt: skip
-    assert child.stdout is not None and child.stderr is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
     assert any(line.startswith("SERVED 1") for line in child.stdout), child.stderr.read()[-2000:]
     with pytest.raises(BridgeError, match="holds session .* stop it, or wait for its lease to end"):
         lora_bridge(server.model, server.port, tmp_path).connect(server.model, CPU)
@@ -182,9 +186,10 @@ def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_onc
     child.wait(90)
     assert complete(server, "default")["model"] == left
     assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[1, 1]]
-    with trainer(server, tmp_path) as (bridge, model):
+    with trainer(server, tmp_path) as (bridge, _model):
         bridge.sync(0, lambda: None)  # a fresh run: its version 0 is another adapter than any before
-        assert server.status()["served_model"] != left and not leftover.exists()
+        assert server.status()["served_model"] != left
+        assert not leftover.exists()
         assert bridge.parity_probe() <= PARITY
 
 
@@ -268,7 +273,8 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
             lora_bridge(server.model, server.port, tmp_path, **changes).connect(server.model, CPU)
     whole = {"session": "s", "policy_version": 1}
     reply = requests.post(f"{server.url}/v1/bridge/commit", json=whole, headers=AUTHORIZED, timeout=DEADLINE_S)
-    assert reply.status_code == 409 and "restart it without --enable-lora" in reply.text
+    assert reply.status_code == 409
+    assert "restart it without --enable-lora" in reply.text
     assert requests.post(f"{server.url}/v1/bridge/adapter", json={}, timeout=DEADLINE_S).status_code == 401
 
 
@@ -327,7 +333,8 @@ def test_numbers_that_are_not_finite_reach_no_later_request(server: Server, tmp_
         reply = server.request(
             "POST", "/generate", json={"prompt": {"prompt_token_ids": PROMPT[:length]}, "max_tokens": 8, "logprobs": 0}
         )
-        assert reply.status_code == 500 and "log-probabilities are not finite" in reply.text
+        assert reply.status_code == 500
+        assert "log-probabilities are not finite" in reply.text
     healthy = fill(save_foreign_adapter(tmp_path / "healthy", server.model), 0.0)
     assert post_adapter(server, healthy, f"policy-v9-{tmp_path.name}-healthy").status_code == 200
     for length, logprobs in zip((3, 20, 40), before, strict=True):

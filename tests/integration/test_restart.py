@@ -110,18 +110,22 @@ def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a
         while len(sampler.versions) < before + 8 and sampler.error is None:
             time.sleep(0.1)
         sampler.end()  # every request of before, during and after the restart has been answered
-        assert sampler.error is None and set(sampler.versions) == {(0, 0), (2, 2)}
+        assert sampler.error is None
+        assert set(sampler.versions) == {(0, 0), (2, 2)}
 
         first, second = started_servers(tmp_path)
-        assert session_members(first) == [] and len(session_members(second)) >= 4
-        assert len(mapped) >= 2 and left_in_shared_memory(mapped) == []
+        assert session_members(first) == []
+        assert len(session_members(second)) >= 4
+        assert len(mapped) >= 2
+        assert left_in_shared_memory(mapped) == []
         mapped = shared_memory(second)
         child.send_signal(signal.SIGKILL)
         child.wait(DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
         while session_members(second) + left_in_shared_memory(mapped) and time.monotonic() < deadline:
             time.sleep(0.2)
-        assert session_members(second) == [] and left_in_shared_memory(mapped) == []
+        assert session_members(second) == []
+        assert left_in_shared_memory(mapped) == []
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0
     finally:
@@ -175,4 +179,5 @@ def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Serv
         log,
     )
     assert "after 5 s: it serves" in log
-    assert session_members(pid) == members and requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200
+    assert session_members(pid) == members
+    assert requests.get(f"{vllm_server.url}/health", timeout=30).status_code == 200

@@ -81,14 +81,13 @@ def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
     try:
         cut = time.monotonic()
         row = trainer.sync()
-        assert row["servers"] == 1 and time.monotonic() - cut < DEADLINE_S
+        assert row["servers"] == 1
+        assert time.monotonic() - cut < DEADLINE_S
         assert near.status()["policy_version"] == row["version"]
         assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
         said = trainer.log.read_text()
-        assert (
-            f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said
-            and "could not be fenced off" in said
-        )
+        assert f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said
+        assert "could not be fenced off" in said
     finally:
         hosts[1].set_cable("up")
     version = trainer.sync_with(2)
@@ -105,7 +104,8 @@ def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_u
     try:
         start = time.monotonic()
         row = trainer.sync()
-        assert row["servers"] == 1 and time.monotonic() - start < DEADLINE_S
+        assert row["servers"] == 1
+        assert time.monotonic() - start < DEADLINE_S
         for path in ("/generate", "/v1/completions"):
             reply = far.request("POST", path, json={"model": far.model, "prompt": "x", "max_tokens": 1})
             assert reply.status_code == 503 and "left out of the weight sync" in reply.text, reply.text
@@ -125,7 +125,8 @@ def test_a_server_that_died_is_left_out_and_let_in_again_once_restarted(
     os.kill(workers_of(far)[0], signal.SIGKILL)
     start = time.monotonic()
     row = trainer.sync()
-    assert row["servers"] == 1 and time.monotonic() - start < DEADLINE_S
+    assert row["servers"] == 1
+    assert time.monotonic() - start < DEADLINE_S
     assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
     far.process.wait(60)
     with pytest.raises(requests.ConnectionError):

@@ -38,7 +38,7 @@ class FormatReasoningReward(RewardFunction):
 
     def _fits(self, text: str) -> bool:
         thoughts = [found for found in all_tagged(text, "think") if found.strip()]
-        if self.require_thinking and not thoughts or len(thoughts) > 1 and not self.allow_multiple_thinking:
+        if (self.require_thinking and not thoughts) or (len(thoughts) > 1 and not self.allow_multiple_thinking):
             return False
         return not self.require_response or bool(text.rpartition("</think>")[2].strip())
 

@@ -144,7 +144,7 @@ class OpenAIServer(APIServer):
         log.info("%s returned %d of n=%d choices; sending n requests from now on", self.name, len(first.choices), n)
         self._n_is_ignored = True
         rest: list[Reply] = await gather_or_cancel([send(single) for _ in range(missing)])
-        return [first] + rest
+        return [first] + rest  # noqa: RUF005  mypy infers the element type of a sum only
 
     async def _send_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
         try:

@@ -142,7 +142,8 @@ def batching_api(port: int, *flags: str) -> Iterator[None]:
         requests.post(f"{url}/scored_data", json=group(4), timeout=DEADLINE_S)
         yield
         status, info = (requests.get(f"{url}/{path}", timeout=DEADLINE_S).json() for path in ("status", "info"))
-        assert status["queue_size"] == 1 and info["batch_size"] == 4
+        assert status["queue_size"] == 1
+        assert info["batch_size"] == 4
     finally:
         process.kill()
         process.communicate()
@@ -191,7 +192,8 @@ def test_a_page_whose_name_was_rebound_to_this_machine_reads_and_changes_nothing
 
 def test_the_same_page_under_an_own_name_would_have_been_answered(tmp_path: Path) -> None:
     seen = {path: status for method, path, status, _ in rebound(tmp_path, "localhost", "vLLM") if method == "GET"}
-    assert seen["/health"] == 200 and seen["/status"] == 404
+    assert seen["/health"] == 200
+    assert seen["/status"] == 404
 
 
 def refusals(url: str) -> int:

@@ -76,7 +76,8 @@ def test_a_group_that_the_registered_trainer_cannot_use_is_refused_and_another_t
     assert client.get("/batch").json()["batch"][0]["inference_logprobs"] == HOPELESS["inference_logprobs"]
     start(client)
     refused = answer(trainable(**HOPELESS))
-    assert refused.status_code == 422 and refused.json()["detail"][0]["loc"] == ["body", "inference_logprobs", 0, 1]
+    assert refused.status_code == 422
+    assert refused.json()["detail"][0]["loc"] == ["body", "inference_logprobs", 0, 1]
     assert refused.json()["detail"][0]["msg"].startswith(
         "inference_logprobs[0][1]: 0.5 is no log-probability of a sampled token"
     )
@@ -92,11 +93,10 @@ def test_groups_from_before_the_trainer_are_checked_when_they_are_to_be_delivere
     post(client, trainable(1), trainable(2, env_id=env_id, **HOPELESS), trainable(30), trainable(4))
     trainer = start(client, vocab_size=20)
     got = lease(client, trainer)
-    assert marks(got) == [1, 4] and [each["environment"] for each in got["rejected"]] == ["maths_0", "unknown"]
-    assert (
-        "group 2 of environment maths_0" in caplog.text
-        and "inference_logprobs[0][1]: 0.5 is no log-probability" in caplog.text
-    )
+    assert marks(got) == [1, 4]
+    assert [each["environment"] for each in got["rejected"]] == ["maths_0", "unknown"]
+    assert "group 2 of environment maths_0" in caplog.text
+    assert "inference_logprobs[0][1]: 0.5 is no log-probability" in caplog.text
 
 
 @pytest.fixture
@@ -134,16 +134,13 @@ def test_a_batch_is_formed_of_the_groups_that_pass(client_of: TestClient) -> Non
         post(client, trainable(6), trainable(7))
         assert marks(lease(client, trainer, got["lease"])) == [6, 7]
         letters = client.get("/dead-letters").json()
-        assert [letter["id"] for letter in letters] == [3, 2, 1] and all(
-            letter["environment"] == "unknown" for letter in letters
-        )
+        assert [letter["id"] for letter in letters] == [3, 2, 1]
+        assert all(letter["environment"] == "unknown" for letter in letters)
         assert 'atropos_groups_rejected_total{found_by="delivery"} 3.0' in client.get("/metrics").text
         (letter,) = client.get("/dead-letters?limit=1&groups=true").json()
-        assert (
-            letter["group"]["tokens"][0][0] == 5
-            and letter["bytes"] > 0
-            and letter["reason"].startswith("masks[1][1]: 9 is neither")
-        )
+        assert letter["group"]["tokens"][0][0] == 5
+        assert letter["bytes"] > 0
+        assert letter["reason"].startswith("masks[1][1]: 9 is neither")
 
 
 def test_many_groups_from_before_the_trainer_cost_time_in_their_number(
@@ -177,7 +174,8 @@ def test_the_trainer_keeps_the_rest_of_a_batch_it_rejected_a_group_of(client_of:
         post(client, trainable(1), trainable(2), trainable(3), trainable(4))
         first = lease(client, trainer)
         answer = reject(client, trainer, first["lease"], first["ids"][1], 99)
-        assert [each["id"] for each in answer["rejected"]] == [first["ids"][1]] and answer["unknown"] == [99]
+        assert [each["id"] for each in answer["rejected"]] == [first["ids"][1]]
+        assert answer["unknown"] == [99]
         assert reject(client, trainer, first["lease"], first["ids"][1])["unknown"] == [
             first["ids"][1]
         ]  # repeated: harmless
@@ -264,11 +262,9 @@ def test_the_table_and_memory_keep_the_newest(path: Path, monkeypatch: pytest.Mo
         post(client, trainable(9, **HOPELESS))
         assert marks(lease(client, start(client, batch_size=2))) is None
         newest, older = client.get("/dead-letters?groups=true").json()
-        assert (
-            newest["id"] == 6
-            and newest["group"]["tokens"][0][0] == 9
-            and "group" not in older
-            and older["bytes"] == stored
-        )
+        assert newest["id"] == 6
+        assert newest["group"]["tokens"][0][0] == 9
+        assert "group" not in older
+        assert older["bytes"] == stored
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT id FROM dead_letters").fetchall() == [(5,), (6,)]

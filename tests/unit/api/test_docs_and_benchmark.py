@@ -64,7 +64,8 @@ def test_the_commands_of_the_security_page_let_in_who_has_the_token(tmp_path: Pa
     assert "/status" in commands.splitlines()[-1]
     with bash(commands, tmp_path) as shell:
         shell.wait(timeout=DEADLINE_S + 30)
-        assert shell.returncode == 0 and shell.stdout is not None
+        assert shell.returncode == 0
+        assert shell.stdout is not None
         assert json.loads(os.read(shell.stdout.fileno(), 4096)) == {"current_step": 0, "queue_size": 0}
         assert requests.get(f"http://127.0.0.1:{port}/status", timeout=5).status_code == 401
     assert stat.S_IMODE((tmp_path / "api.token").stat().st_mode) == 0o600
@@ -91,5 +92,7 @@ def test_the_benchmark_prints_its_table() -> None:
     command = [sys.executable, "benchmarks/api_throughput.py", *small, "--peer-python", sys.executable]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
-    assert "| posted and fetched |" in ended.stdout and "2 x 8 tokens" in ended.stdout
-    assert "| with journal |" in ended.stdout and "| /status-env beside 10 groups |" in ended.stdout
+    assert "| posted and fetched |" in ended.stdout
+    assert "2 x 8 tokens" in ended.stdout
+    assert "| with journal |" in ended.stdout
+    assert "| /status-env beside 10 groups |" in ended.stdout

@@ -53,7 +53,8 @@ def test_an_item_has_its_keys_once_each(
         assert len(CODECS[packed].decode(each, type=dict[str, Any])) == len(expected)
         keys = each.count(b"ref_logprobs")  # a key that stood there twice would be two
         assert keys == 1
-    assert data.env_id == posted.get("env_id") and data.messages == posted.get("messages")
+    assert data.env_id == posted.get("env_id")
+    assert data.messages == posted.get("messages")
     assert data.idempotency_key == posted.get("idempotency_key")
 
 

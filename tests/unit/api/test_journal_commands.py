@@ -65,7 +65,9 @@ def test_verify_reads_a_running_apis_journal(
 ) -> None:
     run("verify", path)
     (line,) = capsys.readouterr().out.splitlines()
-    assert "is whole" in line and "groups: 3" in line and "dead letters: 1" in line
+    assert "is whole" in line
+    assert "groups: 3" in line
+    assert "dead letters: 1" in line
     client.post("/scored_data", json=group(4, 5))
     run("verify", path)
     assert "groups: 4" in capsys.readouterr().out
@@ -165,7 +167,8 @@ def test_export_writes_each_group_with_where_it_is(client: TestClient, path: Pat
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
     found = [(line["status"], line["environment"], line["sequences"], line["group"]["tokens"][0][0]) for line in lines]
     assert found == [("leased", "math_0", 4, 2), ("waiting", None, 4, 3), ("buffered", "math_0", 3, 4)]
-    assert {**lines[1]["group"], **group(4, 3)} == lines[1]["group"] and lines[0]["id"] == 2
+    assert {**lines[1]["group"], **group(4, 3)} == lines[1]["group"]
+    assert lines[0]["id"] == 2
 
 
 def test_groups_are_exported_to_a_terminal_that_cannot_show_them(client: TestClient, path: Path) -> None:
@@ -193,9 +196,11 @@ def test_dead_letters_are_listed_and_exported(
 ) -> None:
     run("dead-letters", path, "--export", tmp_path / "letters.jsonl")
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.split("\t")[2:] == ["math_0", "its scores are odd"] and line.split("\t")[1].endswith("Z")
+    assert line.split("\t")[2:] == ["math_0", "its scores are odd"]
+    assert line.split("\t")[1].endswith("Z")
     (letter,) = map(json.loads, (tmp_path / "letters.jsonl").read_text().splitlines())
-    assert letter["reason"] == "its scores are odd" and letter["group"]["tokens"][0][0] == 1
+    assert letter["reason"] == "its scores are odd"
+    assert letter["group"]["tokens"][0][0] == 1
 
 
 def test_a_damaged_dead_letter_is_noticed(
@@ -251,4 +256,6 @@ def test_a_reason_cannot_forge_the_lines_of_the_list(
     assert client.post("/batch/reject", json=rejection).is_success
     run("dead-letters", path)
     shown = capsys.readouterr().out
-    assert r"odd\n99\t2026" in shown and r"\x1b[2J" in shown and len(shown.splitlines()) == 2
+    assert r"odd\n99\t2026" in shown
+    assert r"\x1b[2J" in shown
+    assert len(shown.splitlines()) == 2

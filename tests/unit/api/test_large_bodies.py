@@ -120,11 +120,9 @@ def test_words_for_no_number_inside_of_strings_do_not_confuse_the_position(clien
         scores=[float("-inf"), float("nan")],
     )
     detail = client.post("/scored_data", content=json.dumps(tricky)).json()["detail"][0]
-    assert (
-        detail["loc"] == ["body", "scores", 0]
-        and detail["msg"] == "scores[0]: -inf is not a finite number"
-        and detail["input"] == "-inf"
-    )
+    assert detail["loc"] == ["body", "scores", 0]
+    assert detail["msg"] == "scores[0]: -inf is not a finite number"
+    assert detail["input"] == "-inf"
     nested = group(2, generation_params={"a": [{"NaN": [1, float("nan")]}]})
     detail = client.post("/scored_data", content=json.dumps(nested)).json()["detail"][0]
     assert detail["loc"] == ["body", "generation_params", "a", 0, "NaN", 1]
@@ -202,7 +200,8 @@ def test_short_numbers_that_would_take_much_memory_are_refused_before_they_do(
     tracemalloc.start()
     try:
         refusal = refusal_of(body, packed)
-        assert refusal.status == 413 and refusal.location == (field,)
+        assert refusal.status == 413
+        assert refusal.location == (field,)
         assert tracemalloc.get_traced_memory()[1] < 4 * len(body) + 1e6  # floats would be 32 times as large
     finally:
         tracemalloc.stop()
@@ -214,7 +213,8 @@ def test_a_list_of_more_groups_than_are_stored_at_once_is_refused(client: TestCl
     body = [{"tokens": [[1]], "masks": [[1]], "scores": [1]}] * (posted_groups.MAX_LISTED + 1)
     for packed, headers in ((False, {}), (True, MSGPACK)):
         refused = client.post("/scored_data_list", content=ENCODE[packed](body), headers=headers)
-        assert refused.status_code == 422 and "16384" in refused.text
+        assert refused.status_code == 422
+        assert "16384" in refused.text
         stored = client.post("/scored_data_list", content=ENCODE[packed](body[1:]), headers=headers)
         assert stored.json()["groups_processed"] == 16_384
 
@@ -230,7 +230,9 @@ def test_the_groups_of_a_list_share_the_bound(few_nodes: int) -> None:
 def test_long_texts_full_of_punctuation_are_no_objects(few_nodes: int, packed: bool) -> None:
     text = 'a, "b": [{é' * few_nodes
     data, item = read_group(ENCODE[packed](group(1, messages=[[{"role": "user", "content": text}]])), packed)
-    assert data.messages is not None and data.messages[0][0]["content"] == text and len(item) > len(text)
+    assert data.messages is not None
+    assert data.messages[0][0]["content"] == text
+    assert len(item) > len(text)
 
 
 @pytest.mark.parametrize("field", ["images", "tokens", "messages", "env_id"])

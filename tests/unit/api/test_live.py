@@ -38,7 +38,7 @@ def leased() -> Iterator[tuple[TestClient, Clock, int]]:
     client, clock = api()
     trainer = client.post("/register", json=registration(8)).json()["uuid"]
     client.post("/scored_data_list", json=[group(4, mark) for mark in range(4)])
-    yield client, clock, trainer
+    return client, clock, trainer
 
 
 def lease(client: TestClient, trainer: int, *holding: int) -> tuple[int | None, list[int] | None]:
@@ -56,7 +56,8 @@ def test_a_lease_without_a_trainer_is_answered_as_batch_is(client: TestClient) -
 def test_a_leased_item_is_as_any_other(leased: tuple[TestClient, Clock, int]) -> None:
     client, _, trainer = leased
     reply = client.post("/batch/lease", json={"trainer": trainer}).json()
-    assert list(reply) == ["batch", "lease"] and list(reply["batch"][0]) == ITEM_KEYS
+    assert list(reply) == ["batch", "lease"]
+    assert list(reply["batch"][0]) == ITEM_KEYS
 
 
 def test_batches_are_lent_once_and_forgotten_when_acknowledged(leased: tuple[TestClient, Clock, int]) -> None:
@@ -246,7 +247,8 @@ def test_a_key_of_a_post_of_another_number_of_groups_is_refused(client: TestClie
     assert client.post("/scored_data_list", json=[group(4), group(4)], headers=key).status_code == 200
     for path, body in (("/scored_data", group(4)), ("/scored_data_list", [group(4)] * 3)):
         refused = client.post(path, json=body, headers=key)
-        assert refused.status_code == 422 and "each post needs its own" in refused.text
+        assert refused.status_code == 422
+        assert "each post needs its own" in refused.text
     assert client.get("/status").json()["queue_size"] == 2
 
 
@@ -289,5 +291,7 @@ def test_events_tell_queue_rates_and_scores() -> None:
         return [first, second]
 
     parsed = [json.loads(event.split(b"data: ")[1]) for event in asyncio.run(two_events())]
-    assert parsed[0]["score_mean"] is None and parsed[0]["queue_size"] == 0
-    assert parsed[1]["score_mean"] == 0.5 and parsed[1]["tokens_per_s"] > 0
+    assert parsed[0]["score_mean"] is None
+    assert parsed[0]["queue_size"] == 0
+    assert parsed[1]["score_mean"] == 0.5
+    assert parsed[1]["tokens_per_s"] > 0

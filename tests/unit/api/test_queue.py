@@ -82,7 +82,8 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         try:
             self.queue.accept(size, env_id, number)
         except GroupTooLarge:
-            assert self.queue.registration is not None and size > self.queue.registration.batch_size
+            assert self.queue.registration is not None
+            assert size > self.queue.registration.batch_size
             return
         self.size_of[number] = size
         self.env_of[number] = env_id
@@ -121,7 +122,8 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
     def every_status_can_be_told(self) -> None:
         for environment in self.queue.environments:
             status = self.queue.env_status(environment.env_id)
-            assert status.env_weight >= 0.01 and 0.0 <= status.unallocated_fraction <= 1.0
+            assert status.env_weight >= 0.01
+            assert 0.0 <= status.unallocated_fraction <= 1.0
             assert 0 <= status.self_queue_size <= status.queue_size
         self.queue.obstacle()
 
@@ -269,7 +271,8 @@ def test_no_weight_divides_by_zero(weight: float, expected: float) -> None:
 def test_an_obstacle_is_told_once_enough_sequences_wait() -> None:
     queue = started(batch_size=10)
     post(queue, 8)
-    assert queue.next_batch() is None and queue.obstacle() is None
+    assert queue.next_batch() is None
+    assert queue.obstacle() is None
     post(queue, 8)
     assert queue.next_batch() is None
     assert "batch_size=10" in (queue.obstacle() or "")
@@ -323,7 +326,8 @@ def test_only_the_newest_evaluations_are_kept() -> None:
     for version in range(MAX_EVALUATIONS + 10):
         queue.add_evaluation(Evaluation(0, version, 0.5))
     assert len(queue.dump().evaluations) == MAX_EVALUATIONS
-    assert not queue.evaluations(9).results and queue.evaluations(10).results
+    assert not queue.evaluations(9).results
+    assert queue.evaluations(10).results
 
 
 def test_a_second_evaluation_replaces_the_first() -> None:
@@ -340,6 +344,7 @@ def test_a_resumed_run_keeps_the_evaluations_of_its_past_and_another_run_keeps_n
     for version in (5, 6):
         queue.add_evaluation(Evaluation(0, version, 0.5))
     queue.register(run(starting_step=5))
-    assert len(queue.evaluations(5).results) == 1 and not queue.evaluations(6).results
+    assert len(queue.evaluations(5).results) == 1
+    assert not queue.evaluations(6).results
     queue.register(run(starting_step=5, wandb_group="another"))
     assert not queue.evaluations(5).results

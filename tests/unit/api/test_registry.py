@@ -79,7 +79,9 @@ def test_more_environments_than_may_be_are_told_to_come_back() -> None:
     assert [register_env(client) for _ in range(2)] == [0, 1]
     body = {"max_token_length": 1, "desired_name": "late", "weight": 1.0, "group_size": 1}
     reply = client.post("/register-env", json=body)
-    assert reply.status_code == 429 and int(reply.headers["Retry-After"]) >= 1 and "--max-environments" in reply.text
+    assert reply.status_code == 429
+    assert int(reply.headers["Retry-After"]) >= 1
+    assert "--max-environments" in reply.text
     clock.now = 1000
     client.get("/metrics")
     assert client.post("/register-env", json=body).json()["env_id"] == 2

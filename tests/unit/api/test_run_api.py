@@ -36,7 +36,9 @@ def test_a_taken_port_is_one_line_and_a_failure() -> None:
         ended = subprocess.run(command("--port", str(port)), capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 1
     (line,) = ended.stderr.splitlines()
-    assert f"127.0.0.1:{port}" in line and "in use" in line and "--port" in line
+    assert f"127.0.0.1:{port}" in line
+    assert "in use" in line
+    assert "--port" in line
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,9 @@ def test_a_dry_run_shows_the_loopback_default_and_starts_nothing() -> None:
 
 def test_a_port_that_is_none_is_refused_with_its_limit() -> None:
     ended = subprocess.run(command("--port", "70000"), capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 2 and "65535" in ended.stderr and "70000" in ended.stderr
+    assert ended.returncode == 2
+    assert "65535" in ended.stderr
+    assert "70000" in ended.stderr
 
 
 # --- journal --------------------------------------------------------------------------------------------------------
@@ -108,7 +112,8 @@ def test_an_open_stream_of_events_does_not_delay_the_end(process: tuple[subproce
     served_process, url = process
     with requests.get(f"{url}/events?interval=0.2", stream=True, timeout=10) as events:
         lines = events.iter_lines()
-        assert next(lines) == b"event: status" and next(lines).startswith(b'data: {"current_step":0')
+        assert next(lines) == b"event: status"
+        assert next(lines).startswith(b'data: {"current_step":0')
         served_process.send_signal(signal.SIGTERM)
         served_process.communicate(timeout=15)
     assert served_process.returncode == 0
@@ -126,4 +131,6 @@ def test_an_open_stream_of_events_does_not_delay_the_end(process: tuple[subproce
 )
 def test_flags_that_do_not_go_together_are_one_line(flags: list[str], said: str) -> None:
     ended = subprocess.run(command(*flags), capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 2 and said in ended.stderr and len(ended.stderr.splitlines()) == 1
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1

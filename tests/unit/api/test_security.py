@@ -90,7 +90,8 @@ def test_a_dry_run_masks_the_token() -> None:
     ended = subprocess.run(
         command("--dry-run", "--api-token", TOKEN), capture_output=True, text=True, timeout=DEADLINE_S
     )
-    assert ended.returncode == 0 and TOKEN not in ended.stdout + ended.stderr
+    assert ended.returncode == 0
+    assert TOKEN not in ended.stdout + ended.stderr
 
 
 # --- browsers -------------------------------------------------------------------------------------------------------
@@ -118,7 +119,8 @@ def test_the_apis_own_page_may_use_it() -> None:
 @pytest.mark.parametrize(("legacy_gets", "batch", "reset"), [(None, 200, 405), (False, 404, 405), (True, 200, 200)])
 def test_a_get_resets_only_with_the_legacy_flag(legacy_gets: bool | None, batch: int, reset: int) -> None:
     client = api(legacy_gets=legacy_gets)
-    assert client.get("/reset_data").status_code == reset and client.get("/batch").status_code == batch
+    assert client.get("/reset_data").status_code == reset
+    assert client.get("/batch").status_code == batch
     assert client.post("/reset_data").text == "Reset successful"
 
 
@@ -177,7 +179,8 @@ def test_allowed_hosts_are_those_of_the_flags() -> None:
     flags = ["--allowed-host", "Trainer.Example.", "--allowed-host=fd00::1"]
     assert config(*flags).settings().hosts.names == OwnHosts().names | {"trainer.example", "fd00::1"}
     beyond = config("--host", "0.0.0.0", ATROPOS_API_TOKEN=TOKEN).settings().hosts
-    assert beyond.addresses and socket.gethostname().lower() in beyond.names
+    assert beyond.addresses
+    assert socket.gethostname().lower() in beyond.names
 
 
 @pytest.mark.parametrize("name", ["", "*", "http://a", "a:8000", "a b", "a/", "::g", "ünï.de", "x" * 300])
@@ -201,11 +204,10 @@ def test_a_full_queue_is_429_with_a_pause_and_has_room_again_after_a_batch(limit
     register(client, batch_size=4)
     replies = [client.post("/scored_data", json=group(4, mark)) for mark in range(8)]
     taken = [reply.status_code for reply in replies].index(429)
-    assert taken in (3, 4) and {reply.status_code for reply in replies[taken:]} == {429}
-    assert (
-        int(replies[-1].headers["Retry-After"]) >= 1
-        and "when the trainer has taken some" in replies[-1].json()["detail"]
-    )
+    assert taken in (3, 4)
+    assert {reply.status_code for reply in replies[taken:]} == {429}
+    assert int(replies[-1].headers["Retry-After"]) >= 1
+    assert "when the trainer has taken some" in replies[-1].json()["detail"]
     assert client.post("/scored_data_list", json=[group(1)] * 9).status_code == 429
     client.get("/batch")
     assert client.post("/scored_data", json=group(4)).status_code == 200
@@ -213,7 +215,8 @@ def test_a_full_queue_is_429_with_a_pause_and_has_room_again_after_a_batch(limit
 
 def test_a_group_of_too_many_sequences_is_refused_before_a_trainer_is_there() -> None:
     reply = api(max_sequences=3).post("/scored_data", json=group(4))
-    assert reply.status_code == 422 and "at most 3" in reply.text
+    assert reply.status_code == 422
+    assert "at most 3" in reply.text
 
 
 @pytest.mark.parametrize("wrong", [-1, 100, 2**40])
@@ -224,11 +227,9 @@ def test_ids_outside_a_known_vocabulary_are_refused_with_their_position(wrong: i
     good = {"tokens": [[0, 99], [5, 6]], "masks": [[0, 99], [5, 6]], "scores": [0, 1]}
     assert client.post("/scored_data", json=good).status_code == 200
     reply = client.post("/scored_data", json=good | {"tokens": [[0, 99], [5, wrong]]})
-    assert (
-        reply.status_code == 422
-        and reply.json()["detail"][0]["loc"] == ["body", "tokens", 1, 1]
-        and str(wrong) in reply.text
-    )
+    assert reply.status_code == 422
+    assert reply.json()["detail"][0]["loc"] == ["body", "tokens", 1, 1]
+    assert str(wrong) in reply.text
 
 
 # --- MessagePack ----------------------------------------------------------------------------------------------------
@@ -278,7 +279,8 @@ def test_a_mixed_batch_is_json() -> None:
 def test_what_json_cannot_say_is_refused_in_messagepack_too(change: dict[str, Any], where: str) -> None:
     client = api()
     reply = client.post("/scored_data", content=pack(group(2, **change)), headers=MSGPACK)
-    assert reply.status_code == 422 and where in reply.text
+    assert reply.status_code == 422
+    assert where in reply.text
     assert client.get("/status").json()["queue_size"] == 0
 
 
@@ -316,8 +318,11 @@ def test_a_name_that_is_long_or_not_printable_is_refused_with_field_and_limit(
     client = api()
     register(client, batch_size=4)
     reply = client.post(path, json=body | {field: name})
-    assert reply.status_code == 422 and reply.json()["detail"][0]["loc"] == ["body", field]
-    assert "at most 128 characters" in reply.text and reply.text.isascii() and "\x1b" not in reply.text
+    assert reply.status_code == 422
+    assert reply.json()["detail"][0]["loc"] == ["body", field]
+    assert "at most 128 characters" in reply.text
+    assert reply.text.isascii()
+    assert "\x1b" not in reply.text
     assert client.post(path, json=body | {field: "Ω" * 128}).status_code == 200
 
 

@@ -89,7 +89,8 @@ def test_minimums_are_met_exactly_with_groups_of_one_size(sizes: list[int], shar
     chosen = choose_batch(Lanes(queue_of(sizes, [0, 1, 1, 1])), 16, {0: share})
     own = len(sizes[::4]) * 4
     if own >= 16 * share:
-        assert chosen is not None and sum(group.sequences for group in chosen if group.env_id == 0) >= 16 * share
+        assert chosen is not None
+        assert sum(group.sequences for group in chosen if group.env_id == 0) >= 16 * share
 
 
 @given(st.integers(1, 4), st.integers(1, 14), st.integers(1, 8), MINIMUMS)
@@ -127,12 +128,14 @@ def test_minimums_above_the_whole_batch_are_scaled_but_keep_a_group_each() -> No
 
 def test_odd_sizes_that_fill_no_pack_still_leave_together() -> None:
     chosen = choose_batch(Lanes(queue_of([3, 5, 8])), 16)
-    assert chosen is not None and [group.order for group in chosen] == [0, 1, 2]
+    assert chosen is not None
+    assert [group.order for group in chosen] == [0, 1, 2]
 
 
 def test_a_group_larger_than_the_batch_does_not_block_the_others() -> None:
     chosen = choose_batch(Lanes(queue_of([16, 4, 4])), 8)
-    assert chosen is not None and [group.order for group in chosen] == [1, 2]
+    assert chosen is not None
+    assert [group.order for group in chosen] == [1, 2]
 
 
 def test_choosing_costs_no_walk_over_a_long_queue() -> None:
@@ -178,7 +181,8 @@ def test_the_greedy_choice_comes_first_and_else_the_table_is_traced_from_the_end
 def test_grabbing_returns_the_items_themselves_and_the_rest_in_order() -> None:
     queue = items_of([8, 4, 8, 4])
     batch, rest = grab_exact_from_heterogeneous_queue(queue, 16)
-    assert batch == [queue[0], queue[2]] and rest == [queue[1], queue[3]]
+    assert batch == [queue[0], queue[2]]
+    assert rest == [queue[1], queue[3]]
     assert grab_exact_from_heterogeneous_queue(rest, 16) == (None, rest)
 
 
@@ -189,7 +193,8 @@ def test_grabbing_with_minimums_counts_connected_environments_only() -> None:
         {"registered_id": 1, "connected": True, "min_batch_allocation": 1.0},
     ]
     batch, rest = grab_batch_with_minimum_allocations(queue, 8, configs)
-    assert batch == [queue[1], queue[3]] and rest == [queue[0], queue[2]]
+    assert batch == [queue[1], queue[3]]
+    assert rest == [queue[0], queue[2]]
     configs[1]["connected"] = False
     batch, _ = grab_batch_with_minimum_allocations(queue, 8, configs)
     assert batch == queue[:2]

@@ -77,7 +77,9 @@ def test_no_web_page_may_read_replies(client: TestClient) -> None:
 
 def test_registering_answers_a_number_that_json_readers_keep_exact(client: TestClient) -> None:
     first, second = (client.post("/register", json=registration()).json() for _ in range(2))
-    assert list(first) == ["uuid"] and 0 < first["uuid"] < 2**53 and first != second
+    assert list(first) == ["uuid"]
+    assert 0 < first["uuid"] < 2**53
+    assert first != second
     assert client.get("/info").json() == {"batch_size": 8, "max_token_len": 512}
     assert client.get("/wandb_info").json() == {"group": "group", "project": "project"}
 
@@ -87,7 +89,8 @@ def test_every_field_of_a_registration_is_required(client: TestClient, missing: 
     body = registration()
     del body[missing]
     status, location, message = refusal(client.post("/register", json=body))
-    assert (status, location) == (422, ["body", missing]) and missing in message
+    assert (status, location) == (422, ["body", missing])
+    assert missing in message
     assert client.get("/info").json()["batch_size"] == -1
 
 
@@ -135,13 +138,16 @@ def test_booleans_count_as_numbers_where_numbers_belong_and_stay_elsewhere(clien
     items = [item for _ in range(4) for item in client.get("/batch").json()["batch"]]
     del items[1]
     for item in items:
-        assert [type(score) for score in item["scores"]] == [float, float] and item["scores"] == [1.0, 0.0]
-        assert item["advantages"] == [[1.0, 0.0], [0.5, 0.0]] and item["overrides"] == [{"sft": True}, {}]
+        assert [type(score) for score in item["scores"]] == [float, float]
+        assert item["scores"] == [1.0, 0.0]
+        assert item["advantages"] == [[1.0, 0.0], [0.5, 0.0]]
+        assert item["overrides"] == [{"sft": True}, {}]
 
 
 def test_a_boolean_does_not_hide_what_else_is_wrong(client: TestClient) -> None:
     status, location, message = refusal(client.post("/scored_data", json=group(2, masks=[[True, 1], [1, "x"]])))
-    assert (status, location) == (422, ["body", "masks", 1, 1]) and "got `str`" in message
+    assert (status, location) == (422, ["body", "masks", 1, 1])
+    assert "got `str`" in message
     status, location, _ = refusal(client.post("/scored_data", json=group(2, generation_params=True)))
     assert (status, location) == (422, ["body", "generation_params"])
 
@@ -163,11 +169,9 @@ def test_disconnecting_answers_success_or_names_the_unknown_id(client: TestClien
     assert client.post("/disconnect-env", json={"env_id": env_id}).json() == {"status": "success"}
     for unknown in (-1, 7):
         reply = client.post("/disconnect-env", json={"env_id": unknown})
-        assert (
-            reply.status_code == 200
-            and reply.json()["status"] == "failure"
-            and f"env_id {unknown}" in reply.json()["error"]
-        )
+        assert reply.status_code == 200
+        assert reply.json()["status"] == "failure"
+        assert f"env_id {unknown}" in reply.json()["error"]
 
 
 # --- groups and batches ---------------------------------------------------------------------------------------------
@@ -209,7 +213,8 @@ def test_policy_versions_appear_only_when_posted(client: TestClient) -> None:
     client.post("/scored_data", json=group(2, policy_versions=[[0, 0], [0, 1]]))
     client.post("/scored_data", json=group(2, policy_versions=None))
     first, second = client.get("/batch").json()["batch"]
-    assert first["policy_versions"] == [[0, 0], [0, 1]] and "policy_versions" not in second
+    assert first["policy_versions"] == [[0, 0], [0, 1]]
+    assert "policy_versions" not in second
 
 
 def test_batches_are_delivered_oldest_first_and_counted_as_they_leave(client: TestClient) -> None:
@@ -308,7 +313,8 @@ def test_status_env_without_a_usable_id_says_so(client: TestClient) -> None:
     assert client.get("/status-env?env_id=x").status_code == 422
     for unknown in (-1, 0, 5):
         reply = client.get(f"/status-env?env_id={unknown}")
-        assert reply.status_code == 404 and f"env_id {unknown}" in reply.json()["detail"]
+        assert reply.status_code == 404
+        assert f"env_id {unknown}" in reply.json()["detail"]
 
 
 def test_trainer_progress_shows_in_both_statuses(client: TestClient) -> None:
@@ -335,7 +341,8 @@ def test_evaluations_are_pending_until_posted(client: TestClient) -> None:
     assert client.post("/evaluation", json={**posted, "env_id": 3}).status_code == 404
     many = {f"metric {number}": 0.5 for number in range(257)}
     refused = client.post("/evaluation", json={**posted, "metrics": many})
-    assert refused.status_code == 422 and "257 metrics; at most 256 are taken" in refused.text
+    assert refused.status_code == 422
+    assert "257 metrics; at most 256 are taken" in refused.text
     assert client.get("/evaluations").status_code == 422
 
 
@@ -374,7 +381,8 @@ def test_a_group_that_cannot_be_trained_is_refused_with_its_position(
     client: TestClient, change: dict[str, Any], location: list[Any], text: str
 ) -> None:
     status, where, message = refusal(client.post("/scored_data", json=group(2, **change)))
-    assert (status, where) == (422, ["body", *location]) and text in message
+    assert (status, where) == (422, ["body", *location])
+    assert text in message
 
 
 def test_optional_fields_that_do_not_match_are_passed_on(client: TestClient) -> None:
@@ -387,7 +395,8 @@ def test_optional_fields_that_do_not_match_are_passed_on(client: TestClient) -> 
 def test_a_group_larger_than_the_batch_is_refused_with_both_sizes(client: TestClient) -> None:
     register(client, batch_size=8)
     status, _, message = refusal(client.post("/scored_data", json=group(9)))
-    assert status == 422 and "9 sequences does not fit into a batch of 8" in message
+    assert status == 422
+    assert "9 sequences does not fit into a batch of 8" in message
 
 
 def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(
@@ -398,7 +407,8 @@ def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(
     for _ in range(3):
         assert client.get("/batch").json() == {"batch": None}
     told = [record.getMessage() for record in caplog.records if "no choice of whole groups" in record.getMessage()]
-    assert len(told) == 1 and "batch_size=10" in told[0]
+    assert len(told) == 1
+    assert "batch_size=10" in told[0]
 
 
 @pytest.mark.parametrize(
@@ -435,7 +445,8 @@ def test_a_body_above_the_limit_is_413_as_sent_and_as_decompressed(headers: dict
     with TestClient(create_app(ApiSettings(max_body_bytes=10_000))) as client:
         body = b" " * 10_001
         reply = client.post("/scored_data", content=gzip.compress(body) if headers else body, headers=headers)
-        assert reply.status_code == 413 and "10000 bytes" in reply.text
+        assert reply.status_code == 413
+        assert "10000 bytes" in reply.text
 
 
 def test_large_replies_are_compressed_for_distant_clients_only() -> None:

@@ -135,7 +135,8 @@ def test_a_changed_file_changes_the_token_without_a_restart_and_a_broken_one_doe
             now[0] += 2
             assert token.current() == "another-token-now"
     lines = [record.getMessage() for record in caplog.records if "stays as it was" in record.getMessage()]
-    assert len(lines) == 3 and "short" not in "".join(lines)
+    assert len(lines) == 3
+    assert "short" not in "".join(lines)
 
 
 def test_a_served_token_follows_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +159,10 @@ SECRET = "s3cret"
 def test_an_unusable_token_is_one_line_without_the_token(variable: str, value: str) -> None:
     env = os.environ | {"ATROPOS_API_TOKEN": TOKEN, variable: value}
     ended = subprocess.run(command("--port", "0"), capture_output=True, text=True, timeout=DEADLINE_S, env=env)
-    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1
-    assert "8 or more" in ended.stderr and SECRET not in ended.stdout + ended.stderr
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert "8 or more" in ended.stderr
+    assert SECRET not in ended.stdout + ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,9 @@ def test_the_residual_is_added_and_rounded_before_the_norm(monkeypatch: pytest.M
     compat.add_before_norm()
     x, residual = torch.randn(2, 3, 8, dtype=torch.bfloat16)
     (name, normed), total = RMSNorm.forward_cuda(None, x, residual)  # type: ignore[arg-type]
-    assert name == "norm" and torch.equal(normed, x + residual) and torch.equal(total, x + residual)
+    assert name == "norm"
+    assert torch.equal(normed, x + residual)
+    assert torch.equal(total, x + residual)
     assert RMSNorm.forward_cuda(None, x) == ("norm", x)  # type: ignore[arg-type]
 
 

@@ -75,7 +75,8 @@ class FakeVllmServer:
         return 200, {}
 
     def _open(self, offer: SessionOffer) -> tuple[int, dict[str, Any]]:
-        assert offer.manifest_digest == self.manifest.digest() and offer.world_size == 1 + self.manifest.tp_size
+        assert offer.manifest_digest == self.manifest.digest()
+        assert offer.world_size == 1 + self.manifest.tp_size
         self.session = offer.session
         self.sessions += 1
         for rank in range(self.manifest.tp_size):

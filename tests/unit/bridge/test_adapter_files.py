@@ -74,7 +74,8 @@ def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: bytes)
     (adapter(tmp_path) / CONFIG).write_bytes(content)
     with pytest.raises(AdapterFault) as refused:
         read(tmp_path)
-    assert len(str(refused.value)) < 600 and str(refused.value).isprintable()
+    assert len(str(refused.value)) < 600
+    assert str(refused.value).isprintable()
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(engine_watch, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(engine_watch, "LAST_WORDS_S", 0.05)
     monkeypatch.setattr(engine_watch.signal, "raise_signal", signals.append)
-    yield signals
+    return signals
 
 
 def client_of(watch: EngineWatch) -> httpx.AsyncClient:
@@ -69,10 +69,12 @@ async def test_a_silent_engine_is_503_with_the_reason_until_it_answers_again() -
     assert "has not answered for 0.1 s (--engine-deadline-s)" in health.json()["error"]["message"]
     for path in ROUTES:
         assert (await client.post(path)).json()["error"]["message"] == health.json()["error"]["message"], path
-    assert (await client.get("/metrics")).status_code == 200 and (await client.post("/tokenize")).status_code == 200
+    assert (await client.get("/metrics")).status_code == 200
+    assert (await client.post("/tokenize")).status_code == 200
     engine.answers.set()
     await until(lambda: watch.reason is None)
-    assert (await client.get("/health")).status_code == 200 and (await client.post("/generate")).status_code == 200
+    assert (await client.get("/health")).status_code == 200
+    assert (await client.post("/generate")).status_code == 200
 
 
 async def test_an_answer_within_the_deadline_and_an_error_are_signs_of_life() -> None:
@@ -93,7 +95,8 @@ async def test_a_dead_engine_is_503_at_once_and_the_server_ends_a_while_later(en
     await asyncio.sleep(0.05)
     engine.errored = True
     health = await client_of(watch).get("/health")
-    assert health.status_code == 503 and "engine has died" in health.json()["error"]["message"]
+    assert health.status_code == 503
+    assert "engine has died" in health.json()["error"]["message"]
     await until(lambda: ended == [engine_watch.signal.SIGTERM])
 
 

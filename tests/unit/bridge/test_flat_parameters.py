@@ -1,3 +1,5 @@
+import itertools
+
 import torch
 from torch import nn
 
@@ -47,4 +49,4 @@ def test_parameters_do_not_overlap() -> None:
     parameters, manifest = model_and_manifest("bfloat16")
     FlatParameters(manifest, parameters)
     spans = sorted((p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parameters.values())
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -19,4 +19,5 @@ def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:
 def test_a_deadline_that_is_no_positive_number_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         compat.parse_serve_arguments(["--model", "m", f"--engine-deadline-s={text}"], own_flags())
-    assert ended.value.code == 2 and "--engine-deadline-s" in capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2
+    assert "--engine-deadline-s" in capsys.readouterr().err.splitlines()[-1]

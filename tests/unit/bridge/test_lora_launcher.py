@@ -18,9 +18,11 @@ def serve_arguments(**changes: object) -> Namespace:
 
 def test_a_lora_server_has_room_for_two_versions_and_keeps_cuda_graphs() -> None:
     words = _with_defaults(["--model", "m", "--enable-lora"], cpu=False)
-    assert words[words.index("--max-loras") + 1] == "2" and "--enforce-eager" not in words
+    assert words[words.index("--max-loras") + 1] == "2"
+    assert "--enforce-eager" not in words
     chosen = _with_defaults(["--model", "m", "--enable-lora", "--max-loras", "8"], cpu=False)
-    assert chosen.count("--max-loras") == 1 and "--max-cpu-loras" not in chosen
+    assert chosen.count("--max-loras") == 1
+    assert "--max-cpu-loras" not in chosen
     assert "--max-loras" not in _with_defaults(["--model", "m"], cpu=False)
 
 
@@ -31,7 +33,8 @@ def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_fo
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", shared)
     arguments = serve_arguments()
     _configure_bridge(arguments, guarded=False)
-    assert arguments.worker_cls == LORA_WORKER and arguments.additional_config is None
+    assert arguments.worker_cls == LORA_WORKER
+    assert arguments.additional_config is None
     assert "LoRA bridge on: adapters up to rank 16" in capsys.readouterr().err
 
 

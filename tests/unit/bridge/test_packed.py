@@ -1,5 +1,6 @@
 """Packed copies of weights: made once, dropped with the weights they copy, and never for long at a time."""
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -72,6 +73,5 @@ def test_packing_takes_a_quarter_of_the_time_at_most_and_gives_right_products_me
         if clock.now > before:
             packings.append(before)
         clock.now += 1  # the rest of a forward pass
-    assert len(packings) == 3 and all(
-        later - earlier >= 8 for earlier, later in zip(packings, packings[1:], strict=False)
-    )
+    assert len(packings) == 3
+    assert all(later - earlier >= 8 for earlier, later in itertools.pairwise(packings))

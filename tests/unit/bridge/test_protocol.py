@@ -138,7 +138,8 @@ def test_an_offer_with_a_field_of_another_type_or_out_of_range_is_refused_by_nam
     for value in values:
         with pytest.raises(WrongValue, match=field) as refused:
             offer.from_json({**complete, field: value})
-        assert str(refused.value).isascii() and str(refused.value).isprintable()
+        assert str(refused.value).isascii()
+        assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("body", [[], "x", None, 1, {}, {**OFFER, "port": []}])

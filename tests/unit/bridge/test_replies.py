@@ -38,12 +38,15 @@ def test_a_session_is_opened_renewed_and_left_and_refusals_come_word_for_word() 
     assert client.post("/v1/bridge/session", json={"session": "a"}).json() == {"policy_version": 0}
     assert client.post("/v1/bridge/session/a/heartbeat").status_code == 200
     refused = client.post("/v1/bridge/session", json={"session": "b"})
-    assert refused.status_code == 409 and refused.json()["error"] == {
+    assert refused.status_code == 409
+    assert refused.json()["error"] == {
         "message": "session a is held by /tmp/run/trainer.py",
         "code": 409,
     }
     assert client.post("/v1/bridge/session/b/heartbeat").status_code == 404
     bridge.held = None
     wrong = client.post("/v1/bridge/session", json={"session": 5})
-    assert wrong.status_code == 400 and wrong.json()["error"]["message"] == "session=5: Expected `str`, got `int`"
-    assert client.delete("/v1/bridge/session/a").status_code == 200 and bridge.held is None
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["message"] == "session=5: Expected `str`, got `int`"
+    assert client.delete("/v1/bridge/session/a").status_code == 200
+    assert bridge.held is None

@@ -109,18 +109,18 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(make: Make, model:
     for version in range(6):
         reports.append(bridge.sync(version, lambda: updates.append(1)))
         pids.append(own_pid(bridge))
-    assert [report.policy_version for report in reports] == [0, 0, 2, 2, 4, 5] and len(updates) == 6
+    assert [report.policy_version for report in reports] == [0, 0, 2, 2, 4, 5]
+    assert len(updates) == 6
     assert [report.stall_s > 0 for report in reports] == [False, False, True, False, True, True]
     assert all(
         report.stall_s >= report.apply_s >= 0.5 and report.bytes_moved > 80_000 for report in reports if report.stall_s
     )
-    assert len(set(pids)) == 4 and session_members(pids[0]) == []
+    assert len(set(pids)) == 4
+    assert session_members(pids[0]) == []
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["served_5"]
     last_start = (tmp_path / "vllm.log").read_text().splitlines()[-1]
-    assert (
-        f"--model {tmp_path}/checkpoints/served_5 --served-model-name {model}" in last_start
-        and "--dtype bfloat16" in last_start
-    )
+    assert f"--model {tmp_path}/checkpoints/served_5 --served-model-name {model}" in last_start
+    assert "--dtype bfloat16" in last_start
     bridge.close()
     assert session_members(pids[-1]) == []
 
@@ -152,7 +152,8 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, mod
     )  # a new run from the same folder counts from 0, so what is served must be labelled anew
     connect(fresh, str(source))
     report = fresh.sync(0, keep)
-    assert report.policy_version == 0 and report.stall_s > 0
+    assert report.policy_version == 0
+    assert report.stall_s > 0
     assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
 
 
@@ -194,7 +195,9 @@ def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_
 
     with pytest.raises(ZeroDivisionError):
         bridge.sync(1, fail)
-    assert own_pid(bridge) == pid and session_members(pid) and not (tmp_path / "checkpoints").exists()
+    assert own_pid(bridge) == pid
+    assert session_members(pid)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(make: Make, model: str) -> None:
@@ -225,7 +228,8 @@ def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, mod
     connect(bridge, model)
     pid, start = own_pid(bridge), time.monotonic()
     bridge.close()
-    assert session_members(pid) == [] and time.monotonic() - start < 15  # 10 s, and slack for a busy machine
+    assert session_members(pid) == []
+    assert time.monotonic() - start < 15
 
 
 def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None:
@@ -241,7 +245,8 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
     bridge = make(vllm_restart_interval=1)
     theirs = [stranger(bridge, model)]
     connect(bridge, model)
-    assert bridge.sync(0, keep).policy_version == 0 and bridge._server is None
+    assert bridge.sync(0, keep).policy_version == 0
+    assert bridge._server is None
 
     def restart_by_hand() -> None:
         while not (tmp_path / "checkpoints" / "served_1").exists():
@@ -257,7 +262,9 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
     with caplog.at_level(logging.WARNING):
         report = bridge.sync(1, keep)
     owner.join()
-    assert alive == [True] and report.policy_version == 1 and report.stall_s > 1
+    assert alive == [True]
+    assert report.policy_version == 1
+    assert report.stall_s > 1
     (request,) = [record.getMessage() for record in caplog.records if "Restart the vLLM server" in record.getMessage()]
     assert (
         f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {bridge._config.vllm_port}"
@@ -338,9 +345,8 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
         start = time.monotonic()
         trainer.communicate(timeout=DEADLINE_S)
     assert trainer.returncode == (130 if with_signal == signal.SIGINT else 143)
-    assert (
-        session_members(int(started[1])) == [] and time.monotonic() - start < 15
-    )  # 10 s, and slack for a busy machine
+    assert session_members(int(started[1])) == []
+    assert time.monotonic() - start < 15
 
 
 def test_vllm_is_not_started_on_other_machines(make: Make, model: str) -> None:

@@ -69,7 +69,8 @@ def nested(depth: int) -> Any:
 def test_what_json_writes_otherwise_becomes_what_the_engine_decodes(given: dict[str, Any], typed: Any) -> None:
     (name,) = given
     value = getattr(decoded(sampling_params(given)), name)
-    assert value == typed and type(value) is type(typed)
+    assert value == typed
+    assert type(value) is type(typed)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +142,11 @@ def test_a_value_of_another_type_is_refused_with_name_and_value(given: dict[str,
     with pytest.raises(WrongValue) as refused:
         sampling_params(given)
     message, name = str(refused.value), list(given)[-1]
-    assert name in message and re.search("[Ee]xpected|must", message)
-    assert message.isascii() and message.isprintable() and len(message) < 600
+    assert name in message
+    assert re.search("[Ee]xpected|must", message)
+    assert message.isascii()
+    assert message.isprintable()
+    assert len(message) < 600
 
 
 @pytest.mark.parametrize(
@@ -160,7 +164,8 @@ def test_a_value_of_another_type_is_refused_with_name_and_value(given: dict[str,
 def test_a_name_that_is_not_a_clients_is_refused(name: str) -> None:
     with pytest.raises(Refused, match="unknown sampling parameter") as refused:
         sampling_params({name: [1]})
-    assert refused.value.status == 422 and str(refused.value).isprintable()
+    assert refused.value.status == 422
+    assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,11 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def test_stop_ends_the_whole_group(tmp_path: Path) -> None:
     server = start(WITH_CHILD, tmp_path)
     wait_for(lambda: "UP" in server.last_lines(), "the child")
-    assert server.end() is None and len(session_members(server.pid)) == 2
+    assert server.end() is None
+    assert len(session_members(server.pid)) == 2
     server.stop(grace_s=30)
-    assert session_members(server.pid) == [] and server.end() == "stopped"
+    assert session_members(server.pid) == []
+    assert server.end() == "stopped"
     server.stop(grace_s=30)  # again is harmless
 
 
@@ -64,7 +66,8 @@ def test_the_rest_of_a_group_whose_leader_has_died_is_ended(tmp_path: Path) -> N
 def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
     server = start(f"print('last words', flush=True); {code}", tmp_path)
     wait_for(lambda: server.end() is not None, "its end")
-    assert server.end() == end and server.last_lines() == "    last words"
+    assert server.end() == end
+    assert server.last_lines() == "    last words"
     server.stop(grace_s=30)
 
 
@@ -73,7 +76,8 @@ def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path)
         server = start(f"print('{word}')", tmp_path)
         wait_for(lambda server=server: server.end() is not None, "its end")
         server.stop(grace_s=30)
-    assert server.log_path.read_text() == "one\ntwo\n" and server.last_lines() == "    two"
+    assert server.log_path.read_text() == "one\ntwo\n"
+    assert server.last_lines() == "    two"
 
 
 def test_a_killed_trainer_takes_its_server_along(tmp_path: Path) -> None:

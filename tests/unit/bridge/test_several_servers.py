@@ -62,7 +62,8 @@ def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
     for version in range(3):
         report = bridge.sync(version, lambda: change(bridge))
         assert [server.version for server in servers] == [version, version]
-    assert report.servers == 2 and report.bytes_moved == 3 * servers[0].manifest.nbytes
+    assert report.servers == 2
+    assert report.bytes_moved == 3 * servers[0].manifest.nbytes
     assert bridge.parity_probe() < 1e-4
     bridge.close()
     assert [server.session for server in servers] == [None, None]
@@ -96,7 +97,9 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
     with caplog.at_level(logging.WARNING):
         assert synced(bridge, 5) == 1
     assert (healthy.version, laggard.version) == (5, 4)
-    assert healthy.fenced is None and laggard.fenced is not None and "left out of the weight sync" in laggard.fenced
+    assert healthy.fenced is None
+    assert laggard.fenced is not None
+    assert "left out of the weight sync" in laggard.fenced
     assert (
         f"127.0.0.1:{laggard.port} is fenced off, training goes on with 1 of 2 servers".replace(
             "127.0.0.1", "localhost"
@@ -175,7 +178,8 @@ def test_a_stopped_server_stays_out_until_it_answers_with_the_same_model(
     bridge._next_look = 0.0
     with caplog.at_level(logging.WARNING):
         assert synced(bridge, 2) == 1
-    assert "could not be fenced off" in caplog.text and "stays out" in caplog.text
+    assert "could not be fenced off" in caplog.text
+    assert "stays out" in caplog.text
     assert servers[0].sessions == 1, "the healthy server's session is never disturbed"
     bridge.close()
 

@@ -29,7 +29,8 @@ time.sleep(60)
 
 def test_another_process_writes_the_same_bytes_and_a_kill_leaves_nothing() -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdin is not None and holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout is not None
 
     process, fd = json.loads(holder.stdout.readline())
     owner = Process(**process)
@@ -39,7 +40,8 @@ def test_another_process_writes_the_same_bytes_and_a_kill_leaves_nothing() -> No
     holder.stdin.flush()
     assert holder.stdout.readline() == "42\n"
     mapped = Path(f"/proc/{holder.pid}/maps").read_text()
-    assert "/memfd:atropos-weights (deleted)" in mapped and "/dev/shm/" not in mapped  # it never had a name
+    assert "/memfd:atropos-weights (deleted)" in mapped
+    assert "/dev/shm/" not in mapped
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait(10)
     assert not is_alive(owner)
@@ -50,7 +52,8 @@ def test_another_process_writes_the_same_bytes_and_a_kill_leaves_nothing() -> No
 
 def test_its_memory_is_there_and_its_size_cannot_change() -> None:
     buffer = SharedBuffer(1 << 20)
-    assert buffer.tensor.shape == (1 << 20,) and buffer.tensor.dtype == torch.uint8
+    assert buffer.tensor.shape == (1 << 20,)
+    assert buffer.tensor.dtype == torch.uint8
     assert os.fstat(buffer.fd).st_blocks * 512 == 1 << 20  # allocated now, not at the first write
     with pytest.raises(PermissionError):
         os.ftruncate(buffer.fd, 4096)

@@ -67,7 +67,8 @@ async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) 
             )
         assert await asyncio.wait_for(written, 60) == 7
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-        assert len(lines) == 7 and lines[0]["score"] == 1.0
+        assert len(lines) == 7
+        assert lines[0]["score"] == 1.0
         with pytest.raises(GenerationError, match="out.jsonl exists"):
             generate(config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
         with pytest.raises(GenerationError, match="a trainer has registered"):

@@ -25,7 +25,7 @@ class FakeWandb:
         self.named = arguments
         return SimpleNamespace(log=lambda metrics, step: self.logged.append((step, metrics)), finish=self.finish)
 
-    def Settings(self, **arguments: Any) -> dict[str, Any]:  # noqa: N802
+    def Settings(self, **arguments: Any) -> dict[str, Any]:
         return arguments
 
     def finish(self) -> None:
@@ -66,9 +66,8 @@ async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: Fak
             await api.start()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-    assert (wandb.named["project"], wandb.named["group"]) == ("p", "g") and wandb.named["name"].startswith(
-        "inf_node_3-"
-    )
+    assert (wandb.named["project"], wandb.named["group"]) == ("p", "g")
+    assert wandb.named["name"].startswith("inf_node_3-")
     assert wandb.finished
 
 

@@ -24,9 +24,9 @@ async def test_live_run_is_shown_and_keeps_everything(tmp_path: Path) -> None:
             await watcher.look(client)
             await watcher.look(client)
         page = watcher.page()
-        assert (
-            "2 different groups" in page and "ask ask ask 1" in page and page.index("Group 2") < page.index("Group 1")
-        )
+        assert "2 different groups" in page
+        assert "ask ask ask 1" in page
+        assert page.index("Group 2") < page.index("Group 1")
         assert len(await asyncio.wait_for(trainer.fetch(), 30)) == 2
 
 
@@ -48,7 +48,9 @@ async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetch
         await watcher.look(client)
     page = watcher.page()
     assert page.count(f"<img src='data:image/png;base64,{pixel}'>") == 3 == page.count("<img ")
-    assert "What is &lt;this&gt;?" in page and "https://elsewhere/tracker.png" in page and "onerror='" not in page
+    assert "What is &lt;this&gt;?" in page
+    assert "https://elsewhere/tracker.png" in page
+    assert "onerror='" not in page
 
 
 def test_command_of_the_ancestor_is_the_same_program() -> None:

@@ -59,7 +59,9 @@ def test_nested_negated_boolean() -> None:
 
 def test_none_is_null_and_lists_are_comma_separated() -> None:
     tree = resolve("--env.limit", "None", "--names", "a,b", "--betas", "0.8,0.9")
-    assert tree.env.limit is None and tree.names == ["a", "b"] and tree.betas == (0.8, 0.9)
+    assert tree.env.limit is None
+    assert tree.names == ["a", "b"]
+    assert tree.betas == (0.8, 0.9)
 
 
 def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> None:
@@ -109,10 +111,12 @@ def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:
 def test_dry_run_prints_the_tree_and_exits_zero(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load_config(Tree, ["--dry-run", "--env.steps", "5"], prog="t", env={})
-    assert caught.value.code == 0 and "steps: 5" in capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "steps: 5" in capsys.readouterr().out
 
 
 def test_wrong_input_exits_two_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load_config(Tree, ["--nope"], prog="t", env={})
-    assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1

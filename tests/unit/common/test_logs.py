@@ -17,7 +17,7 @@ ORDINARY = "✓ naïve Ωμέγα 数学\u3000环境 हिन्दी שלום
 
 def run(program: str, *arguments: str) -> list[str]:
     """The lines on stderr of a process that imports `logging` and EVIL and runs `program`."""
-    preamble = f"import logging, sys\nEVIL = {ascii(EVIL)}\nORDINARY = {ascii(ORDINARY)}\n"
+    preamble = f"import logging, sys\nEVIL = {EVIL!a}\nORDINARY = {ORDINARY!a}\n"
     command = [sys.executable, "-c", preamble + program, *arguments]
     ended = subprocess.run(command, capture_output=True, timeout=120)
     text = (ended.stderr + ended.stdout).decode().replace("\r\n", "\n")  # vLLM's formatter breaks tracebacks so
@@ -27,9 +27,11 @@ def run(program: str, *arguments: str) -> list[str]:
 
 def test_control_characters_are_written_as_python_writes_them_and_letters_stay() -> None:
     assert escape(EVIL) == ESCAPED
-    assert escape(ORDINARY) == ORDINARY and escape(escape(EVIL)) == ESCAPED
+    assert escape(ORDINARY) == ORDINARY
+    assert escape(escape(EVIL)) == ESCAPED
     for number in [*range(32), *range(0x7F, 0xA0), *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0x85, 0xFEFF]:
-        assert escape(chr(number)).isprintable() and len(escape(chr(number))) > 1
+        assert escape(chr(number)).isprintable()
+        assert len(escape(chr(number))) > 1
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,9 @@ def test_control_characters_are_written_as_python_writes_them_and_letters_stay()
 def test_a_record_is_one_line_whatever_is_logged(call: str) -> None:
     start = "from atroposlib.logs import *; configure_logging('environment'); log = get_logger('x'); "
     (line,) = run(start + call)
-    assert "INFO" in line and r"evil\n12:00:00" in line and r"\x1b[2J" in line
+    assert "INFO" in line
+    assert r"evil\n12:00:00" in line
+    assert r"\x1b[2J" in line
 
 
 def test_ordinary_text_of_every_script_is_logged_as_it_is() -> None:
@@ -53,14 +57,17 @@ def test_a_traceback_keeps_its_lines_but_none_of_them_looks_like_a_record() -> N
         "try: raise ValueError(EVIL)\n"
         "except ValueError: get_logger('x').exception('it failed', stack_info=True)\n"
     )
-    assert "it failed" in lines[0] and lines[1] == "    | Traceback (most recent call last):"
-    assert r"    | ValueError: evil" in lines and len(lines) > 6
+    assert "it failed" in lines[0]
+    assert lines[1] == "    | Traceback (most recent call last):"
+    assert r"    | ValueError: evil" in lines
+    assert len(lines) > 6
     assert all(line.startswith("    | ") for line in lines[1:])
 
 
 def test_an_exception_that_nobody_catches_looks_like_no_record_either() -> None:
     lines = run("from atroposlib.logs import *; configure_logging('a'); raise ValueError(EVIL)")
-    assert len(lines) > 3 and all(line.startswith("    | ") for line in lines)
+    assert len(lines) > 3
+    assert all(line.startswith("    | ") for line in lines)
 
 
 def test_an_error_is_printed_with_its_further_lines_behind_bars() -> None:

@@ -93,7 +93,7 @@ async def running_pool(**settings: Any) -> AsyncIterator[ChildPool]:
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "secret").write_text("the user's own")
-    yield tmp_path / "secret"
+    return tmp_path / "secret"
 
 
 def codes(secret: Path) -> dict[str, str]:
@@ -137,16 +137,16 @@ def test_no_act_succeeds_in_a_child(level: str, secret: Path, monkeypatch: pytes
 
     left = means_left(level)
     seen = without(LEVELS[level], attack)
-    assert "-of-the-user" not in json.dumps(seen["variables"]) and len(seen["variables"]["result"]) < 15
+    assert "-of-the-user" not in json.dumps(seen["variables"])
+    assert len(seen["variables"]["result"]) < 15
     assert {word for word in ("namespaces", "Landlock", "seccomp") if word in " ".join(seen["report"].means)} == left
     if len(left) < 2:  # this machine grants too little by itself
         assert not seen["report"].holds
         return
     assert seen["report"].holds, seen["report"]
     assert {name: reply for name, reply in seen["replies"].items() if "raised" not in reply} == {}
-    assert secret.read_text() == "the user's own" and sorted(path.name for path in secret.parent.iterdir()) == [
-        "secret"
-    ]
+    assert secret.read_text() == "the user's own"
+    assert sorted(path.name for path in secret.parent.iterdir()) == ["secret"]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,9 @@ def test_a_child_that_can_break_out_reports_how_and_works(missing: tuple[str, ..
             return await pool.sandbox_report(), await pool.ask({"code": "result = 6 * 7"})
 
     report, reply = without(missing, compute)
-    assert way_out in report.escapes and not report.holds and way_out in str(report)
+    assert way_out in report.escapes
+    assert not report.holds
+    assert way_out in str(report)
     assert reply["result"] == 42
 
 
@@ -188,8 +190,10 @@ async def test_a_child_has_a_folder_of_its_own_and_its_packages() -> None:
             "result"
         ] == "42"
         sandbox = pool._children[0]._sandbox
-        assert sandbox is not None and sandbox.folder.exists()
-    assert not sandbox.folder.exists() and not sandbox.folder.parent.exists()
+        assert sandbox is not None
+        assert sandbox.folder.exists()
+    assert not sandbox.folder.exists()
+    assert not sandbox.folder.parent.exists()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="calls of another ABI")
@@ -241,7 +245,10 @@ async def test_what_a_child_writes_to_its_error_stream_is_bounded_and_in_one_esc
         with pytest.raises(ChildFailed) as failure:
             await pool.ask({"code": scream})
         text = str(failure.value)
-        assert "\n" not in text and "\x1b" not in text and len(text) < 800 and "aaa" in text
+        assert "\n" not in text
+        assert "\x1b" not in text
+        assert len(text) < 800
+        assert "aaa" in text
         assert "raised" in await pool.ask({"code": "import os\nfor _ in range(100): os.write(2, b'x' * 10**6)"})
         assert (await pool.ask({"code": "result = 1"}))["result"] == 1
     assert "forged" not in capfd.readouterr().err
@@ -252,7 +259,9 @@ async def test_the_log_names_what_confines_the_children_once(caplog: pytest.LogC
     async with running_pool(count=2) as pool:
         await asyncio.gather(*(pool.ask({"code": "result = 1"}) for _ in range(4)))
     lines = [record.message for record in caplog.records if "sandbox" in record.message]
-    assert len(lines) == 1 and "seccomp" in lines[0] and "no way out found" in lines[0]
+    assert len(lines) == 1
+    assert "seccomp" in lines[0]
+    assert "no way out found" in lines[0]
 
 
 async def test_a_missing_package_of_a_child_is_named() -> None:
@@ -293,7 +302,8 @@ async def test_a_killed_child_leaves_neither_process_nor_folder() -> None:
     async with running_pool(time_limit_s=0.5) as pool:
         await pool.sandbox_report()
         child = pool._children[0]
-        assert child._process is not None and child._sandbox is not None
+        assert child._process is not None
+        assert child._sandbox is not None
         group, folder = child._process.pid, child._sandbox.folder
         stubborn = "import signal; signal.setitimer(signal.ITIMER_REAL, 0)\nwhile True: pass"
         with pytest.raises(ChildFailed):
@@ -303,7 +313,8 @@ async def test_a_killed_child_leaves_neither_process_nor_folder() -> None:
             if not members:
                 break
             await asyncio.sleep(0.1)
-        assert not members and not folder.parent.exists()
+        assert not members
+        assert not folder.parent.exists()
 
 
 def is_running_member(stat: Path, group: int) -> bool:

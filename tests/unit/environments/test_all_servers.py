@@ -21,11 +21,9 @@ SERVERS = sorted(path.stem for path in FOLDER.glob("*_server.py"))
 def test_server_takes_the_guides_flags(module: str, command: str) -> None:
     flags = ["--env.group_size", "8", "--openai.base_url", "http://127.0.0.1:9009/v1", "--env.max_new_tokens", "32"]
     tree = load_tree(env_class(module), command, flags, module)
-    assert (
-        tree.env.group_size == 8
-        and tree.openai[0].base_url == "http://127.0.0.1:9009/v1"
-        and tree.env.max_new_tokens == 32
-    )
+    assert tree.env.group_size == 8
+    assert tree.openai[0].base_url == "http://127.0.0.1:9009/v1"
+    assert tree.env.max_new_tokens == 32
 
 
 @pytest.mark.parametrize("module", ["countdown_server", "calculator_tool_server", "letter_counting_server"])
@@ -55,4 +53,5 @@ async def test_server_runs_offline_as_a_script(tmp_path: Path, module: str) -> N
         printed, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0, printed.decode()
     written = next((tmp_path / "data").glob("*.jsonl"))
-    assert len(json.loads(written.read_text())["tokens"]) == 2 and written.with_suffix(".html").exists()
+    assert len(json.loads(written.read_text())["tokens"]) == 2
+    assert written.with_suffix(".html").exists()

@@ -48,14 +48,17 @@ async def test_what_the_model_said_is_trained_over_all_turns_and_the_tool_is_not
         running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200) as env,
     ):
         group, _ = await env.collect_trajectories(QUESTION)
-        assert group is not None and group["inference_logprobs"] is not None
+        assert group is not None
+        assert group["inference_logprobs"] is not None
         text = env.tokenizer.decode(group["tokens"][0])
-    assert "<|im_start|>tool\n391<|im_end|>" in text and text.count("17 * 23") == 2
+    assert "<|im_start|>tool\n391<|im_end|>" in text
+    assert text.count("17 * 23") == 2
     assert sampled_texts(group) == [f"Let me see. {CALL}<|im_end|><answer>391</answer><|im_end|>"] * 4
     for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
         assert len(tokens) == len(mask) == len(logprobs)
         assert [logprob == 1.0 for logprob in logprobs] == [token == -100 for token in mask]
-    assert group["scores"] == [1.0] * 4 and group["policy_versions"] == [[2, 2]] * 4
+    assert group["scores"] == [1.0] * 4
+    assert group["policy_versions"] == [[2, 2]] * 4
     assert [message["role"] for message in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]  # type: ignore[index]
 
 
@@ -68,7 +71,8 @@ async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:
         assert await env.score(QUESTION, rollout.text) == pytest.approx(0.8)
         server.answer = lambda prompt: CALL
         rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
-        assert rollout.text.count("<tool_call>") == 4 and await env.score(QUESTION, rollout.text) == 0.0
+        assert rollout.text.count("<tool_call>") == 4
+        assert await env.score(QUESTION, rollout.text) == 0.0
 
 
 async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp_path: Path) -> None:
@@ -91,7 +95,8 @@ async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_is_an_error_that_the_
         rollout = (await env.rollouts(QUESTION, 1, "train", 1.0, 1.0))[0]
         assert [message["content"] for message in rollout.messages if message["role"] == "tool"] == ["391"]
         process = env.pool._children[0]._process
-        assert process is not None and "seccomp" in (await env.pool.sandbox_report()).means
+        assert process is not None
+        assert "seccomp" in (await env.pool.sandbox_report()).means
         os.killpg(process.pid, signal.SIGSTOP)
         asking = asyncio.create_task(env.rollouts(QUESTION, 1, "train", 1.0, 1.0))
         await asyncio.sleep(0.2)

@@ -69,13 +69,14 @@ async def test_samples_are_scored_and_what_begins_the_answer_is_not_trained(tmp_
         running_env(CountdownEnv, tmp_path, server, format_score=0.1, max_new_tokens=100) as env,
     ):
         group, _ = await env.collect_trajectories(PUZZLE)
-        assert group is not None and group["scores"] == [1.0, 1.0, 0.1, 0.0]
+        assert group is not None
+        assert group["scores"] == [1.0, 1.0, 0.1, 0.0]
         prompt = env.tokenizer.decode(server.requests[0][1]["prompt"]["prompt_token_ids"])
-    assert "[1, 4, 42, 19]" in prompt and prompt.endswith("Let me solve this step by step.\n<think>")
+    assert "[1, 4, 42, 19]" in prompt
+    assert prompt.endswith("Let me solve this step by step.\n<think>")
     assert sampled_texts(group) == [f"{answer}<|im_end|>" for answer in answers]
-    assert group["messages"] is not None and group["messages"][0][-1]["content"].startswith(
-        "Let me solve this step by step.\n<think></think>"
-    )
+    assert group["messages"] is not None
+    assert group["messages"][0][-1]["content"].startswith("Let me solve this step by step.\n<think></think>")
 
 
 async def test_numbered_puzzles_are_the_same_again_and_not_held_out(tmp_path: Path) -> None:
@@ -94,7 +95,9 @@ async def test_puzzles_of_a_file_are_split(tmp_path: Path) -> None:
         running_env(CountdownEnv, tmp_path, server, dataset_path=str(path)) as env,
     ):
         taken = {await env.get_next_item() for _ in range(12)}
-    assert len(env.held_out) == 4 and len(taken) == 6 and not taken & set(env.held_out)
+    assert len(env.held_out) == 4
+    assert len(taken) == 6
+    assert not taken & set(env.held_out)
     path.write_text('{"nums": [1, 2], "target": 3}\n{"nums": 3}\n')
     with pytest.raises(DataError, match="puzzles.jsonl:2 is no puzzle"):
         read_puzzles(path)

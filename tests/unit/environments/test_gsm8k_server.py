@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).parents[3] / "environments" / "gsm8k_server.py"
 def solve(prompt: str) -> str:
     """Right for sums, wrong for products."""
     found = re.findall(r"What is (\d) ([+*]) (\d)", prompt)
-    a, operator, b = found[-1]
+    a, _operator, b = found[-1]
     return f"The answer is {int(a) + int(b)}."
 
 
@@ -53,10 +53,12 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
     ):
         item = next(problem for problem in env.problems.train if problem.result == "5")
         group, backlog = await env.collect_trajectories(item)
-    assert group is not None and backlog == []
+    assert group is not None
+    assert backlog == []
     assert group["scores"] == [1.0, 0.0, 1.0, 0.0]
     assert env.outcomes == {Outcome.RIGHT: 2, Outcome.WRONG: 1, Outcome.UNPARSEABLE: 1}
-    assert group["policy_versions"] == [[3, 3]] * 4 and group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
+    assert group["policy_versions"] == [[3, 3]] * 4
+    assert group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
     tokenizer = make_tiny_tokenizer()
     prompt = f"<|im_start|>user\n{item.question}<|im_end|>\n<|im_start|>assistant\n"
     assert [tokenizer.decode(tokens) for tokens in group["tokens"][:2]] == [
@@ -88,7 +90,8 @@ async def test_boxed_style_asks_for_and_reads_the_box(tmp_path: Path) -> None:
     ):
         assert [message["role"] for message in env.prompt(env.problems.train[0])] == ["system", "user"]
         group, _ = await env.collect_trajectories(env.problems.train[0])
-    assert group is not None and group["scores"] == [1.0, 1.0, 0.0, 0.0]
+    assert group is not None
+    assert group["scores"] == [1.0, 1.0, 0.0, 0.0]
     assert env.outcomes[Outcome.UNPARSEABLE] == 1
 
 
@@ -100,7 +103,8 @@ async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path
     ):
         group, _ = await env.collect_trajectories(env.problems.train[0])
         await env.wandb_log({})
-    assert group is None and env.counts["groups_dropped_by_grader"] == 1
+    assert group is None
+    assert env.counts["groups_dropped_by_grader"] == 1
 
 
 async def test_evaluation_is_greedy_over_the_held_out_problems(tmp_path: Path) -> None:
@@ -111,10 +115,13 @@ async def test_evaluation_is_greedy_over_the_held_out_problems(tmp_path: Path) -
         metrics = await env.evaluate()
         held_out = env.problems.held_out
     right = sum("+" in problem.question or problem.question == "What is 2 * 2?" for problem in held_out)
-    assert metrics["correct"] == right and metrics["total"] == 64 and metrics["accuracy"] == right / 64
+    assert metrics["correct"] == right
+    assert metrics["total"] == 64
+    assert metrics["accuracy"] == right / 64
     assert all(body["temperature"] == 0.0 and body["n"] == 1 for path, body in server.requests)
     samples = [json.loads(line) for line in (tmp_path / "evals/samples.jsonl").read_text().splitlines()]
-    assert len(samples) == 64 and samples[0]["question"] == held_out[0].question
+    assert len(samples) == 64
+    assert samples[0]["question"] == held_out[0].question
 
 
 async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(
@@ -122,11 +129,11 @@ async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(
 ) -> None:
     async with FakeInferenceServer() as server:
         async with running_env(tmp_path, server, dataset="auto", hub_timeout=0.2) as env:
-            assert len(env.problems.train) == 81 and not env.boxed
+            assert len(env.problems.train) == 81
+            assert not env.boxed
         warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
-        assert len(warnings) == 1 and warnings[0].startswith(
-            "Using the built-in arithmetic problems instead of GSM8K: the hub did not give"
-        )
+        assert len(warnings) == 1
+        assert warnings[0].startswith("Using the built-in arithmetic problems instead of GSM8K: the hub did not give")
         with pytest.raises(RuntimeError, match="the hub did not give openai/gsm8k within 0 s"):
             async with running_env(tmp_path, server, dataset="gsm8k", hub_timeout=0.2):
                 pass
@@ -170,13 +177,15 @@ async def test_whole_run_of_the_script(tmp_path: Path) -> None:
     log = output.decode()
     assert process.returncode == 0, log
     accuracies = [json.loads(line)["accuracy"] for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    assert len(accuracies) == 3 and trainer.accuracies[3] == accuracies[2] > 0.3
+    assert len(accuracies) == 3
+    assert trainer.accuracies[3] == accuracies[2] > 0.3
     assert f"{server.base_url} serves {tokenizer}" in log
     assert re.search(r"Held-out accuracy \d+\.\d % \(\d+/64\) at policy version 3 \(greedy, \d+\.\d s\)", log)
     assert re.search(r"Step \d: \d+ answers, \d+ right, \d+ wrong, \d+ unparseable, 0 grader failed", log)
     assert "Traceback" not in log
     groups = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert len(groups) == 12 and {len(group["scores"]) for group in groups} == {4}
+    assert len(groups) == 12
+    assert {len(group["scores"]) for group in groups} == {4}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -202,7 +211,8 @@ async def test_signal_ends_it_within_five_seconds_and_it_says_goodbye(tmp_path: 
         output, _ = await asyncio.wait_for(process.communicate(), 5)
     assert time.monotonic() - begun < 5
     assert process.returncode == 128 + number
-    assert "Disconnected from" in output.decode() and "Traceback" not in output.decode()
+    assert "Disconnected from" in output.decode()
+    assert "Traceback" not in output.decode()
 
 
 async def test_waiting_for_the_inference_server_is_said_and_bounded(tmp_path: Path) -> None:
@@ -213,7 +223,8 @@ async def test_waiting_for_the_inference_server_is_said_and_bounded(tmp_path: Pa
         "Waiting for the name of the served model from http://127.0.0.1:9/v1/models, 0 s of at most 1 s so far"
         in output.decode()
     )
-    assert "ERROR" in output.decode() and "start the inference server, correct --openai.base_url" in output.decode()
+    assert "ERROR" in output.decode()
+    assert "start the inference server, correct --openai.base_url" in output.decode()
 
 
 async def test_process_writes_groups_and_a_page(tmp_path: Path) -> None:
@@ -224,7 +235,8 @@ async def test_process_writes_groups_and_a_page(tmp_path: Path) -> None:
         output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0, output.decode()
     groups = [json.loads(line) for line in (tmp_path / "data/gsm8k.jsonl").read_text().splitlines()]
-    assert len(groups) == 3 and len(groups[0]["messages"]) == 4
+    assert len(groups) == 3
+    assert len(groups[0]["messages"]) == 4
     assert (tmp_path / "data/gsm8k.html").read_text().count("<summary>Group ") == 3
 
 

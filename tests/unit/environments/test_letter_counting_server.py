@@ -12,7 +12,8 @@ async def test_only_the_right_count_in_answer_tags_is_rewarded(tmp_path: Path) -
         running_env(LetterCountingEnv, tmp_path, server) as env,
     ):
         group, _ = await env.collect_trajectories(Question("Strawberry", "r"))
-    assert group is not None and group["scores"] == [1.0, 0.0, 0.0, 0.0]
+    assert group is not None
+    assert group["scores"] == [1.0, 0.0, 0.0, 0.0]
 
 
 async def test_questions_are_not_those_held_out_and_half_of_the_letters_occur(tmp_path: Path) -> None:

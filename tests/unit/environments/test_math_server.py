@@ -27,7 +27,8 @@ async def test_answers_are_compared_as_mathematics(tmp_path: Path) -> None:
     ):
         group, _ = await env.collect_trajectories(Problem("Compute.", r"It is $\boxed{\frac{1}{2}}$."))
         assert env.counts["groups_unscored"] == 0
-    assert group is not None and group["scores"] == [1.0, 1.0, 0.0, 0.0]
+    assert group is not None
+    assert group["scores"] == [1.0, 1.0, 0.0, 0.0]
 
 
 async def test_group_on_which_the_grader_failed_is_dropped(tmp_path: Path) -> None:
@@ -36,7 +37,8 @@ async def test_group_on_which_the_grader_failed_is_dropped(tmp_path: Path) -> No
         running_env(MathEnv, tmp_path, server) as env,
     ):
         group, _ = await env.collect_trajectories(Problem("?", r"\boxed{???}"))
-    assert group is None and env.counts["groups_unscored"] == 1
+    assert group is None
+    assert env.counts["groups_unscored"] == 1
 
 
 async def test_file_with_other_field_names_is_read_and_every_epoch_has_all_of_it(tmp_path: Path) -> None:
@@ -47,5 +49,6 @@ async def test_file_with_other_field_names_is_read_and_every_epoch_has_all_of_it
     fields = {"dataset_path": str(path), "question_field": "problem", "answer_field": "solution"}
     async with FakeInferenceServer() as server, running_env(MathEnv, tmp_path, server, **fields) as env:
         epochs = [[await env.get_next_item() for _ in range(6)] for _ in range(2)]
-    assert set(epochs[0]) == set(epochs[1]) and epochs[0] != epochs[1]
+    assert set(epochs[0]) == set(epochs[1])
+    assert epochs[0] != epochs[1]
     assert {problem.result for problem in [*epochs[0], *env.held_out]} == {str(n) for n in range(10)}

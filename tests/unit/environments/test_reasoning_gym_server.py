@@ -35,7 +35,8 @@ async def test_tasks_are_mixed_by_weight_configured_and_scored_by_their_own_rule
     async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
         items = [await env.get_next_item() for _ in range(200)]
         shares = Counter(item.name for item in items)
-        assert 100 < shares["chain_sum"] < 190 and shares.total() == 200
+        assert 100 < shares["chain_sum"] < 190
+        assert shares.total() == 200
         item = next(item for item in items if item.name == "chain_sum")
         expression = item.question.partition(":")[2].replace("=", "").strip()
         left, operator, right = expression.split()
@@ -47,7 +48,8 @@ async def test_tasks_are_mixed_by_weight_configured_and_scored_by_their_own_rule
             "<answer></answer>",
         ]
         group, _ = await env.collect_trajectories(item)
-        assert group is not None and group["scores"] == [1.0, 0.0, 0.0, 0.0]
+        assert group is not None
+        assert group["scores"] == [1.0, 0.0, 0.0, 0.0]
 
 
 async def test_unknown_task_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
@@ -115,7 +117,8 @@ def test_code_in_an_answer_does_not_run_and_scores_0_and_is_counted(
         return scores
 
     scores = without(() if sandboxed else ("landlock", "namespaces", "seccomp"), attack)
-    assert len(scores) == 9 * len(answers) and set(scores.values()) == {0.0}
+    assert len(scores) == 9 * len(answers)
+    assert set(scores.values()) == {0.0}
     assert not (tmp_path / "ran").exists()
 
 
@@ -176,7 +179,8 @@ def test_tasks_that_evaluate_answers_need_a_sandbox_or_the_users_word(
 
     missing = ("landlock", "namespaces")
     left = without(missing, weights)
-    assert len(left) > 90 and not left.keys() & EVALUATED.keys()
+    assert len(left) > 90
+    assert not left.keys() & EVALUATED.keys()
     line = next(record.message for record in caplog.records if record.message.startswith("Left out 9 tasks"))
     assert all(word in line for word in [*EVALUATED, "--env.allow_unsandboxed_scorers", "read a file outside"])
     with pytest.raises(DataError, match=r"need a sandbox.*: countdown, n_queens; .*--env.allow_unsandboxed_scorers"):

@@ -48,7 +48,8 @@ class Api:
         self.port = self._server.servers[0].sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
-        assert self._server is not None and self._task is not None
+        assert self._server is not None
+        assert self._task is not None
         self._server.should_exit = self._server.force_exit = True
         await self._task
 

@@ -97,7 +97,7 @@ async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monke
 
 
 async def test_a_queue_that_stays_full_ends_the_wait_at_its_deadline() -> None:
-    async with full_queue(timeout_s=0.5) as (api, link):
+    async with full_queue(timeout_s=0.5) as (_api, link):
         start = time.monotonic()
         with pytest.raises(PeerError, match="1 groups wait, at most 1 may"):
             await link.post_groups([group(2)])
@@ -123,7 +123,8 @@ async def test_groups_travel_as_messagepack_once_the_api_has_said_that_it_reads_
     assert [kind for kind, _ in replies] == ["application/json", packed, packed, packed]
     batches = [msgspec.json.decode(replies[0][1])] + [msgspec.msgpack.decode(body) for _, body in replies[1:]]
     assert [batch["batch"][0]["tokens"][0][0] for batch in batches] == [1, 2, 3, 4]
-    assert batches[1]["batch"][0]["scores"] == [0.5] and batches[1]["batch"][0]["env_id"] == 0
+    assert batches[1]["batch"][0]["scores"] == [0.5]
+    assert batches[1]["batch"][0]["env_id"] == 0
 
 
 async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refused_with_its_position() -> None:

@@ -43,4 +43,5 @@ def test_whatever_is_written_is_a_value_or_an_expression_error(text: str) -> Non
         result = compute(text)
     except ExpressionError:
         return
-    assert isinstance(result.value, Fraction) and result.numbers
+    assert isinstance(result.value, Fraction)
+    assert result.numbers

@@ -67,7 +67,8 @@ async def test_environment_that_keeps_failing_ends_and_names_item_and_line(
             match=r"[23] of the last [23] items .*test_author_errors.py:\d+ in (get_next_item|collect_trajectory)",
         ):
             await asyncio.wait_for(env.env_manager(), 60)
-    assert "no row 1" in caplog.text and env.counts["items_failed"] >= 2
+    assert "no row 1" in caplog.text
+    assert env.counts["items_failed"] >= 2
 
 
 async def test_process_ends_likewise(tmp_path: Path) -> None:
@@ -128,7 +129,8 @@ async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_o
         ):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert env.counts["groups_malformed"] == 2 and env.counts["items_failed"] == 2
+    assert env.counts["groups_malformed"] == 2
+    assert env.counts["items_failed"] == 2
 
 
 async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
@@ -172,11 +174,9 @@ def test_giver_is_the_last_method_that_the_author_wrote() -> None:
         async def score(self, item: Any, answer: str) -> float:
             return 1.0
 
-    assert (
-        giver(Asked).endswith("in score")
-        and giver(FailingEnv).endswith("in collect_trajectory")
-        and giver(QuestionEnv) == ""
-    )
+    assert giver(Asked).endswith("in score")
+    assert giver(FailingEnv).endswith("in collect_trajectory")
+    assert giver(QuestionEnv) == ""
 
 
 # --- what the registered trainer cannot use -------------------------------------------------------------------
@@ -213,7 +213,8 @@ async def test_group_that_the_trainer_cannot_use_is_dropped_before_it_is_posted(
         with pytest.raises(TooManyFailures, match=says):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert env.counts["groups_malformed"] == 2 and env.counts["items_refused_by_api"] == 0
+    assert env.counts["groups_malformed"] == 2
+    assert env.counts["items_refused_by_api"] == 0
 
 
 @pytest.mark.parametrize("logprob", [-1e39, 0.5])
@@ -235,4 +236,5 @@ async def test_garbage_of_the_inference_server_is_put_down_to_it(
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     assert all(value <= 0 or value == 1.0 for row in group["inference_logprobs"] for value in row)
-    assert "gave what no model samples: logprobs[0][0]" in caplog.text and env.counts["groups_malformed"] == 0
+    assert "gave what no model samples: logprobs[0][0]" in caplog.text
+    assert env.counts["groups_malformed"] == 0

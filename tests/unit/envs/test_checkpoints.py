@@ -27,8 +27,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
     newest.write_bytes(DAMAGES[damage])
     with caplog.at_level(logging.WARNING):
         found = checkpoints.load(str(tmp_path), "echo_0", "echo", 7)
-    assert found is not None and found[1] == {"taken": 4}
-    assert len(caplog.messages) == 1 and f"Passing over the checkpoint {newest}, which is damaged" in caplog.messages[0]
+    assert found is not None
+    assert found[1] == {"taken": 4}
+    assert len(caplog.messages) == 1
+    assert f"Passing over the checkpoint {newest}, which is damaged" in caplog.messages[0]
 
 
 def test_where_all_are_damaged_the_environment_starts_afresh(tmp_path: Path) -> None:

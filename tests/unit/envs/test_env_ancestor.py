@@ -145,8 +145,11 @@ async def test_environment_of_the_ancestor_runs_unchanged(tmp_path: Path, env_cl
         await trainer.train(2)
         await asyncio.wait_for(serving, 20)
     item = trainer.batches[0][0]
-    assert len(item["tokens"]) == 2 and item["inference_logprobs"] is None and item["messages"] is None
-    assert env.cleaned >= 4 and env.rollouts_for_wandb
+    assert len(item["tokens"]) == 2
+    assert item["inference_logprobs"] is None
+    assert item["messages"] is None
+    assert env.cleaned >= 4
+    assert env.rollouts_for_wandb
     if env_class is OldStyleEnv:
         assert any("train/percent_correct" in metrics for metrics in env.logged)
     assert any("eval/percent_correct" in metrics for metrics in env.logged)
@@ -187,7 +190,8 @@ async def test_environment_that_sends_at_steps_and_starts_no_workers_runs_unchan
         await trainer.report()
         await asyncio.wait_for(trainer.train(2), 30)
         await asyncio.wait_for(serving, 20)
-    assert [batch[0]["tokens"][0][1] for batch in trainer.batches] == [0, 1] and not server.hits["/v1/chat/completions"]
+    assert [batch[0]["tokens"][0][1] for batch in trainer.batches] == [0, 1]
+    assert not server.hits["/v1/chat/completions"]
 
 
 def test_baseline_configuration_is_accepted(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ def test_flags_beat_yaml_beats_config_init(tmp_path: Path) -> None:
     file.write_text("env: {group_size: 3, total_steps: 9}\nopenai: {base_url: http://yaml/v1}\nslurm: false\n")
     tree = load("--config", str(file), "--env.group_size", "2")
     assert (tree.env.group_size, tree.env.total_steps, tree.env.steps_per_eval) == (2, 9, 7)
-    assert type(tree.env) is LooseConfig and tree.env.dataset_name is None
+    assert type(tree.env) is LooseConfig
+    assert tree.env.dataset_name is None
     assert [type(server) for server in tree.openai] == [APIServerConfig]
     assert (tree.openai[0].base_url, tree.openai[0].server_type) == ("http://yaml/v1", "vllm")
 
@@ -162,7 +163,8 @@ def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureF
         "env: {quorum: 1, group_size: 3}\nopenai: [{base_url: http://a/v1, weight: 1.0}]\ntinker: {x: 1}\n"
     )
     tree = load("--config", str(tmp_path / "c.yaml"))
-    assert tree.env.group_size == 3 and tree.openai[0].base_url == "http://a/v1"
+    assert tree.env.group_size == 3
+    assert tree.openai[0].base_url == "http://a/v1"
     assert [record.getMessage() for record in caplog.records] == [
         "Ignoring the key 'tinker', which EnvTree does not know",
         "Ignoring the key 'quorum', which LooseConfig does not know",
@@ -178,7 +180,9 @@ def test_api_keys_are_never_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(LooseEnv, ["serve", "--dry-run", "--openai.api_key", "topsecret"])
     out = capsys.readouterr().out
-    assert caught.value.code == 0 and "api_key" in out and "topsecret" not in out
+    assert caught.value.code == 0
+    assert "api_key" in out
+    assert "topsecret" not in out
     assert "topsecret" not in config_yaml(load("--openai.api_key", "topsecret"))
 
 
@@ -202,7 +206,8 @@ def test_command_is_named_when_missing_or_wrong(
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(CountingEnv, arguments)
-    assert caught.value.code == 2 and said in capsys.readouterr().err
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(
@@ -211,7 +216,9 @@ async def test_tokenizer_that_cannot_be_loaded_is_one_line_and_exit_one(
     tree = load("--openai.model_name", "m", "--env.tokenizer_name", str(tmp_path / "nowhere"))
     assert await run(LooseEnv, "evaluate", tree) == 1
     errors = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(errors) == 1 and errors[0].exc_info is None and "set tokenizer_name" in errors[0].message
+    assert len(errors) == 1
+    assert errors[0].exc_info is None
+    assert "set tokenizer_name" in errors[0].message
 
 
 def test_documented_defaults_hold() -> None:
@@ -251,7 +258,5 @@ def test_documented_defaults_hold() -> None:
 
 def test_reasoning_is_enabled_by_its_details() -> None:
     assert not BaseEnvConfig().reasoning.enabled
-    assert (
-        BaseEnvConfig(thinking_mode=True).reasoning.enabled
-        and BaseEnvConfig(reasoning_effort="high").reasoning.effort == "high"
-    )
+    assert BaseEnvConfig(thinking_mode=True).reasoning.enabled
+    assert BaseEnvConfig(reasoning_effort="high").reasoning.effort == "high"

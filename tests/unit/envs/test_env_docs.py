@@ -126,7 +126,7 @@ async def test_environment_served_by_a_command_samples_a_group(
     ) as server:
         fields = {"tokenizer_name": save_tiny_tokenizer(tmp_path / "tokenizer"), "total_steps": 1, "heldout_size": 2}
         fields |= {"data_path_to_save_groups": tmp_path / "groups.jsonl", "ensure_scores_are_not_same": False}
-        if "HuggingFaceH4" in command or env_cls.name == "gsm8k" and "arithmetic" not in command:  # no hub here
+        if "HuggingFaceH4" in command or (env_cls.name == "gsm8k" and "arithmetic" not in command):  # no hub here
             record = {"question": "1+1?", "problem": "1+1?", "answer": "#### 2"}
             (tmp_path / "problems.jsonl").write_text(f"{json.dumps(record)}\n" * 8)
             fields |= {"dataset_path": tmp_path / "problems.jsonl"}
@@ -138,7 +138,8 @@ async def test_environment_served_by_a_command_samples_a_group(
 
 async def test_environment_without_arguments_serves(tmp_path: Path) -> None:
     printed = await run(*python_arguments(SAMPLING[0]), "--env.rollout_server_url", "none", "--dry-run", cwd=tmp_path)
-    assert SAMPLING[0] == "python environments/gsm8k_server.py" and "rollout_server_url: none" in printed
+    assert SAMPLING[0] == "python environments/gsm8k_server.py"
+    assert "rollout_server_url: none" in printed
 
 
 @pytest.mark.parametrize("command", ONCE)
@@ -218,7 +219,8 @@ async def test_watcher_of_the_page_waits_for_the_trainer(tmp_path: Path, command
     async with running_api() as api:
         arguments = python_arguments(command.replace("http://localhost:8000", api.url))
         said = await run(*arguments, "--startup-timeout", "0.1", cwd=tmp_path, code=1)
-    assert "no trainer has named one" in said and "--wandb-project" in said
+    assert "no trainer has named one" in said
+    assert "--wandb-project" in said
 
 
 def test_code_of_the_guide_is_the_template_and_short() -> None:
@@ -231,4 +233,6 @@ def test_training_commands_of_the_guide_fit_together() -> None:
     serve = shlex.split(next(command for command in COMMANDS if "template_server.py serve" in command))
     config, _ = resolve_config(TrainerConfig, trainer[3:], prog="grpo", env={})
     tree = load_tree(env_class("template_server"), "serve", serve[3:], "template")
-    assert tree.env.group_size == 8 and config.training_steps == 12 and config.batch_size % tree.env.group_size == 0
+    assert tree.env.group_size == 8
+    assert config.training_steps == 12
+    assert config.batch_size % tree.env.group_size == 0

@@ -55,7 +55,8 @@ def test_result_is_what_follows_the_mark_without_separators() -> None:
 
 def test_one_file_is_split_and_the_parts_are_disjoint(tmp_path: Path) -> None:
     problems = read_problem_set(write(tmp_path / "p.jsonl", 10), None, 3, seed=1)
-    assert len(problems.train) == 7 and len(problems.held_out) == 3
+    assert len(problems.train) == 7
+    assert len(problems.held_out) == 3
     assert not set(problems.train) & set(problems.held_out)
 
 
@@ -63,7 +64,8 @@ def test_folder_has_its_own_test_file(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", 10)
     write(tmp_path / "test.jsonl", 5)
     problems = read_problem_set(tmp_path, None, 3, seed=1)
-    assert len(problems.train) == 10 and len(problems.held_out) == 3
+    assert len(problems.train) == 10
+    assert len(problems.held_out) == 3
     assert all("of test" in problem.question for problem in problems.held_out)
     assert len(read_problem_set(tmp_path, None, 64, seed=1).held_out) == 5
 
@@ -96,14 +98,16 @@ def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_i
     taken = [stream.take() for _ in range(162)]
     assert taken == [again.take() for _ in range(162)]
     assert taken != [other.take() for _ in range(162)]
-    assert set(taken[:81]) == set(taken[81:]) == set(problems) and taken[:81] != taken[81:]
+    assert set(taken[:81]) == set(taken[81:]) == set(problems)
+    assert taken[:81] != taken[81:]
 
 
 async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
     write(tmp_path / "set" / "train.jsonl", 4)
     write(tmp_path / "set" / "test.jsonl", 2)
     problems = await hub_problem_set(str(tmp_path / "set"), "default", 2, 0, deadline_s=60)
-    assert len(problems.train) == 4 and {problem.question for problem in problems.held_out} == {
+    assert len(problems.train) == 4
+    assert {problem.question for problem in problems.held_out} == {
         "q0 of test",
         "q1 of test",
     }

@@ -57,7 +57,8 @@ def test_crossed_multiple(old: int, new: int, multiple: int | None) -> None:
 
 
 def test_interval_that_is_off_is_never_crossed() -> None:
-    assert crossed(0, 10, 0) is None and crossed(0, 10, -1) is None
+    assert crossed(0, 10, 0) is None
+    assert crossed(0, 10, -1) is None
 
 
 def test_html_escapes_what_models_say(tmp_path: Path) -> None:
@@ -71,8 +72,10 @@ def test_html_escapes_what_models_say(tmp_path: Path) -> None:
     (tmp_path / "g.jsonl").write_text(json.dumps(group) + "\n")
     write_html(tmp_path / "g.jsonl", tmp_path / "g.html")
     page = (tmp_path / "g.html").read_text()
-    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
-    assert "Group 0: 2 samples, mean score 0.000" in page and "score -1" in page
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "Group 0: 2 samples, mean score 0.000" in page
+    assert "score -1" in page
 
 
 async def test_accuracy_is_read_where_environments_put_it() -> None:
@@ -80,7 +83,8 @@ async def test_accuracy_is_read_where_environments_put_it() -> None:
         return {"eval/percent_correct": 0.25, "note": "text", "nan": float("nan")}
 
     evaluation = await evaluate_version(evaluate, policy_version=4, served_version=5)
-    assert evaluation.accuracy == 0.25 and evaluation.metrics == {"eval/percent_correct": 0.25}
+    assert evaluation.accuracy == 0.25
+    assert evaluation.metrics == {"eval/percent_correct": 0.25}
     assert evaluation.line().startswith("Held-out accuracy 25.0 % at policy version 4 (with version 5 served) (")
 
 
@@ -110,7 +114,8 @@ def test_metrics_file_holds_numbers(tmp_path: Path) -> None:
     sink.write({"a": 1.5, "table": object()}, step=3)
     sink.close()
     row = json.loads((tmp_path / "new/m.jsonl").read_text())
-    assert (row["step"], row["a"]) == (3, 1.5) and "table" not in row
+    assert (row["step"], row["a"]) == (3, 1.5)
+    assert "table" not in row
 
 
 def test_durations_are_handed_over_once() -> None:
@@ -123,9 +128,8 @@ def test_durations_are_handed_over_once() -> None:
 
 def test_length_figures() -> None:
     figures = length_metrics([10, 96, 98], 100)
-    assert figures["train/completion_lengths"] == 68.0 and figures["train/completion_lengths_p95"] == pytest.approx(
-        2 / 3
-    )
+    assert figures["train/completion_lengths"] == 68.0
+    assert figures["train/completion_lengths_p95"] == pytest.approx(2 / 3)
     assert length_metrics([], 100) == {}
 
 
@@ -138,4 +142,5 @@ async def test_wandb_without_a_project_is_one_line(caplog: pytest.LogCaptureFixt
 async def test_missing_wandb_is_one_line(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     assert await open_wandb("env", None, "project", {}) is None
-    assert "W&B is off: the package wandb is not installed" in caplog.text and len(caplog.records) == 1
+    assert "W&B is off: the package wandb is not installed" in caplog.text
+    assert len(caplog.records) == 1

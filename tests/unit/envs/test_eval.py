@@ -35,8 +35,10 @@ async def test_evaluation_is_asked_averaged_and_written(tmp_path: Path) -> None:
         evaluation = Doubling(pass_at_n=1, pass_at_n_samples=2, temperature=0.7, eval_dir=str(tmp_path), extra="kept")
         metrics = await eval_runner(evaluation, ["--server-url", server.base_url, "--model-name", "m"])
         (path, request), *_ = server.requests
-    assert metrics == {"pass@1": 0.25} and evaluation.extra == "kept"  # type: ignore[attr-defined]
-    assert path == "/v1/chat/completions" and (request["n"], request["temperature"], request["model"]) == (2, 0.7, "m")
+    assert metrics == {"pass@1": 0.25}
+    assert evaluation.extra == "kept"
+    assert path == "/v1/chat/completions"
+    assert (request["n"], request["temperature"], request["model"]) == (2, 0.7, "m")
     assert "max_tokens" not in request
     written = json.loads((tmp_path / "metrics.json").read_text())
     assert written["results"]["atropos|Doubling@1:2|0"] == written["results"]["all"] == metrics
@@ -70,4 +72,5 @@ def test_nothing_is_written_without_a_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     evaluate_log({"accuracy": 1.0})
-    assert "eval_dir is not set" in caplog.text and not list(tmp_path.iterdir())
+    assert "eval_dir is not set" in caplog.text
+    assert not list(tmp_path.iterdir())

@@ -70,7 +70,8 @@ def test_unknown_batch_size_starts_nothing() -> None:
 
 
 def test_share_of_the_batch_bounds_an_environment_beside_others() -> None:
-    assert batch_share(64, 0.5, None) == 32 and batch_share(64, 0.5, 0.25) == 48
+    assert batch_share(64, 0.5, None) == 32
+    assert batch_share(64, 0.5, 0.25) == 48
     assert groups({"unallocated_fraction": 0.5}) == 4
     assert groups({"unallocated_fraction": 0.0}) == 1  # a group larger than the share still has to come from somewhere
 

@@ -26,13 +26,16 @@ def test_optional_fields_are_lists_when_every_item_has_them_and_null_otherwise()
         ]
     )
     assert grouped["inference_logprobs"] == [[1.0, -1.0, -2.0], [1.0, -3.0, -4.0]]
-    assert grouped["advantages"] is None and grouped["group_overrides"] is None and grouped["overrides"] is None
+    assert grouped["advantages"] is None
+    assert grouped["group_overrides"] is None
+    assert grouped["overrides"] is None
     assert grouped["scores"] == [1.0, 0.0]
 
 
 def test_generation_parameters_are_the_groups_when_alike_else_temperatures_become_overrides() -> None:
     alike = group_items([item(generation_params={"temperature": 0.7})] * 2)
-    assert alike["generation_params"] == {"temperature": 0.7} and alike["overrides"] is None
+    assert alike["generation_params"] == {"temperature": 0.7}
+    assert alike["overrides"] is None
     first, second = {"temperature": 0.7, "top_p": 0.9, "n": 4}, {"top_p": 1.0}
     mixed = group_items([item(generation_params=first), item(generation_params=second, overrides={"sft": True})])
     assert mixed["generation_params"] is None
@@ -69,7 +72,8 @@ def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], re
     ("candidate", "reason"), [(group(3), "3 sequences instead of 2"), (group(scores=[1.0, 1.0]), "all scores are 1")]
 )
 def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: str) -> None:
-    assert defect(candidate) is None and reason in (reject(candidate) or "")
+    assert defect(candidate) is None
+    assert reason in (reject(candidate) or "")
 
 
 def test_length_limit_is_exclusive_and_can_be_off() -> None:

@@ -29,7 +29,8 @@ class EchoEnv(QuestionEnv):
 async def test_group_in_which_an_answer_has_no_score_is_dropped_and_counted(tmp_path: Path) -> None:
     async with FakeInferenceServer(lambda prompt: ["7", "?"]) as server, running_env(EchoEnv, tmp_path, server) as env:
         assert await env.collect_trajectories("7") == (None, [])
-        assert env.counts["groups_unscored"] == 1 and env.scores == [1.0, 1.0]
+        assert env.counts["groups_unscored"] == 1
+        assert env.scores == [1.0, 1.0]
 
 
 async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:
@@ -39,7 +40,8 @@ async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:
     ):
         group, _ = await env.collect_trajectories("7")
         body = server.requests[0][1]
-    assert group is not None and group["generation_params"] == {
+    assert group is not None
+    assert group["generation_params"] == {
         "temperature": body["temperature"],
         "top_p": body["top_p"],
     }
@@ -53,8 +55,10 @@ async def test_thinking_mode_asks_to_think_and_scores_what_comes_after(tmp_path:
         running_env(EchoEnv, tmp_path, server, thinking_mode=True, custom_thinking_prompt="Ponder.") as env,
     ):
         group, _ = await env.collect_trajectories("7")
-    assert group is not None and group["scores"] == [0.0, 1.0, 0.0, 1.0]
-    assert group["messages"] is not None and group["messages"][0][0] == {"role": "system", "content": "Ponder."}
+    assert group is not None
+    assert group["scores"] == [0.0, 1.0, 0.0, 1.0]
+    assert group["messages"] is not None
+    assert group["messages"][0][0] == {"role": "system", "content": "Ponder."}
 
 
 async def test_evaluation_leaves_out_what_has_no_score_and_keeps_samples(tmp_path: Path) -> None:

@@ -79,7 +79,10 @@ def test_repetition_costs() -> None:
     fresh = "The cat sat quietly near a warm stove. Outside, heavy rain was falling on every roof in town."
     reward = registry.create("repetition_penalty")
     scores = reward([fresh, f"{fresh} {fresh}", f"{fresh}\n\n{fresh}", "Short."])
-    assert scores[0] == 0.0 and -0.6 < scores[1] < 0.0 and scores[2] <= -0.6 and scores[3] == -0.1
+    assert scores[0] == 0.0
+    assert -0.6 < scores[1] < 0.0
+    assert scores[2] <= -0.6
+    assert scores[3] == -0.1
 
 
 def test_combination_weighs_and_normalises() -> None:

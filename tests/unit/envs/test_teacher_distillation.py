@@ -71,7 +71,8 @@ async def test_teacher_given_by_flags_reaches_the_trainer(tmp_path: Path) -> Non
     tokens = item["tokens"][0]
     assert item["distill_token_ids"][0] == [[], *([token, token + 1] for token in tokens[1:])]
     assert item["distill_logprobs"][0] == [[], *([-0.5, -1.0] for _ in tokens[1:])]
-    assert teacher.requests[0][1]["prompt_logprobs"] == 2 and student.hits["/generate"] > 0
+    assert teacher.requests[0][1]["prompt_logprobs"] == 2
+    assert student.hits["/generate"] > 0
 
 
 def flags_of(server: FakeInferenceServer, tokenizer: str) -> dict[str, str]:
@@ -112,7 +113,8 @@ async def test_group_goes_without_a_teacher_that_fails(
         env = TeacherlessEnv(taught(tmp_path), server_config(server), teacher_server_configs=servers)
         server.fail_next(1, status=400)
         group = await asked(env)
-    assert group["distill_token_ids"] is None and group["distill_logprobs"] is None
+    assert group["distill_token_ids"] is None
+    assert group["distill_logprobs"] is None
     assert "without the teacher, who failed on 1 of 4 sequences" in caplog.text
 
 

@@ -91,9 +91,12 @@ def value_of_equation(text: str) -> Fraction | None:
 @example("<answer>3 4 5</answer>")
 @example("3e0 1/3")
 def test_a_reward_above_0_is_for_an_answer_that_is_right(answer: str) -> None:
-    assert count_letters(answer) in (0.0, 1.0) and (not count_letters(answer) or is_three(tagged(answer)))
-    assert 0.0 <= calculate(answer) <= 1.0 and (not calculate(answer) or is_three(tagged(answer)))
-    assert larger(answer) in (0.0, 1.0) and (not larger(answer) or re.findall(r"[0-9]+", answer)[-1] == "3")
+    assert count_letters(answer) in (0.0, 1.0)
+    assert not count_letters(answer) or is_three(tagged(answer))
+    assert 0.0 <= calculate(answer) <= 1.0
+    assert not calculate(answer) or is_three(tagged(answer))
+    assert larger(answer) in (0.0, 1.0)
+    assert not larger(answer) or re.findall(r"[0-9]+", answer)[-1] == "3"
     assert count_down(answer) in (0.0, 0.1, 1.0)
     if count_down(answer) == 1.0:
         assert value_of_equation(tagged(answer).partition("=")[0].strip()) == 9
@@ -206,7 +209,8 @@ async def test_calls_are_paid_for_though_a_later_turn_thinks(tmp_path: Any) -> N
     fields = {"tool_cost": 0.1, "thinking_mode": True, "max_new_tokens": 200}
     async with FakeInferenceServer(model) as server, running_env(CalculatorEnv, tmp_path, server, **fields) as env:
         group, _ = await env.collect_trajectories(Sum("2 + 1", Fraction(3)))
-    assert group is not None and group["scores"] == pytest.approx([0.9] * 4)
+    assert group is not None
+    assert group["scores"] == pytest.approx([0.9] * 4)
 
 
 # --- mathematics ----------------------------------------------------------------------------------------------------
@@ -312,10 +316,10 @@ async def test_answers_that_occupy_the_grader_until_its_limit_end_nothing_and_ar
         item = await env.get_next_item()
         for _ in range(2):
             await env.handle_env(item)
-        assert env.counts["groups_unscored"] == 2 and env.counts["groups_accepted"] == 0
-    assert (
-        "groups in a row could not be scored and nothing was sent" in caplog.text and "9^{9^{9^{9^9}}}" in caplog.text
-    )
+        assert env.counts["groups_unscored"] == 2
+        assert env.counts["groups_accepted"] == 0
+    assert "groups in a row could not be scored and nothing was sent" in caplog.text
+    assert "9^{9^{9^{9^9}}}" in caplog.text
 
 
 async def test_a_score_that_is_unscored_drops_the_group_and_is_no_fault_of_the_author(tmp_path: Any) -> None:

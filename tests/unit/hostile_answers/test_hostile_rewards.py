@@ -84,7 +84,8 @@ def test_correctness_is_rewarded_for_one_solution_only(name: str) -> None:
     @example("\\boxed{1" + "0" * 400 + "/3}")
     def check(answer: str) -> None:
         three, four = scored(name, answer, "3"), scored(name, answer, "4")
-        assert low <= three <= high and low <= four <= high
+        assert low <= three <= high
+        assert low <= four <= high
         form = (
             REWARDS["formatreasoning"]([answer])[0] * (2 if name == "r1" else 1)
             if name == "r1" or "math" in name

@@ -121,7 +121,8 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
     ],
 )
 def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Finding, fragment: str) -> None:
-    assert finding.level == "fail" and finding.remedy
+    assert finding.level == "fail"
+    assert finding.remedy
     assert fragment in str(finding)
 
 
@@ -136,7 +137,8 @@ def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Findi
     ],
 )
 def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> None:
-    assert finding.level == "warn" and finding.remedy
+    assert finding.level == "warn"
+    assert finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,8 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
     ],
 )
 def test_what_is_right_is_ok(finding: Finding) -> None:
-    assert finding.level == "ok" and not finding.remedy
+    assert finding.level == "ok"
+    assert not finding.remedy
 
 
 def write_model(folder: Path, tied: bool) -> Path:
@@ -192,12 +195,15 @@ def write_model(folder: Path, tied: bool) -> Path:
 )
 def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path, tied: bool, names: set[str]) -> None:
     model = doctor.read_model(str(write_model(tmp_path, tied)))
-    assert model is not None and set(model.shapes) == names
-    assert model.parameters == 40 * len(names) and model.kv_heads == 4
+    assert model is not None
+    assert set(model.shapes) == names
+    assert model.parameters == 40 * len(names)
+    assert model.kv_heads == 4
 
 
 def test_a_model_that_is_not_here_is_no_model() -> None:
-    assert doctor.read_model("nobody/has-this-model") is None and doctor.read_model("/nowhere") is None
+    assert doctor.read_model("nobody/has-this-model") is None
+    assert doctor.read_model("/nowhere") is None
 
 
 def run_doctor(*flags: str, **environment: str) -> tuple[int, str]:
@@ -241,24 +247,30 @@ def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp
         "--mode", "broadcast", "--vllm-port", str(vllm_port), "--model", model, VLLM_API_KEY="right"
     )
     assert code == 1
-    assert f"ok    localhost:{vllm_port}" in shown and "vLLM serves policy version 3 with TP=1" in shown
-    assert "fail  same model" in shown and "vLLM holds embed.weight [1000, 1000], the trainer does not" in shown
+    assert f"ok    localhost:{vllm_port}" in shown
+    assert "vLLM serves policy version 3 with TP=1" in shown
+    assert "fail  same model" in shown
+    assert "vLLM holds embed.weight [1000, 1000], the trainer does not" in shown
     code, shown = run_doctor("--mode", "broadcast", "--vllm-port", str(vllm_port), VLLM_API_KEY="wrong")
-    assert code == 1 and "vLLM refuses the key" in shown
+    assert code == 1
+    assert "vLLM refuses the key" in shown
 
 
 @pytest.mark.slow
 def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         code, shown = run_doctor("--mode", "restart", "--api-port", str(held.getsockname()[1]))
-    assert code == 1 and "wanted by the batching API, held by" in shown and "mend what failed" in shown
+    assert code == 1
+    assert "wanted by the batching API, held by" in shown
+    assert "mend what failed" in shown
 
 
 def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1:1\n127.0.0.2:1\n")
     flags = ["--mode", "broadcast", "--hosts-file", str(tmp_path / "hosts")]
     code, shown = run_doctor(*flags, NUM_INFERENCE_NODES="1")
-    assert code == 1 and "names 2 host(s), NUM_INFERENCE_NODES is 1" in shown
+    assert code == 1
+    assert "names 2 host(s), NUM_INFERENCE_NODES is 1" in shown
     assert "127.0.0.2:1" in run_doctor(*flags, NUM_INFERENCE_NODES="2")[1]
 
 
@@ -269,9 +281,12 @@ def test_every_line_says_its_level_and_the_last_counts_them() -> None:
     *lines, last = shown.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warn", "fail"}
     failed = sum(line.startswith("fail") for line in lines)
-    assert last.startswith(f"{len(lines)} checks, {failed} failed") and code == (1 if failed else 0)
+    assert last.startswith(f"{len(lines)} checks, {failed} failed")
+    assert code == (1 if failed else 0)
 
 
 def test_a_wrong_mode_is_one_line_and_status_2() -> None:
     code, shown = run_doctor("--mode", "broadcasts")
-    assert code == 2 and len(shown.splitlines()) == 1 and "got 'broadcasts'" in shown
+    assert code == 2
+    assert len(shown.splitlines()) == 1
+    assert "got 'broadcasts'" in shown

@@ -88,7 +88,8 @@ def test_what_a_killed_call_left_is_replaced(tmp_path: Path, monkeypatch: pytest
     partial.mkdir()
     (partial / "stale").touch()
     folder = model.ensure_model(tmp_path / "m")
-    assert not partial.exists() and not (folder / "stale").exists()
+    assert not partial.exists()
+    assert not (folder / "stale").exists()
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,8 @@ def test_monitor_shows_followed_lines_and_ends_well_when_the_named_services_do(t
     assert status == 0, output
     assert "trainer Step 1/2 | reward 0.5" in output
     assert "trainer Step 2/2 | late" in output
-    assert "noise" not in output and "INFO" not in output
+    assert "noise" not in output
+    assert "INFO" not in output
     assert not listens(port)
     assert not (tmp_path / "pids").exists()
 
@@ -117,7 +118,9 @@ def test_a_killed_service_ends_the_others_and_is_named_with_its_log(tmp_path: Pa
     output, _ = launcher.communicate(timeout=20)
     assert time.monotonic() - killed < 10
     assert launcher.returncode == 1
-    assert "work (pid" in output and "died: killed by signal KILL" in output and "the last word" in output
+    assert "work (pid" in output
+    assert "died: killed by signal KILL" in output
+    assert "the last word" in output
     assert not listens(port)
 
 
@@ -130,7 +133,8 @@ def test_a_service_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
         tmp_path,
     )
     assert status == 1
-    assert "died: exit status 3" in output and "no such model" in output
+    assert "died: exit status 3" in output
+    assert "no such model" in output
     assert time.monotonic() - started < 10
 
 
@@ -309,7 +313,8 @@ def test_a_link_among_the_records_is_not_followed(tmp_path: Path, name: str) -> 
     (tmp_path / "run/pids").mkdir(parents=True)
     (tmp_path / "run/pids" / name).symlink_to(tmp_path / "precious")
     done = stop(tmp_path / "run")
-    assert done.returncode == 1 and "was not written by a launcher" in done.stderr
+    assert done.returncode == 1
+    assert "was not written by a launcher" in done.stderr
     assert (tmp_path / "precious").read_text() == "mine"
 
 
@@ -324,7 +329,8 @@ def test_another_users_records_are_refused(tmp_path: Path, name: str) -> None:
         (tmp_path / "pids" / name).write_text(lines)
         os.chown(tmp_path / "pids" / name, 65534, 65534)
         done = stop(tmp_path)
-        assert done.returncode == 1 and f"pids/{name} was not written by a launcher" in done.stderr
+        assert done.returncode == 1
+        assert f"pids/{name} was not written by a launcher" in done.stderr
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -335,7 +341,8 @@ def test_a_run_whose_name_holds_a_newline_leads_to_no_other_directory(tmp_path: 
     (tmp_path / "runs/good/pids").mkdir(parents=True)
     (tmp_path / f"runs/evil\n{str(tmp_path).replace('/', '_')}/pids").mkdir(parents=True)
     status, output = shell('recorded_runs "$1/runs"', tmp_path)
-    assert status == 0 and output.splitlines() == [f"{tmp_path}/runs/good"]
+    assert status == 0
+    assert output.splitlines() == [f"{tmp_path}/runs/good"]
 
 
 def test_a_link_in_place_of_the_records_is_not_followed(tmp_path: Path) -> None:
@@ -369,9 +376,11 @@ def test_a_taken_port_is_refused_with_its_holder_and_passed_over_otherwise() -> 
         port = held.getsockname()[1]
         status, output = shell("require_free_port --api-port $1", port)
         assert status == 1
-        assert f"--api-port {port} is taken by" in output and f"(pid {os.getpid()})" in output
+        assert f"--api-port {port} is taken by" in output
+        assert f"(pid {os.getpid()})" in output
         status, output = shell("free_port $1", port)
-        assert status == 0 and int(output) > port
+        assert status == 0
+        assert int(output) > port
     assert shell("free_port $1", port)[1].strip() == str(port)
 
 
@@ -391,7 +400,9 @@ def test_stop_script_ends_the_launcher_and_its_services(tmp_path: Path) -> None:
     shown = subprocess.run(
         [ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True
     ).stdout
-    assert "sleeper" in shown and f"pid {sleeper}" in shown and "running" in shown
+    assert "sleeper" in shown
+    assert f"pid {sleeper}" in shown
+    assert "running" in shown
     stopped = subprocess.run(
         [ROOT / "scripts/stop.sh", tmp_path], capture_output=True, text=True, timeout=20, check=False
     )
@@ -420,7 +431,9 @@ def test_status_tells_healthy_from_mute_and_dead(tmp_path: Path) -> None:
             [ROOT / "scripts/status.sh", tmp_path], capture_output=True, text=True, timeout=20, check=True
         ).stdout
         lines = {line.split()[0]: line for line in shown.splitlines()[1:]}
-        assert f"port {port}" in lines["web"] and "healthy" in lines["web"] and "GET /" in lines["web"]
+        assert f"port {port}" in lines["web"]
+        assert "healthy" in lines["web"]
+        assert "GET /" in lines["web"]
         assert "no answer" in lines["mute"]
         assert "dead" in lines["gone"]
     finally:
@@ -468,6 +481,8 @@ def test_a_port_that_a_starting_vllm_claims_is_taken_before_anything_listens_on_
     with socket.socket(socket.AF_UNIX) as claim:
         claim.bind(f"\0atropos-vllm-127.0.0.1:{port}")
         status, output = shell("require_free_port --vllm-port $1", port)
-        assert status == 1 and f"--vllm-port {port} is taken by" in output and f"(pid {os.getpid()})" in output
+        assert status == 1
+        assert f"--vllm-port {port} is taken by" in output
+        assert f"(pid {os.getpid()})" in output
         assert int(shell("free_port $1", port)[1]) > port
     assert shell("free_port $1", port)[1].strip() == str(port)

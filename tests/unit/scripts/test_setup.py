@@ -86,7 +86,8 @@ def test_without_a_python_it_says_what_to_install(project: Path, tmp_path: Path)
         (tools / tool).symlink_to(str(shutil.which(tool)))
     done = setup(project, "--cpu", PATH=str(tools))
     assert done.returncode == 1
-    assert "no Python of 3.11 or newer" in done.stderr and "apt install python3.11" in done.stderr
+    assert "no Python of 3.11 or newer" in done.stderr
+    assert "apt install python3.11" in done.stderr
 
 
 def test_a_folder_that_is_no_environment_is_not_touched(project: Path) -> None:
@@ -135,7 +136,8 @@ def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> 
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert holder.stdout is not None and holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stdin is not None
     assert holder.stdout.readline() == "held\n"
     second = subprocess.Popen(
         [project / "scripts/setup.sh", "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

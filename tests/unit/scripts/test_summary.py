@@ -6,7 +6,8 @@ from pathlib import Path
 
 PATH = Path(__file__).resolve().parents[3] / "scripts/lib/summary.py"
 spec = importlib.util.spec_from_file_location("summary", PATH)
-assert spec is not None and spec.loader is not None
+assert spec is not None
+assert spec.loader is not None
 summary = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(summary)
 

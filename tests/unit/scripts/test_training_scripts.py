@@ -55,7 +55,8 @@ def test_every_mode_has_its_script() -> None:
 def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
     shown = run([str(ROOT / "scripts" / script), "--help"]).stdout
     assert shown.startswith(f"Usage: scripts/{script} [MODEL]")
-    assert "--weight-bridge-mode" in shown and "GPU" in shown
+    assert "--weight-bridge-mode" in shown
+    assert "GPU" in shown
     for flag in ("--steps", "--dataset", "--dataset-path", "--run-name", "--seed", "--api-port", "--vllm-port"):
         assert f"\n  {flag}" in shown or f", {flag}" in shown, flag
 
@@ -81,7 +82,8 @@ def test_help_says_what_the_mode_does_and_every_flag(script: str) -> None:
 def test_a_wrong_command_line_is_one_line_and_status_2(script: str, flags: list[str], message: str) -> None:
     done = run([str(ROOT / "scripts" / script), *flags])
     assert done.returncode == 2
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
@@ -101,7 +103,8 @@ def test_the_trainer_knows_every_flag_that_it_is_given(script: str) -> None:
 def test_batch_invariant_reaches_both_sides(script: str) -> None:
     given = settings(script, "--batch-invariant", "--steps", "2")
     assert given["vllm"].endswith(" --batch-invariant") or " --batch-invariant " in given["vllm"]
-    assert "--batch-invariant --bit-exact strict" in given["trainer"] and "--training-steps 2" in given["trainer"]
+    assert "--batch-invariant --bit-exact strict" in given["trainer"]
+    assert "--training-steps 2" in given["trainer"]
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -116,43 +119,50 @@ def test_vllm_computes_in_the_dtype_that_is_asked_for(gpus: int) -> None:
 def test_arithmetic_is_the_quickstarts_task_in_every_mode(script: str) -> None:
     plain, mode = settings("quickstart.sh"), settings(script, "--dataset", "arithmetic")
     assert mode["env"] == plain["env"]
-    assert (
-        "--training-steps 20" in mode["trainer"] and "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
-    )
+    assert "--training-steps 20" in mode["trainer"]
+    assert "--batch-size 8 --gradient-accumulation-steps 8" in mode["trainer"]
 
 
 def test_gpus_are_spread_over_vllm_and_trainer() -> None:
     one, two, three = (settings("run_gsm8k_broadcast.sh", gpus=gpus) for gpus in (1, 2, 3))
-    assert one["vllm"].startswith("vllm 0:") and "--gpu-memory-utilization 0.4" in one["vllm"]
-    assert one["trainer"].startswith("trainer 0:") and "--bridge-backend gloo" in one["trainer"]
-    assert two["vllm"].startswith("vllm 0:") and two["trainer"].startswith("trainer 1:")
-    assert three["vllm"].startswith("vllm 0,1:") and "--tensor-parallel-size 2" in three["vllm"]
-    assert three["trainer"].startswith("trainer 2:") and "gloo" not in three["trainer"]
+    assert one["vllm"].startswith("vllm 0:")
+    assert "--gpu-memory-utilization 0.4" in one["vllm"]
+    assert one["trainer"].startswith("trainer 0:")
+    assert "--bridge-backend gloo" in one["trainer"]
+    assert two["vllm"].startswith("vllm 0:")
+    assert two["trainer"].startswith("trainer 1:")
+    assert three["vllm"].startswith("vllm 0,1:")
+    assert "--tensor-parallel-size 2" in three["vllm"]
+    assert three["trainer"].startswith("trainer 2:")
+    assert "gloo" not in three["trainer"]
     small = settings("run_gsm8k_broadcast.sh", "--dataset", "arithmetic", gpus=3)
-    assert "--tensor-parallel-size" not in small["vllm"] and small["trainer"].startswith("trainer 1:")
+    assert "--tensor-parallel-size" not in small["vllm"]
+    assert small["trainer"].startswith("trainer 1:")
 
 
 def test_a_single_copy_is_trained_where_vllm_serves_it() -> None:
     for gpus, where in ((1, "0"), (2, "0"), (3, "0,1")):
         found = settings("run_gsm8k_single_copy.sh", gpus=gpus)
-        assert found["vllm"].startswith(f"vllm {where}:") and found["trainer"].startswith(f"trainer {where}:")
+        assert found["vllm"].startswith(f"vllm {where}:")
+        assert found["trainer"].startswith(f"trainer {where}:")
         assert "gloo" not in found["trainer"]
 
 
 def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,7")
     found = settings("run_gsm8k_broadcast.sh", gpus=3)
-    assert found["vllm"].startswith("vllm 4,6:") and found["trainer"].startswith("trainer 7:")
+    assert found["vllm"].startswith("vllm 4,6:")
+    assert found["trainer"].startswith("trainer 7:")
 
 
 def test_a_trainer_that_owns_vllm_is_given_its_flags_and_gpus() -> None:
     alone, two = (settings("run_gsm8k_restart.sh", "--dataset", "arithmetic", gpus=gpus)["trainer"] for gpus in (0, 2))
-    assert "--vllm-flags=--max-model-len 256 --dtype float32" in alone and "--vllm-gpu" not in alone
-    assert two.startswith("trainer 1:") and "--vllm-gpu 0 " in two
-    assert (
-        "--vllm-restart-interval 1 " in alone
-        and "--vllm-restart-interval 10 " in settings("run_gsm8k_restart.sh")["trainer"]
-    )
+    assert "--vllm-flags=--max-model-len 256 --dtype float32" in alone
+    assert "--vllm-gpu" not in alone
+    assert two.startswith("trainer 1:")
+    assert "--vllm-gpu 0 " in two
+    assert "--vllm-restart-interval 1 " in alone
+    assert "--vllm-restart-interval 10 " in settings("run_gsm8k_restart.sh")["trainer"]
 
 
 def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understood() -> None:

@@ -81,7 +81,8 @@ async def test_a_reply_becomes_a_node_of_prompt_and_sampled_tokens(setup: Setup)
             )
         ]
     }
-    assert reply.usage is not None and reply.usage.completion_tokens == len(output)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == len(output)
 
 
 async def test_the_next_turn_extends_the_node_with_one_end_of_turn_token(setup: Setup) -> None:
@@ -216,7 +217,8 @@ async def test_thoughts_of_earlier_turns_stay_when_preserved_and_else_follow_the
         assert setup.fake.tokenizer.encode("ok")[0] in managed.current_nodes[0].masked_tokens
     else:
         assert len(texts) == 2
-        assert "<think>" in texts[0] and "<think>" not in texts[1]
+        assert "<think>" in texts[0]
+        assert "<think>" not in texts[1]
 
 
 async def test_an_assistant_message_at_the_end_is_continued(setup: Setup) -> None:

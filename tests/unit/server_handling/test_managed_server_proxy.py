@@ -49,9 +49,11 @@ async def test_environment_samples_through_the_proxy_and_gets_the_nodes(monkeypa
             assert (await httpx_get(f"{url}/sessions"))["sessions"][0]["uuid"] == managed.session_uuid
         assert (await httpx_get(f"{url}/sessions"))["sessions"] == []
         await manager.close()
-    assert [choice.message.content for choice in reply.choices] == ["yes", "yes"] and len(nodes) == 2
+    assert [choice.message.content for choice in reply.choices] == ["yes", "yes"]
+    assert len(nodes) == 2
     assert TOKENIZER.decode([token for token in nodes[0].masked_tokens if token != -100]) == "yes<|im_end|>"
-    assert nodes[0].metadata["policy_versions"] == [4, 4] and server.requests[0][1]["top_p"] == 0.5
+    assert nodes[0].metadata["policy_versions"] == [4, 4]
+    assert server.requests[0][1]["top_p"] == 0.5
 
 
 async def httpx_get(url: str) -> dict[str, list[dict[str, str]]]:
@@ -92,10 +94,13 @@ def test_servers_are_read_from_json_and_an_open_proxy_needs_a_token(tmp_path: Pa
 
 
 async def test_the_proxy_answers_no_page_and_no_foreign_host() -> None:
-    async with FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server, proxy(server, "secret-token") as url:
-        async with httpx.AsyncClient() as client:
-            page = {"Host": "evil.test", "Origin": "http://evil.test", "Authorization": "Bearer secret-token"}
-            for headers in ({"Host": "evil.test"}, page, {"Origin": "null"}):
-                assert (await client.get(f"{url}/sessions", headers=headers)).status_code == 403
-            named = {"Host": "proxy.cluster.local", "Authorization": "Bearer secret-token"}
-            assert (await client.get(f"{url}/sessions", headers=named)).status_code == 200
+    async with (
+        FakeInferenceServer(lambda prompt: "yes", TOKENIZER) as server,
+        proxy(server, "secret-token") as url,
+        httpx.AsyncClient() as client,
+    ):
+        page = {"Host": "evil.test", "Origin": "http://evil.test", "Authorization": "Bearer secret-token"}
+        for headers in ({"Host": "evil.test"}, page, {"Origin": "null"}):
+            assert (await client.get(f"{url}/sessions", headers=headers)).status_code == 403
+        named = {"Host": "proxy.cluster.local", "Authorization": "Bearer secret-token"}
+        assert (await client.get(f"{url}/sessions", headers=named)).status_code == 200

@@ -59,11 +59,9 @@ def sglang(body: dict[str, Any]) -> Any:
             "text": "",
             "meta_info": {"input_token_logprobs": own, "input_top_logprobs": top, "finish_reason": None},
         }
-    assert (
-        body["return_logprob"]
-        and body["sampling_params"]["max_new_tokens"] == 8
-        and "max_tokens" not in body["sampling_params"]
-    )
+    assert body["return_logprob"]
+    assert body["sampling_params"]["max_new_tokens"] == 8
+    assert "max_tokens" not in body["sampling_params"]
     info = {
         "output_token_logprobs": [[-0.5, token, None] for token in YES],
         "finish_reason": {"type": "stop", "matched": TOKENIZER.eos_token_id},
@@ -78,8 +76,10 @@ async def test_sglang_gives_tokens_log_probabilities_and_versions(tmp_path: Path
     async with manager(tmp_path, "sglang", "/generate", sglang) as servers, servers.managed_server() as managed:
         reply = await managed.chat_completion(messages=[{"role": "user", "content": "?"}], n=n, max_tokens=8)
         nodes = managed.get_state()["nodes"]
-    assert [choice.message.content for choice in reply.choices] == ["yes"] * n and len(nodes) == n
-    assert nodes[0].tokens[-len(YES) :] == YES and nodes[0].logprobs[-len(YES) :] == [-0.5] * len(YES)
+    assert [choice.message.content for choice in reply.choices] == ["yes"] * n
+    assert len(nodes) == n
+    assert nodes[0].tokens[-len(YES) :] == YES
+    assert nodes[0].logprobs[-len(YES) :] == [-0.5] * len(YES)
     assert nodes[0].metadata == {"finish_reason": "stop", "policy_versions": [3, 3]}
 
 
@@ -87,8 +87,10 @@ async def test_sglang_gives_prompt_log_probabilities(tmp_path: Path) -> None:
     async with manager(tmp_path, "sglang", "/generate", sglang) as servers:
         found = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=2)
         own = await servers.get_logprobs(input_ids=[5, 6, 7], top_k=0)
-    assert found["prompt_topk_token_ids"] == [[], [6, 7], [7, 8]] and found["prompt_topk_logprobs"][1] == [-2.0, -0.1]
-    assert own["prompt_topk_token_ids"] == [[], [6], [7]] and own["prompt_topk_logprobs"] == [[], [-2.0], [-2.0]]
+    assert found["prompt_topk_token_ids"] == [[], [6, 7], [7, 8]]
+    assert found["prompt_topk_logprobs"][1] == [-2.0, -0.1]
+    assert own["prompt_topk_token_ids"] == [[], [6], [7]]
+    assert own["prompt_topk_logprobs"] == [[], [-2.0], [-2.0]]
 
 
 async def test_reply_without_log_probabilities_is_no_sglang(tmp_path: Path) -> None:
@@ -114,11 +116,11 @@ async def test_trl_chats_and_completes_by_its_template(tmp_path: Path) -> None:
         ("yes", "length"),
     ]
     assert text.choices[0].text == "yes"
-    assert (
-        seen[0]["prompts"] == ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"]
-        and seen[0]["temperature"] == 0.5
-    )
-    assert seen[1]["prompts"] == ["say"] and seen[1]["max_tokens"] == 4 and seen[1]["top_k"] == -1
+    assert seen[0]["prompts"] == ["<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"]
+    assert seen[0]["temperature"] == 0.5
+    assert seen[1]["prompts"] == ["say"]
+    assert seen[1]["max_tokens"] == 4
+    assert seen[1]["top_k"] == -1
 
 
 async def test_trl_of_today_feeds_a_managed_server(tmp_path: Path) -> None:
@@ -129,4 +131,6 @@ async def test_trl_of_today_feeds_a_managed_server(tmp_path: Path) -> None:
     async with manager(tmp_path, "trl", "/generate/", trl) as servers, servers.managed_server() as managed:
         await managed.chat_completion(messages=[{"role": "user", "content": "?"}], n=2)
         nodes = managed.get_state()["nodes"]
-    assert len(nodes) == 2 and nodes[0].logprobs[-1] == -0.25 and nodes[0].masked_tokens[-len(YES) :] == YES
+    assert len(nodes) == 2
+    assert nodes[0].logprobs[-1] == -0.25
+    assert nodes[0].masked_tokens[-len(YES) :] == YES

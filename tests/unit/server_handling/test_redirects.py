@@ -168,8 +168,10 @@ async def test_no_client_follows_a_redirect_and_each_names_its_target(
 ) -> None:
     with pytest.raises(CLIENTS[call]) as raised:
         await call(hostile.url, tmp_path)
-    assert elsewhere.url in str(raised.value) and "configure its address" in str(raised.value)
-    assert hostile.requests and elsewhere.requests == []
+    assert elsewhere.url in str(raised.value)
+    assert "configure its address" in str(raised.value)
+    assert hostile.requests
+    assert elsewhere.requests == []
     assert KEY not in str(raised.value)
 
 
@@ -180,4 +182,5 @@ async def test_a_probe_of_health_is_not_redirected_either(
     server = kind(config(hostile.url, tmp_path))
     await server.probe()
     await server.close()
-    assert hostile.requests and elsewhere.requests == []
+    assert hostile.requests
+    assert elsewhere.requests == []

@@ -80,5 +80,6 @@ def test_the_longest_prefix_is_found_in_both_books() -> None:
     for book in (ListBook(), TreeBook()):
         book.record(book.open_call(), None, [_leaf("Pans1"), _leaf("Pans10"), _leaf("Q")])
         found = book.longest_prefix("Pans10 and more")
-        assert found is not None and found.full_text == "Pans10"
+        assert found is not None
+        assert found.full_text == "Pans10"
         assert book.longest_prefix("Pan") is None

@@ -311,7 +311,8 @@ async def test_health_is_asked_cheaply_and_only_after_the_first_call(
 ) -> None:
     vllm, hosted = manager_of(config_of(fakes[0])), manager_of(config_of(fakes[1], server_type="openai"))
     await asyncio.sleep(0.05)
-    assert not fakes[0].hits and not fakes[1].hits
+    assert not fakes[0].hits
+    assert not fakes[1].hits
     for manager in (vllm, hosted):
         await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(5)))
     assert fakes[0].hits == {"/health": 1, "/v1/chat/completions": 5}

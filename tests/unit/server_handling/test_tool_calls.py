@@ -35,7 +35,8 @@ def test_calls_are_found_in_what_models_write(
     parser: str, text: str, content: str | None, calls: list[tuple[str, object]]
 ) -> None:
     found_content, found, reason = ToolCallTranslator(TOKENIZER, parser).parse_model_output(text, tools=TOOLS)
-    assert found_content == content and reason == ("tool_calls" if calls else "stop")
+    assert found_content == content
+    assert reason == ("tool_calls" if calls else "stop")
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found or []] == calls
 
 
@@ -52,11 +53,9 @@ async def test_conversation_with_a_tool_is_one_node_trained_on_what_was_sampled(
         managed = ManagedServer(StickyRoute(manager, manager.servers), TOKENIZER, tool_parser="hermes")
         messages: list[dict[str, object]] = [{"role": "user", "content": "How many?"}]
         asked = (await managed.chat_completion(messages=messages, tools=TOOLS, max_tokens=200)).choices[0]
-        assert (
-            asked.finish_reason == "tool_calls"
-            and asked.message.tool_calls is not None
-            and asked.message.content == "Hm."
-        )
+        assert asked.finish_reason == "tool_calls"
+        assert asked.message.tool_calls is not None
+        assert asked.message.content == "Hm."
         assert asked.message.tool_calls[0]["function"]["name"] == "search"  # type: ignore[index]
         messages += [asked.message.model_dump(exclude_none=True), {"role": "tool", "content": "2"}]
         told = (await managed.chat_completion(messages=messages, tools=TOOLS, max_tokens=200)).choices[0]
@@ -66,8 +65,10 @@ async def test_conversation_with_a_tool_is_one_node_trained_on_what_was_sampled(
             )
         ).choices[0]
         await manager.close()
-    assert told.finish_reason == "stop" and told.message.content == "Two cats."
-    assert cut.finish_reason == "length" and cut.message.tool_calls
+    assert told.finish_reason == "stop"
+    assert told.message.content == "Two cats."
+    assert cut.finish_reason == "length"
+    assert cut.message.tool_calls
     node = managed.current_nodes[0]
     assert (
         TOKENIZER.decode([token for token in node.masked_tokens if token != -100])

@@ -73,8 +73,9 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
             "group_overrides",
             "images",
             "env_id",
+            "distill_token_ids",
+            "distill_logprobs",
         )
-        + ("distill_token_ids", "distill_logprobs")
     )
     group |= {"tokens": [], "masks": [], "scores": list(scores), "inference_logprobs": []}
     for _ in scores:

@@ -67,7 +67,8 @@ class AdapterBridge(RecordingBridge):
 def test_only_the_adapter_is_trained_and_it_starts_as_the_model_itself(model: str) -> None:
     adapted = load_adapted_model(model, config(model), CPU)
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
-    assert len(trained) == 2 * 7 * 2 and all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert len(trained) == 2 * 7 * 2
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
     assert torch.equal(logits(adapted), logits(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)))
 
 
@@ -113,12 +114,10 @@ def test_flags_are_read_and_bounded() -> None:
     found, _ = resolve_config(
         TrainerConfig, [*base, "--lora-target-modules", "q_proj,v_proj", "--lora-alpha", "32"], prog="grpo", env={}
     )
-    assert (
-        found.lora_target_modules == ("q_proj", "v_proj")
-        and found.lora_alpha == 32
-        and found.lora_r == 16
-        and found.trains_adapter
-    )
+    assert found.lora_target_modules == ("q_proj", "v_proj")
+    assert found.lora_alpha == 32
+    assert found.lora_r == 16
+    assert found.trains_adapter
     for flag, value, says in [
         ("r", "0", "greater than or equal to 1"),
         ("dropout", "1", "less than 1"),
@@ -182,7 +181,8 @@ def test_a_run_keeps_adapters_and_resumes_to_the_same_bits(
         expected, found = (
             load_file(run / "checkpoints" / name / "adapter_model.safetensors") for run in (straight, resumed)
         )
-        assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
     assert any(tensor.abs().max() > 0 for key, tensor in found.items() if ".lora_B." in key)
 
 

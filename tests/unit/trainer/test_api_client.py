@@ -199,7 +199,8 @@ def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() 
         while len(beats) < 2:
             assert time.monotonic() < end
             time.sleep(0.01)
-        assert thread is not None and thread.is_alive()
+        assert thread is not None
+        assert thread.is_alive()
         trainer.close()
         assert not thread.is_alive()
 
@@ -216,8 +217,10 @@ def test_an_api_without_leases_gives_its_batches_for_good() -> None:
     with serve(api) as url:
         trainer = client(url)
         trainer.register(0)
-        assert trainer.fetch_batch(5) and trainer.fetch_batch(5)
-        assert api.delivered == 2 and trainer.unacknowledged() == []
+        assert trainer.fetch_batch(5)
+        assert trainer.fetch_batch(5)
+        assert api.delivered == 2
+        assert trainer.unacknowledged() == []
         trainer.acknowledge()
 
 

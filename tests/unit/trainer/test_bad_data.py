@@ -191,7 +191,8 @@ def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: 
 @pytest.mark.parametrize("name", [*HOPELESS, *FURTHER])
 def test_what_fails_the_check_is_left_out_of_the_batch(name: str) -> None:
     batch = make_batch([good(1), shaped(name)], seq_len=64, divide_by_std=True, policy_version=0, vocab_size=VOCAB)
-    assert list(batch.rejected) == [1] and batch.groups == 1
+    assert list(batch.rejected) == [1]
+    assert batch.groups == 1
 
 
 def test_groups_from_an_api_that_checks_nothing_are_left_out_and_a_batch_of_them_alone_is_no_step(
@@ -245,7 +246,8 @@ def test_what_the_trainer_rejects_is_kept_by_the_api_with_environment_and_reason
         grpo.run(config(model, tmp_path, url, resume="auto"), RecordingBridge())
         letters = requests.get(url + "/dead-letters?groups=true", timeout=10).json()
     assert sorted(letter["environment"] for letter in letters) == ["dice_0", "dice_0", "unknown"]
-    assert letters[-1]["group"]["tokens"] == bad["tokens"] and letters[-1]["reason"].startswith("inference_logprobs[1]")
+    assert letters[-1]["group"]["tokens"] == bad["tokens"]
+    assert letters[-1]["reason"].startswith("inference_logprobs[1]")
     assert [row["rejected_groups"] for row in rows(tmp_path)] == [1, 0, 0]
 
 
@@ -309,7 +311,8 @@ def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_schedule(model: s
     with_bad = train("bad", [good(1), impossible(2), impossible(3), good(4)])
     without = train("good", [good(1), good(4)])
     found = rows(with_bad)
-    assert [row["bad_batches"] for row in found] == [0, 1, 2, 2] and [row["updates"] for row in found] == [1, 1, 1, 2]
+    assert [row["bad_batches"] for row in found] == [0, 1, 2, 2]
+    assert [row["updates"] for row in found] == [1, 1, 1, 2]
     assert [row["loss"] is None for row in found] == [False, True, True, False]
     assert [row["policy_version"] for row in found] == [1, 2, 3, 4]
     expected = final_weights(without)
@@ -327,11 +330,13 @@ def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_schedule(model: s
 def test_bad_batches_end_the_run_when_told_or_when_there_are_too_many(
     model: str, tmp_path: Path, changes: dict[str, Any], done: int, says: str
 ) -> None:
-    with serve(FakeApi(lambda n: [impossible(n)])) as url:
-        with pytest.raises(
+    with (
+        serve(FakeApi(lambda n: [impossible(n)])) as url,
+        pytest.raises(
             TrainerError, match=rf"the gradient norm is (nan|inf); the weights were left as they are.*{says}"
-        ):
-            grpo.run(config(model, tmp_path, url, training_steps=9, **changes), RecordingBridge())
+        ),
+    ):
+        grpo.run(config(model, tmp_path, url, training_steps=9, **changes), RecordingBridge())
     assert len(rows(tmp_path)) == done
 
 

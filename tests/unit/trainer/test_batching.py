@@ -29,7 +29,8 @@ def test_advantage_is_score_minus_mean_over_std_plus_epsilon() -> None:
 
 def test_a_group_of_one_keeps_its_score() -> None:
     assert group_advantages(np.array([0.5]), divide_by_std=True).tolist() == [0.5]
-    assert has_signal(np.array([0.5])) and not has_signal(np.array([0.0]))
+    assert has_signal(np.array([0.5]))
+    assert not has_signal(np.array([0.0]))
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16))
@@ -135,7 +136,8 @@ def broken(change: str) -> dict[str, Any]:
 def test_a_bad_group_is_left_out_with_the_reason_and_counts_nowhere(change: str, says: str) -> None:
     good = item([1.0, 0.0])
     batch, alone = batch_of(good, broken(change)), batch_of(good)
-    assert list(batch.rejected) == [1] and re.match(says, batch.rejected[1])
+    assert list(batch.rejected) == [1]
+    assert re.match(says, batch.rejected[1])
     figures = ("groups", "sequences", "completion_tokens", "reward_mean", "reward_std", "trained_tokens")
     assert [getattr(batch, name) for name in figures] == [getattr(alone, name) for name in figures]
     assert batch_of(broken(change)).groups == 0

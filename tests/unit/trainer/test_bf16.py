@@ -58,7 +58,8 @@ def test_stochastic_round_takes_a_neighbour_with_the_right_chance() -> None:
     for value in (1 + 2**-10, -(1 + 2**-10), 3.0e-5, 0.0):
         exact = torch.full((200_000,), value)
         rounded = stochastic_round(exact)
-        assert rounded.dtype == torch.bfloat16 and len(rounded.unique()) <= 2
+        assert rounded.dtype == torch.bfloat16
+        assert len(rounded.unique()) <= 2
         assert rounded.double().mean().item() == pytest.approx(exact[0].item(), rel=2e-4)
     exactly = start()
     assert torch.equal(stochastic_round(exactly.float()), exactly)
@@ -69,7 +70,8 @@ def test_gradients_of_many_micro_batches_add_up_in_float32() -> None:
     for _ in range(1000):
         (parameter * 1.0).sum().backward()  # in bfloat16 the sum would stop at 256
     assert parameter.grad is None
-    assert parameter.master.grad is not None and parameter.master.grad.tolist() == [1000.0] * 3
+    assert parameter.master.grad is not None
+    assert parameter.master.grad.tolist() == [1000.0] * 3
     optimizer = make_optimizer([parameter], TrainerConfig(model_name="m"))
     assert clip_gradients(optimizer, 1.0) == pytest.approx(1000 * 3**0.5)
 

@@ -196,7 +196,9 @@ def flash_attention(
     """FlashAttention over pages as vLLM calls it: [blocks, page, key heads, d], the whole context of each sequence its
     queries.
     """
-    assert other["num_splits"] == 1 and other["causal"] and other["fa_version"] == 3
+    assert other["num_splits"] == 1
+    assert other["causal"]
+    assert other["fa_version"] == 3
     assert other["max_seqlen_q"] == other["max_seqlen_k"] == int(seqused_k.max())
     outputs = []
     for sequence, length in enumerate(seqused_k.tolist()):
@@ -232,7 +234,8 @@ def test_the_kernels_get_what_vllm_gives_them() -> None:
     before = query.clone(), key.clone()
     rotated = found.rotate(positions, query, key)
     assert all(torch.equal(one, other) for one, other in zip(rotated, PLAIN.rotate(positions, *before), strict=True))
-    assert torch.equal(query, before[0]) and torch.equal(key, before[1])
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
 
 
 def test_log_softmax_is_the_modes_kernel_while_it_is_overridden() -> None:

@@ -145,7 +145,9 @@ def test_a_strict_run_trains_on_exact_batches_and_says_so(
         tokens,
         0.0,
     )
-    assert row["ratio_mean"] == 1.0 and row["ratio_tokens_different"] == 0 and row["logprob_diff_max"] == 0
+    assert row["ratio_mean"] == 1.0
+    assert row["ratio_tokens_different"] == 0
+    assert row["logprob_diff_max"] == 0
     assert f"Bitwise identical: True · 0 / {tokens} tokens differ" in capsys.readouterr().out
 
 
@@ -177,7 +179,8 @@ def test_one_changed_rounding_in_a_kernel_is_caught_located_and_replayed(
     with pytest.raises(NotExact, match=r"step 1: \d+ of \d+ tokens differ \(--bit-exact strict\)"):
         train(model, tmp_path, FakeApi(lambda n: batch))
     shown = capsys.readouterr().out
-    assert "Bitwise identical: False" in shown and "hex" in shown
+    assert "Bitwise identical: False" in shown
+    assert "hex" in shown
 
     kept = tmp_path / "logs" / "bit_exact_step_1" / "batch.pt"
     assert replay.main([str(kept)]) == 1
@@ -244,4 +247,5 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
 def test_rollouts_survive_being_kept() -> None:
     rollout, *_ = batch_of([item([1.0, 0.0])]).rollouts
     found = exactness.rollout_from(exactness._tensors(rollout))
-    assert np.array_equal(found.tokens, rollout.tokens) and found.temperature == rollout.temperature
+    assert np.array_equal(found.tokens, rollout.tokens)
+    assert found.temperature == rollout.temperature

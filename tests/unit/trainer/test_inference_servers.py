@@ -61,7 +61,8 @@ def test_a_slurm_job_gives_its_last_nodes() -> None:
 def test_a_wrong_hosts_file_is_one_line_with_the_remedy(tmp_path: Path, text: str, nodes: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         servers("--hosts-file", hosts(tmp_path, text), NUM_INFERENCE_NODES=nodes)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
     assert 0.2 < figures.ratio_clipped_frac < 0.9  # both branches are in the comparison
     assert figures.loss == pytest.approx(expected.item(), rel=FP32_RELATIVE)
     for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
-        assert ours.grad is not None and theirs.grad is not None
+        assert ours.grad is not None
+        assert theirs.grad is not None
         assert (ours.grad - theirs.grad).norm() <= FP32_RELATIVE * theirs.grad.norm(), name
 
 
@@ -228,8 +229,6 @@ def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
     assert torch.allclose(logprobs[2], torch.tensor([0.0, 3.0, 2.0]).log_softmax(-1)[0])
     assert torch.allclose(entropy[:2], -(first.exp() * first).sum().expand(2))
     logprobs.sum().backward()
-    assert (
-        logits.grad is not None
-        and torch.equal(logits.grad[0, [0, 3]], torch.zeros(2))
-        and torch.isfinite(logits.grad).all()
-    )
+    assert logits.grad is not None
+    assert torch.equal(logits.grad[0, [0, 3]], torch.zeros(2))
+    assert torch.isfinite(logits.grad).all()

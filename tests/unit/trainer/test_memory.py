@@ -30,7 +30,9 @@ def test_table_tells_shared_from_private_and_what_does_not_fit_is_refused() -> N
     config = TrainerConfig(model_name="m", logits_chunk_mb=1)
     lines = needs([torch.empty(1_000_000, device="meta")], config, reference=False)
     table = memory_table(lines, CPU, 20_000_000)
-    assert "vLLM's own" in table and "4.0 MB  shared" in table and "of 20 MB free" in table
+    assert "vLLM's own" in table
+    assert "4.0 MB  shared" in table
+    assert "of 20 MB free" in table
     check_memory(lines, CPU, 20_000_000)
     with pytest.raises(TrainerError, match=r"needs 15 MB on cpu .* 10 MB are free \(6 MB too little\)"):
         check_memory(lines, CPU, 10_000_000)

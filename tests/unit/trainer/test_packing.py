@@ -1,5 +1,6 @@
 """Packing: which sequences share a row, and what a row holds."""
 
+import itertools
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +28,7 @@ def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], bud
     assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
     fills = [sum(lengths[i] for i in members) for members in bins]
     assert all(
-        first + second > budget for first, second in zip(fills, fills[1:], strict=False)
+        first + second > budget for first, second in itertools.pairwise(fills)
     )  # no two neighbours would fit in one
 
 

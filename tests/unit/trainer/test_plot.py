@@ -25,7 +25,8 @@ def test_draws_a_png_from_metrics_and_evaluations(tmp_path: Path) -> None:
     )
     out = tmp_path / "figures" / "reward.png"
     assert plot.main([str(metrics), "--evaluations", str(evaluations), "--out", str(out)]) == 0
-    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and out.stat().st_size > 5000
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert out.stat().st_size > 5000
 
 
 def test_without_evaluations_the_accuracies_of_the_metrics_are_drawn(tmp_path: Path) -> None:
@@ -45,7 +46,9 @@ def test_nothing_to_draw_is_one_line(
         metrics.write_text(content)
     assert plot.main([str(metrics), "--out", str(tmp_path / "reward.png")]) == 1
     error = capsys.readouterr().err
-    assert says in error and error.count("\n") == 1 and not (tmp_path / "reward.png").exists()
+    assert says in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "reward.png").exists()
 
 
 def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def test_nothing_is_allocated_and_padding_rows_stay(tp: int, tmp_path: Path) -> 
     workers, _ = ranks_of(plain, tp)
     offset, shape, _ = workers[-1]["layout"]["model.embed_tokens.weight"]
     embedding = arenas[-1][offset : offset + 4 * shape[0] * shape[1]].view(torch.float32).view(shape)
-    assert embedding[-1].tolist() == [7.0] * shape[1] and embedding[0].tolist() == [1.0] * shape[1]
+    assert embedding[-1].tolist() == [7.0] * shape[1]
+    assert embedding[0].tolist() == [1.0] * shape[1]
 
 
 def test_every_rank_gets_what_all_hold_alike(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_every_rank_gets_what_all_hold_alike(tmp_path: Path) -> None:
 def test_start_weights_reach_every_rank_exactly(tp: int, tmp_path: Path) -> None:
     other = tiny_model("qwen2", seed=1, tie_word_embeddings=True)
     other.save_pretrained(tmp_path / "other", max_shard_size="20KB")  # several files
-    bound, tensors, arenas = shared(tiny_model("qwen2", tie_word_embeddings=True), tmp_path / "served", tp)
+    _bound, tensors, arenas = shared(tiny_model("qwen2", tie_word_embeddings=True), tmp_path / "served", tp)
     StartWeights(str(tmp_path / "other"), tensors.values()).write()
     copy_replicas(tensors.values())
     for arena, expected in zip(arenas, ranks_of(other, tp)[1], strict=True):
@@ -145,7 +146,7 @@ def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
     bound(input_ids=IDS, use_cache=False).logits.sum().backward()
     optimizer.step()
     folder = Checkpoints(tmp_path, 0, WHOLE_MODEL).save(Progress(1, 1, 1), bound, None, optimizer)
-    again, same = stepped(2)
+    _again, same = stepped(2)
     assert restore(folder, same) == Progress(1, 1, 1)
     for before, after in zip(optimizer.state.values(), same.state.values(), strict=True):
         assert torch.equal(before["exp_avg"], after["exp_avg"])

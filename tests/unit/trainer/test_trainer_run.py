@@ -97,12 +97,12 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     bridge = RecordingBridge()
     train(model, tmp_path, api=api, bridge=bridge, warmup_steps=2, lr_decay_steps=1)
 
-    assert bridge.versions == [0, 1, 2, 3, 4] and bridge.probes == 2 and bridge.closed
-    assert (
-        api.registrations[0]["batch_size"] == 8
-        and api.registrations[0]["num_steps"] == 4
-        and api.registrations[0]["starting_step"] == 0
-    )
+    assert bridge.versions == [0, 1, 2, 3, 4]
+    assert bridge.probes == 2
+    assert bridge.closed
+    assert api.registrations[0]["batch_size"] == 8
+    assert api.registrations[0]["num_steps"] == 4
+    assert api.registrations[0]["starting_step"] == 0
     assert api.registrations[0]["vocab_size"] == VOCAB
     assert api.steps == [{"step": step, "policy_version": step} for step in range(5)]
 
@@ -113,12 +113,17 @@ def test_a_run_trains_syncs_reports_and_saves(model: str, tmp_path: Path, capsys
     assert [row["staleness_mean"] for row in found] == [0.0, 1.0, 1.0, 1.0]
     assert [row["lr"] for row in found] == pytest.approx([5e-3, 1e-2, 1e-2, 5e-3])
     for row in found:
-        assert row["reward_mean"] == 0.25 and row["groups"] == 2 and row["zero_variance_groups"] == 1
-        assert row["kl"] is None and row["sync_stall_s"] == 0.001 and row["loss"] is not None
+        assert row["reward_mean"] == 0.25
+        assert row["groups"] == 2
+        assert row["zero_variance_groups"] == 1
+        assert row["kl"] is None
+        assert row["sync_stall_s"] == 0.001
+        assert row["loss"] is not None
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Before training | accuracy 12.5 %"
-    assert lines[1].startswith("Step 1/4 | reward 0.250 | loss ") and "accuracy 50.0 %" in lines[2]
+    assert lines[1].startswith("Step 1/4 | reward 0.250 | loss ")
+    assert "accuracy 50.0 %" in lines[2]
 
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "final_model")
     start = AutoModelForCausalLM.from_pretrained(model)
@@ -176,12 +181,14 @@ def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> No
     bridge = RecordingBridge()
     api = train(model, resumed, first_step=2, bridge=bridge, checkpoint_interval=2, resume="auto")
     assert bridge.versions == [2, 3, 4]
-    assert api.registrations[0]["starting_step"] == 2 and api.steps[0] == {"step": 2, "policy_version": 2}
+    assert api.registrations[0]["starting_step"] == 2
+    assert api.steps[0] == {"step": 2, "policy_version": 2}
     assert [row["step"] for row in rows(resumed)] == [1, 2, 3, 4]
 
     for name in ("checkpoints/final_model", "checkpoints/step_4"):
         expected, found = weights(straight / name), weights(resumed / name)
-        assert expected.keys() == found.keys() and all(torch.equal(expected[key], found[key]) for key in expected)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected)
     timings = {key for key in rows(straight)[0] if key.endswith("_s")}
     for expected_row, row in zip(rows(straight), rows(resumed), strict=True):
         assert {key: value for key, value in row.items() if key not in timings} == {
@@ -239,7 +246,8 @@ def test_a_changed_checkpoint_is_refused(model: str, tmp_path: Path) -> None:
 
 
 def test_resuming_from_what_is_not_there_says_so(tmp_path: Path) -> None:
-    assert find_checkpoint("auto", tmp_path) is None and find_checkpoint(None, tmp_path) is None
+    assert find_checkpoint("auto", tmp_path) is None
+    assert find_checkpoint(None, tmp_path) is None
     with pytest.raises(CheckpointError, match="latest does not exist"):
         find_checkpoint("latest", tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is not a complete checkpoint"):
@@ -311,7 +319,8 @@ def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> N
 def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, kl_coef=0.1, entropy_coef=0.01, warmup_steps=0)
     kl = [row["kl"] for row in rows(tmp_path)]
-    assert kl[0] == pytest.approx(0, abs=1e-7) and kl[-1] > 1e-4
+    assert kl[0] == pytest.approx(0, abs=1e-7)
+    assert kl[-1] > 1e-4
 
 
 def test_adafactor_trains_too(model: str, tmp_path: Path) -> None:
@@ -348,7 +357,8 @@ def test_the_guide_s_command_resolves_when_run_by_path() -> None:
     )
     done = run_script(*command.split(), "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "training_steps: 100\n" in done.stdout and "gradient_accumulation_steps: 32\n" in done.stdout
+    assert "training_steps: 100\n" in done.stdout
+    assert "gradient_accumulation_steps: 32\n" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -365,7 +375,9 @@ def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys
     with pytest.raises(SystemExit) as exit_:
         grpo.main(flags)
     error = capsys.readouterr().err
-    assert exit_.value.code == 2 and says in error and error.count("\n") == 1
+    assert exit_.value.code == 2
+    assert says in error
+    assert error.count("\n") == 1
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

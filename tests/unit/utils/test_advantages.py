@@ -12,7 +12,8 @@ from atroposlib.utils.advantages import (
 def test_entries_are_compared_with_the_first() -> None:
     assert allclose_to_first([[1.0, 2.0], [1.0, 2.0 + 1e-9]]) is True
     found = allclose_to_first([[1.0], [2.0], [1.0]], return_vector=True)
-    assert isinstance(found, np.ndarray) and found.tolist() == [True, False, True]
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [True, False, True]
 
 
 def test_statistics_of_jagged_lists() -> None:

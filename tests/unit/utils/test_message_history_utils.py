@@ -9,7 +9,8 @@ TOKENIZER = make_tiny_tokenizer()
 
 def test_thoughts_are_stripped_or_cut_from_their_start() -> None:
     text = "a <think>first part\n\nsecond</think> b"
-    assert strip_thinking(text) == "a  b" and strip_thinking("no thoughts") == "no thoughts"
+    assert strip_thinking(text) == "a  b"
+    assert strip_thinking("no thoughts") == "no thoughts"
     assert truncate_thinking(text, TOKENIZER, 100) == "a <think>\nfirst part\n\nsecond\n</think> b"
     assert truncate_thinking(text, TOKENIZER, 12) == "a <think>\nsecond\n</think> b"
     assert truncate_thinking(text, TOKENIZER, 0) == "a <think></think> b"
@@ -34,11 +35,9 @@ def test_old_turns_are_left_out_until_a_step_fits() -> None:
     (fitted,) = ensure_trajectory_token_limit([long], TOKENIZER, limit)
     contents = [message["content"] for message in fitted["messages"][0]]
     assert contents == ["rules", "see 3", "do 3", "see 4", "do 4"]
-    assert (
-        len(fitted["tokens"][1]) <= limit
-        and len(fitted["masks"][1]) == len(fitted["tokens"][1])
-        and fitted["scores"] == [0.0, 1.0]
-    )
+    assert len(fitted["tokens"][1]) <= limit
+    assert len(fitted["masks"][1]) == len(fitted["tokens"][1])
+    assert fitted["scores"] == [0.0, 1.0]
 
 
 def test_step_that_cannot_fit_is_left_out_and_short_ones_stay() -> None:

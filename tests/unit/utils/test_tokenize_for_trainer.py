@@ -30,7 +30,8 @@ def trained_text(result: dict[str, Any]) -> str:
 def test_the_last_reply_is_trained_and_all_is_plain_lists() -> None:
     result = tokenize_for_trainer(TOKENIZER, CHAT)
     assert result.keys() == {"tokens", "masks"}
-    assert type(result["tokens"]) is list and {type(token) for token in result["tokens"]} == {int}
+    assert type(result["tokens"]) is list
+    assert {type(token) for token in result["tokens"]} == {int}
     assert TOKENIZER.decode(result["tokens"]) == TEXT
     assert trained_text(result) == "a2<|im_end|>\n"
     assert all(mask in (-100, token) for mask, token in zip(result["masks"], result["tokens"], strict=True))
@@ -60,7 +61,8 @@ def test_an_empty_chat_is_refused() -> None:
 def test_a_loaded_tokenizer_templates_to_a_list_and_to_text(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(save_tiny_tokenizer(tmp_path)))
     templated = tokenizer.apply_chat_template(CHAT)
-    assert type(templated) is list and len(templated) == len(tokenizer.encode(TEXT))
+    assert type(templated) is list
+    assert len(templated) == len(tokenizer.encode(TEXT))
     assert tokenizer.apply_chat_template(CHAT, tokenize=False) == TEXT
     assert load_tokenizer(str(tmp_path)) is tokenizer
 
