@@ -1,0 +1,108 @@
+"""The errors that people read: one line with the value, the limit and the remedy, and no traceback.
+
+Code raises a subclass of `AtroposError`, and everything between that code and `main` lets it pass. What a library
+raises becomes such a line where the cause is still known, by one of three context managers:
+
+    with reaching(url, PeerError, remedy="start the API with `run-api`", also=(httpx.HTTPError,), limit_s=30):
+        reply = client.get(url, timeout=30)
+    with reading(f"cannot read problems from {path}", DataError):
+        problems = orjson.loads(path.read_bytes())
+    with loading("wandb", TrainerError, remedy="pip install wandb, or --use-wandb false"):
+        import wandb
+
+Every `main` runs inside `one_line_errors`, which prints the line and exits. This module imports the standard library
+alone.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
+
+
+class AtroposError(RuntimeError):
+    """Nothing is wrong in the code: the message names the value, the limit and the remedy, in one line."""
+
+    exit_status: ClassVar[int] = 1
+
+
+@contextmanager
+def reaching(
+    peer: str,
+    raises: MakeError,
+    *,
+    remedy: str = "",
+    also: tuple[type[Exception], ...] = (),
+    limit_s: float | None = None,
+) -> Iterator[None]:
+    """Ask another process. An OSError (no connection, a timeout), a reply that cannot be decoded (ValueError), or an
+    error of the HTTP library (`also`) becomes `raises("PEER: REASON; REMEDY")`. `limit_s` is the timeout of the
+    request, for the reason of a timeout.
+    """
+    with _as_one_line(peer, raises, remedy, (OSError, ValueError, *also), limit_s):
+        yield
+
+
+@contextmanager
+def reading(
+    what: str, raises: MakeError, *, remedy: str = "", also: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Read a file, or write one. An OSError, content that cannot be decoded (ValueError, RecursionError, EOFError), or
+    an error of the format's library (`also`) becomes `raises("WHAT: REASON; REMEDY")`.
+    """
+    with _as_one_line(what, raises, remedy, (OSError, ValueError, RecursionError, EOFError, *also)):
+        yield
+
+
+@contextmanager
+def loading(
+    library: str, raises: MakeError, *, remedy: str = "", also: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Import a library, or let it load what only it can. An ImportError, OSError, RuntimeError, ValueError or KeyError
+    (a release that differs) becomes `raises("LIBRARY: REASON; REMEDY")`.
+    """
+    with _as_one_line(library, raises, remedy, (ImportError, OSError, RuntimeError, ValueError, KeyError, *also)):
+        yield
+
+
+@contextmanager
+def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
+    """Around the body of a `main`: an AtroposError (or one of `also`) is printed as `PROG: error: LINE` and ends the
+    process with the error's exit status; Ctrl-C ends it with 130.
+    """
+    try:
+        yield
+    except (AtroposError, *also) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(getattr(error, "exit_status", 1)) from None
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(130) from None
+
+
+def reason(error: BaseException, limit_s: float | None = None) -> str:
+    """Why, in one line: what the operating system says, the first line of the error's text, or the error's name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    if isinstance(error, TimeoutError) and limit_s is not None:
+        return f"no reply within {limit_s:g} s"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextmanager
+def _as_one_line(
+    what: str,
+    raises: MakeError,
+    remedy: str,
+    kinds: tuple[type[Exception], ...],
+    limit_s: float | None = None,
+) -> Iterator[None]:
+    try:
+        yield
+    except AtroposError:  # it has its line already, and a better one
+        raise
+    except kinds as error:
+        raise raises(f"{what}: {reason(error, limit_s)}" + (f"; {remedy}" if remedy else "")) from error

@@ -1,0 +1,79 @@
+"""What people read when a peer, a file or a library fails: one line with the value, the reason and the remedy."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atroposlib.errors import AtroposError, loading, one_line_errors, reaching, reading, reason
+
+
+class Missing(AtroposError):
+    exit_status = 3
+
+
+def test_a_missing_file_is_one_line_with_its_path_the_reason_and_the_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "words.txt"
+    with pytest.raises(Missing) as raised, reading(f"cannot read {path}", Missing, remedy="give another --words"):
+        path.read_text()
+    assert str(raised.value) == f"cannot read {path}: No such file or directory; give another --words"
+    assert isinstance(raised.value.__cause__, FileNotFoundError)
+
+
+def test_content_that_cannot_be_decoded_is_a_reading_error() -> None:
+    with pytest.raises(Missing, match=r"^state\.json: Expecting value: line 1 column 1 \(char 0\)$"):
+        with reading("state.json", Missing):
+            json.loads("")
+
+
+def test_a_silent_peer_is_named_with_the_limit_of_the_wait() -> None:
+    with pytest.raises(Missing, match=r"^http://peer: no reply within 30 s; start it$"):
+        with reaching("http://peer", Missing, remedy="start it", limit_s=30):
+            raise TimeoutError
+
+
+def test_a_librarys_own_error_is_translated_only_if_it_is_named() -> None:
+    class LibraryError(Exception):
+        pass
+
+    with pytest.raises(LibraryError), reaching("peer", Missing):
+        raise LibraryError("as it is")
+    with pytest.raises(Missing, match="^peer: said no$"), reaching("peer", Missing, also=(LibraryError,)):
+        raise LibraryError("said no\nand a second line")
+
+
+def test_a_library_that_is_not_installed_is_one_line() -> None:
+    with pytest.raises(Missing, match=r"^nobody: No module named 'nobody_has_this'; pip install it$"):
+        with loading("nobody", Missing, remedy="pip install it"):
+            __import__("nobody_has_this")
+
+
+def test_an_error_that_has_its_line_passes_as_it_is() -> None:
+    line = AtroposError("already said; do this")
+    with pytest.raises(AtroposError) as raised, reading("outer", Missing, also=(AtroposError,)):
+        raise line
+    assert raised.value is line
+
+
+def test_a_programmers_error_is_not_translated() -> None:
+    with pytest.raises(TypeError), reading("file", Missing):
+        len(5)  # type: ignore[arg-type]
+
+
+def test_main_prints_one_line_and_exits_with_the_errors_status(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, one_line_errors("grpo"):
+        raise Missing("no model 'x'; give another")
+    assert left.value.code == 3
+    assert capsys.readouterr().err == "grpo: error: no model 'x'; give another\n"
+
+
+def test_ctrl_c_ends_main_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left, one_line_errors("grpo"):
+        raise KeyboardInterrupt
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "grpo: interrupted\n"
+
+
+def test_an_error_without_text_is_named_by_its_type() -> None:
+    assert reason(ValueError()) == "ValueError"
+    assert reason(ValueError("\n  first\nsecond")) == "first"
