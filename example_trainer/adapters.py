@@ -2,9 +2,9 @@
 
     Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B starts at zero, so the model starts unchanged
 
-The model stays the transformers model it was (no PeftModel around it), so packed attention and the chunked head work
-as before. A folder is `adapter_config.json` and `adapter_model.safetensors`, as PEFT and vLLM read them; it is
-written whole or not at all.
+LoRA is Hu et al. 2021, arXiv 2106.09685. The model stays the transformers model it was (no PeftModel around it), so
+packed attention and the chunked head work as before. A folder is `adapter_config.json` and
+`adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
 """
 
 import json

@@ -10,7 +10,8 @@ def group_advantages(scores: NDArray[np.float64], *, divide_by_std: bool) -> NDA
     """Score minus the group's mean, over its population standard deviation + 1e-4 if asked. `scores` and result:
     [sequences].
 
-    A group of one has no siblings: its score is its advantage.
+    With the deviation this is GRPO's advantage (Shao et al. 2024, arXiv 2402.03300), without it that of Dr. GRPO (Liu
+    et al. 2025, arXiv 2503.20783). A group of one has no siblings: its score is its advantage.
     """
     if len(scores) == 1:
         return scores.copy()

@@ -3,10 +3,10 @@ it.
 
 An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
 and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
-null. Rules: a group without a signal (equal scores, or given advantages that are all zero) is counted and left out
-of the loss, its denominator and its metrics; a sequence above `seq_len` keeps its first `seq_len` tokens and is
-counted; a first token cannot be trained, since nothing predicts it. A group that fails the check of
-`atroposlib/groups.py` is left out as if it had not come, and named with the reason; what passes it can be converted.
+null. A group without a signal (equal scores, or given advantages that are all zero) is counted and never computed, but
+its sampled tokens stay in the loss's denominator. A sequence above `seq_len` keeps its first `seq_len` tokens and is
+counted. A first token cannot be trained, since nothing predicts it. A group that fails the check of
+`atroposlib/groups.py` counts as if it had not come and is named with the reason; what passes it can be converted.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""The GRPO loss per token. Pure functions: values in, values out; tensors are [tokens] and float32."""
+"""The GRPO loss per token (Shao et al. 2024, arXiv 2402.03300, equation 3).
+
+Pure functions: values in, values out; tensors are [tokens] and float32.
+"""
 
 from dataclasses import dataclass
 
@@ -53,6 +56,8 @@ def token_losses(
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
     """-min(r A, clip(r) A), the pessimistic bound for either sign of A, and where the clipped side won.
 
+    PPO's clip (Schulman et al. 2017, arXiv 1707.06347, equation 7), with an upper bound of its own as in DAPO's
+    clip-higher (Yu et al. 2025, arXiv 2503.14476).
     A > 0: no gradient above 1 + clip_high. A < 0: none below 1 - clip_low; above, the token is pushed down ever harder.
     """
     free = ratio * advantages
@@ -61,6 +66,9 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, clip_low: float, clip_h
 
 
 def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The k3 estimate of KL(policy || reference) on sampled tokens: never negative, unbiased on-policy."""
+    """The k3 estimate of KL(policy || reference) on sampled tokens: never negative, unbiased on-policy.
+
+    Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    """
     log_ratio = reference - logprobs
     return log_ratio.exp() - log_ratio - 1

@@ -37,10 +37,10 @@ class MicroBatch:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch: first fit, longest first; each sum is at most `budget`, a longer
-    one goes alone.
+    """Indices of the sequences of each micro-batch. Each sum is at most `budget`; a longer sequence goes alone.
 
-    Every index appears once; the result depends on the lengths alone.
+    This is first-fit decreasing, which needs at most 11/9 times the fewest possible micro-batches plus 6/9 (Dósa
+    2007). Every index appears once; the result depends on the lengths alone.
     """
     bins: list[list[int]] = []
     room: list[int] = []

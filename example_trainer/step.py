@@ -1,9 +1,10 @@
 """The gradient of one batch: every micro-batch adds its share of one mean over all sampled tokens, so accumulation is
 exact.
 
-Groups of equal scores are in that mean with their gradient of zero, though they are never computed. So a batch in
-which few groups still teach something takes a small step, in proportion, and not one of full size on their noise
-alone.
+The mean is over tokens, not over sequences first: a long answer weighs more than a short one (DAPO's token-level
+loss, Yu et al. 2025, arXiv 2503.14476). Groups of equal scores count in the mean, though their gradient is zero and is
+never computed. A batch in which few groups still teach something therefore takes a proportionally small step, not a
+full one on their noise alone.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """Batch-invariant arithmetic: the same token in the same context gets the same bits, in vLLM and in the trainer.
 
+Why a batch changes a token's bits, and what to do: He et al. 2025 (Thinking Machines Lab), "Defeating Nondeterminism
+in LLM Inference", https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
+
     switch.py     the environment variables that must precede vLLM's import, and who refuses without them
     coverage.py   which models are exact; every other is refused by name
     kernels.py    linear, norm, silu, rotary table and query tiles as both processes compute them (torch alone)
