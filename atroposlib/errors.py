@@ -10,14 +10,15 @@ raises becomes such a line where the cause is still known, by one of three conte
     with loading("wandb", TrainerError, remedy="pip install wandb, or --use-wandb false"):
         import wandb
 
-Every `main` runs inside `one_line_errors`, which prints the line and exits. This module imports the standard library
-alone.
+Every `main` runs inside `one_line_errors`, which prints the line and exits.
 """
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
+
+from atroposlib.logs import print_error
 
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
@@ -72,11 +73,12 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
     """Around the body of a `main`: an AtroposError (or one of `also`) is printed as `PROG: error: LINE` and ends the
     process with the error's exit status; Ctrl-C ends it with 130.
     """
+    kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
         yield
-    except (AtroposError, *also) as error:
-        print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(getattr(error, "exit_status", 1)) from None
+    except kinds as error:
+        print_error(prog, error)
+        raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
