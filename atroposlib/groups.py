@@ -11,7 +11,7 @@ a rule for everyone; what no trainer can use is refused by `atroposlib/api/group
 `vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass the whole
 check.
 
-Pure: numpy and the standard library. A group holds lists, as from JSON, or numpy arrays. The check reads each list
+Pure: numpy, the standard library and the wire. A group holds lists, as from JSON, or numpy arrays. The check reads each list
 once.
 """
 
@@ -23,7 +23,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-NOT_TRAINED = -100  # the mask of a token that was not sampled
+from atroposlib.wire.batching import NOT_TRAINED
+
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
 MAX_MAGNITUDE = 1e9  # of a score or an advantage; squares and sums of them are still finite in float32

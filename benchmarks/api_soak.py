@@ -29,6 +29,7 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.wire.batching import NOT_TRAINED
 
 GROUP = 4  # sequences
 BATCH = 32  # sequences
@@ -161,7 +162,7 @@ async def environment(client: Client, ledger: Ledger, number: int, chance: rando
         groups = [
             {
                 "tokens": [[one, 7]] * size,
-                "masks": [[-100, 7]] * size,
+                "masks": [[NOT_TRAINED, 7]] * size,
                 "scores": [0.5] * size,
                 "env_id": joined["env_id"],
             }
@@ -299,7 +300,7 @@ async def soak(settings: Settings, folder: Path) -> Ledger:
 
 async def fill_up(client: Client) -> None:
     """Post what completes the last batch, so that nothing has to stay behind. These groups are not in the ledger."""
-    filler = {"tokens": [[FILLER, 7]] * GROUP, "masks": [[-100, 7]] * GROUP, "scores": [0.5] * GROUP}
+    filler = {"tokens": [[FILLER, 7]] * GROUP, "masks": [[NOT_TRAINED, 7]] * GROUP, "scores": [0.5] * GROUP}
     for number in range(BATCH // GROUP):
         await client.post("/scored_data", filler, f"filler-{number}")
 

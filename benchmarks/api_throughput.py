@@ -40,10 +40,10 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging, get_logger, waiting
+from atroposlib.wire.batching import MSGPACK, NOT_TRAINED
 
 PEER = "atroposlib==0.4.0"
 SHARED = ("fastapi", "starlette", "uvicorn", "pydantic", "httptools", "uvloop")
-MSGPACK = "application/msgpack"
 START_DEADLINE_S = 60.0
 REQUEST_TIMEOUT_S = 600.0  # the ancestor compresses a large batch in minutes where other work runs
 
@@ -98,7 +98,7 @@ def make_groups(settings: Settings) -> list[bytes]:
         tokens = [[draw.randrange(49_152) for _ in range(settings.tokens)] for _ in range(settings.sequences)]
         return {
             "tokens": tokens,
-            "masks": [[-100] * prompt + sequence[prompt:] for sequence in tokens],
+            "masks": [[NOT_TRAINED] * prompt + sequence[prompt:] for sequence in tokens],
             "scores": [float(draw.random() < 0.5) for _ in tokens],
             "inference_logprobs": [
                 [1.0] * prompt + [-draw.expovariate(2.0) for _ in range(settings.tokens - prompt)]
@@ -173,7 +173,7 @@ def status_seconds(client: Client, settings: Settings) -> float:
     client.get("/batch")
     environment = {"max_token_length": 8, "desired_name": "benchmark", "weight": 1.0, "group_size": 1}
     env_id = orjson.loads(client.post("/register-env", orjson.dumps(environment)))["env_id"]
-    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0], "env_id": env_id}
+    group = {"tokens": [[1, 2]], "masks": [[NOT_TRAINED, 2]], "scores": [1.0], "env_id": env_id}
     for start in range(0, settings.status_groups, 1000):
         client.post("/scored_data_list", orjson.dumps([group] * min(1000, settings.status_groups - start)))
     times = []

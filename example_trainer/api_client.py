@@ -19,6 +19,7 @@ import requests
 
 from atroposlib.logs import get_logger, waiting
 from atroposlib.redirects import refused_redirect
+from atroposlib.wire.batching import MSGPACK
 from example_trainer.bad_data import Rejection
 from example_trainer.errors import TrainerError
 from example_trainer.heartbeat import Heartbeat
@@ -29,7 +30,6 @@ POLL_FIRST_S = 0.05
 POLL_LAST_S = 1.0
 REMINDER_S = 60.0
 MAX_REASON = 1000  # characters
-MSGPACK = "application/msgpack"
 
 log = get_logger(__name__)
 

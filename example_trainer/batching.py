@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.groups import NOT_TRAINED, Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.wire.batching import NOT_TRAINED
 from example_trainer.advantages import group_advantages, has_signal
 
 Item = Mapping[str, Any]

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from atroposlib.api.leases import Lease
 from atroposlib.api.queue import QueueDump
-from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
+from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 
 class Rollout(NamedTuple):

@@ -6,18 +6,16 @@ from typing import NamedTuple
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from atroposlib.api import wire
 from atroposlib.api.changes import PostedGroup
 from atroposlib.api.decoding import BodyDecoder, RefusedBody, check_names
 from atroposlib.api.group_checks import check_group
-from atroposlib.api.http import MSGPACK, beside, is_packed, read_body, read_group_body, reply, say_once, service_of
+from atroposlib.api.http import beside, is_packed, read_body, read_group_body, reply, say_once, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.api.posted_groups import read_group, read_groups
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
-
-WAIT_FOR_TRAINER = "wait for trainer to start"
+from atroposlib.wire import batching as wire
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -47,7 +45,7 @@ async def register_env(request: Request) -> Response:
     environment = await service.join(joining)
     run = service.state.queue.registration
     if environment is None or run is None:
-        return _readable(reply(wire.Outcome(WAIT_FOR_TRAINER)))
+        return _readable(reply(wire.Outcome(wire.WAIT_FOR_TRAINER)))
     size = environment.request.group_size
     log.info("Environment %s registered: env_id=%d, group_size=%d", environment.name, environment.env_id, size)
     if run.batch_size % size:
@@ -72,7 +70,7 @@ async def register_env(request: Request) -> Response:
 
 def _readable(answer: Response) -> Response:
     """Tell the client that it may post MessagePack."""
-    answer.headers["Accept-Post"] = f"application/json, {MSGPACK}"
+    answer.headers["Accept-Post"] = f"application/json, {wire.MSGPACK}"
     return answer
 
 

@@ -11,7 +11,6 @@ from fastapi.responses import StreamingResponse
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from atroposlib.api import wire
 from atroposlib.api.admission import Overloaded
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.events import status_events
@@ -19,6 +18,7 @@ from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, 
 from atroposlib.api.openapi import describe
 from atroposlib.api.posted_groups import as_json
 from atroposlib.logs import get_logger
+from atroposlib.wire import batching as wire
 
 MAX_STREAMS = 256  # of events, each a connection that stays
 

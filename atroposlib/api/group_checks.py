@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.decoding import RefusedBody, shown
-from atroposlib.api.wire import PostedData, ScoredData
 from atroposlib.groups import CHECKED_FIELDS, Needs, Untrainable, check
+from atroposlib.wire.batching import PostedData, ScoredData
 
 
 def flaw(item: bytes, packed: bool, needs: Needs) -> str | None:

@@ -19,13 +19,12 @@ from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
 from atroposlib.http_guard import is_from_browser
 from atroposlib.logs import get_logger
+from atroposlib.wire.batching import MSGPACK
 
 MIN_COMPRESSED_BYTES = 1000  # smaller replies are sent as they are
 INLINE_BYTES = 16_384  # larger bodies are decompressed beside the event loop
 MAX_SMALL_BYTES = 2**20  # of a body that holds no groups; these are read on the event loop
 MAX_SAID = 256  # distinct warnings; what a client makes vary cannot fill memory or the log
-
-MSGPACK = "application/msgpack"
 
 T = TypeVar("T")
 log = get_logger(__name__)

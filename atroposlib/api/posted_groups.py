@@ -28,7 +28,7 @@ from atroposlib.api.decoding import (
     refuse_unsayable,
     shown,
 )
-from atroposlib.api.wire import PostedData, ScoredData
+from atroposlib.wire.batching import PostedData, ScoredData
 
 MAX_ARRAYS = 2**20  # of numbers, of all groups of a body: about 80 bytes of memory each
 MAX_VALUES = 2**19  # of any kind in the free-form fields of a body, which take as much, and longer to build

@@ -19,7 +19,7 @@ from typing import Generic
 from msgspec import UNSET, Struct
 
 from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
-from atroposlib.api.wire import (
+from atroposlib.wire.batching import (
     EnvRegistration,
     EnvStatus,
     Evaluation,

@@ -32,7 +32,9 @@ from atroposlib.api.selection import Group
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
 from atroposlib.api.state import Batch, RolloutState
-from atroposlib.api.wire import (
+from atroposlib.groups import Needs
+from atroposlib.logs import get_logger
+from atroposlib.wire.batching import (
     Acknowledged,
     EnvRegistration,
     EnvStatus,
@@ -41,8 +43,6 @@ from atroposlib.api.wire import (
     RejectionTaken,
     SetAside,
 )
-from atroposlib.groups import Needs
-from atroposlib.logs import get_logger
 
 COMPACT_FROM = 20_000  # changes since the last snapshot
 RETRY_AFTER_S = 2

@@ -15,7 +15,7 @@ from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import BatchQueue, Environment, GroupTooLarge, UnknownEnvironment, is_same_run
 from atroposlib.api.selection import Group
 from atroposlib.api.staleness import WaitingVersions
-from atroposlib.api.wire import Registration
+from atroposlib.wire.batching import Registration
 
 MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones
 REFUSALS = (UnknownEnvironment, GroupTooLarge)  # of a change that came too late; the state is as before

@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
-from atroposlib.api import wire
 from atroposlib.api.decoding import BodyDecoder, check_names
 from atroposlib.api.http import (
-    MSGPACK,
     NO_BROWSER,
     accepts_packed,
     beside,
@@ -25,6 +23,7 @@ from atroposlib.api.posted_groups import as_json, with_weight
 from atroposlib.api.queue import NotRegistered
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
+from atroposlib.wire import batching as wire
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -173,7 +172,7 @@ async def _batch_reply(request: Request, contents: Sequence[Content], extra: dic
     work = functools.partial(_batch, contents, extra, packed)
     as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
     return await large_reply(
-        request, work() if as_stored else await beside(request, work), MSGPACK if packed else "application/json"
+        request, work() if as_stored else await beside(request, work), wire.MSGPACK if packed else "application/json"
     )
 
 

@@ -19,13 +19,13 @@ from atroposlib.envs.records import append_jsonl
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.redirects import refused_redirect
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.batching import NOT_TRAINED
 
 log = get_logger(__name__)
 
 POLL_S = 1.0
 REPORT_S = 10.0
 REQUEST_TIMEOUT_S = 30.0
-NOT_TRAINED = -100
 
 
 class GenerationConfig(Config):

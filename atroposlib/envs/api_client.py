@@ -20,14 +20,12 @@ from pydantic import BaseModel, Field
 
 from atroposlib.groups import Needs
 from atroposlib.redirects import refused_redirect
+from atroposlib.wire.batching import MSGPACK, WAIT_FOR_TRAINER
 
 REQUEST_TIMEOUT_S = 30.0
 MAX_RETRY_AFTER_S = 60.0
 NOT_NOW = (408, 429)  # too slow or too much; every 5xx may pass, too
 COMPRESS_FROM_BYTES = 1024
-MSGPACK = "application/msgpack"
-# What the API says until a trainer has registered and asked for its first batch.
-WAIT_FOR_TRAINER = "wait for trainer to start"
 
 
 class ApiUnreachable(Exception):

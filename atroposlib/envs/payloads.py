@@ -9,8 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from atroposlib.groups import NOT_TRAINED, Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.type_definitions import Item, Message
+from atroposlib.wire.batching import NOT_TRAINED
 
 __all__ = [
     "NOT_TRAINED",

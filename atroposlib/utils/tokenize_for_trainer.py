@@ -7,8 +7,8 @@ from typing import Any
 
 from atroposlib.type_definitions import Message
 from atroposlib.utils.tokenizers import chat_ids
+from atroposlib.wire.batching import NOT_TRAINED
 
-IGNORE_INDEX = -100
 TRAINED_ROLES = frozenset({"assistant", "agent"})
 
 
@@ -41,11 +41,11 @@ def tokenize_for_trainer(
 
 def _mask_last_turn(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
     start = _prompt_length(tokenizer, chat, len(chat) - 1, tokens)
-    return [IGNORE_INDEX] * start + tokens[start:]
+    return [NOT_TRAINED] * start + tokens[start:]
 
 
 def _mask_all_turns(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
-    masks = [IGNORE_INDEX] * len(tokens)
+    masks = [NOT_TRAINED] * len(tokens)
     for turn, message in enumerate(chat):
         if message["role"] in TRAINED_ROLES:
             start = _prompt_length(tokenizer, chat, turn, tokens)

@@ -11,7 +11,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.calls import InferenceCalls
-from atroposlib.envs.server_handling.sequence_book import MASKED, ListBook, SequenceBook, SequenceNode, TreeBook
+from atroposlib.envs.server_handling.sequence_book import ListBook, SequenceBook, SequenceNode, TreeBook
+from atroposlib.wire.batching import NOT_TRAINED
 
 DUMMY_TOKENS = list(range(128))
 DUMMY_LOGPROB = -0.5
@@ -62,7 +63,7 @@ def _node(text: str, finish_reason: str) -> SequenceNode:
     return SequenceNode(
         full_text=text,
         tokens=DUMMY_TOKENS,
-        masked_tokens=[MASKED, *DUMMY_TOKENS[1:]],
+        masked_tokens=[NOT_TRAINED, *DUMMY_TOKENS[1:]],
         logprobs=[DUMMY_LOGPROB] * len(DUMMY_TOKENS),
         metadata={"finish_reason": finish_reason, "policy_versions": None, "dummy_tokens": True},
     )

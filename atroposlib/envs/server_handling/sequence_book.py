@@ -9,10 +9,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, Field
 
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
-
-# What marks a token that was not sampled: in masked_tokens, and in logprobs (no real log-probability is positive).
-MASKED = -100
-NO_LOGPROB = 1.0
+from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 
 
 class SequenceNode(BaseModel):
@@ -56,7 +53,7 @@ def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
 
 def unsampled_prompt(text: str, tokens: list[int]) -> Prompt:
     """A prompt of these ids; once the server has replied, of those that it says the model saw."""
-    return Prompt(text, tokens, [MASKED] * len(tokens), [NO_LOGPROB] * len(tokens), None, has_sampled=False)
+    return Prompt(text, tokens, [NOT_TRAINED] * len(tokens), [NO_LOGPROB] * len(tokens), None, has_sampled=False)
 
 
 def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Prompt:
@@ -79,7 +76,7 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Pr
     return Prompt(
         text,
         parent.tokens[:kept] + added,
-        parent.masked_tokens[:kept] + [MASKED] * len(added),
+        parent.masked_tokens[:kept] + [NOT_TRAINED] * len(added),
         parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
         (versions[0], versions[1]) if versions else None,
         has_sampled=True,
@@ -90,7 +87,7 @@ def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
     """Text of the special token that was sampled last, which full_text lacks; empty when there is none."""
     if (
         not node.tokens
-        or node.masked_tokens[-1] == MASKED
+        or node.masked_tokens[-1] == NOT_TRAINED
         or tokenizer.decode(node.tokens[-1:], skip_special_tokens=True)
     ):
         return ""

@@ -18,7 +18,7 @@ from atroposlib.api.queue import (
     NotRegistered,
     UnknownEnvironment,
 )
-from atroposlib.api.wire import EnvRegistration, Evaluation, Registration
+from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 
 def run(batch_size: int = 8, **other: Any) -> Registration:

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.sequence_book import (
-    MASKED,
     ListBook,
     Prompt,
     SequenceNode,
@@ -13,6 +12,7 @@ from atroposlib.envs.server_handling.sequence_book import (
     fresh_prompt,
 )
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from atroposlib.wire.batching import NOT_TRAINED
 
 TOKENIZER = make_tiny_tokenizer([("a", "b"), ("b", "a"), ("ab", "ab"), ("a", "ab"), ("b", "b")])
 END = TOKENIZER.eos_token_id
@@ -51,7 +51,7 @@ def test_the_ids_say_what_the_prompt_says_and_sampled_ones_are_carried(
         prompt = extended_prompt(text, node, TOKENIZER)
         kept += sampled if written or not ended else sampled[:-1]
         assert TOKENIZER.decode(prompt.tokens) == text
-        assert [token for token in prompt.masked_tokens if token != MASKED] == kept
+        assert [token for token in prompt.masked_tokens if token != NOT_TRAINED] == kept
         assert len(prompt.tokens) == len(prompt.masked_tokens) == len(prompt.logprobs)
         assert prompt.policy_versions == (1, 2)
 

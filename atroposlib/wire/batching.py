@@ -1,13 +1,18 @@
-"""Every request and reply body of the batching API as a typed structure, and the strict decoding of requests.
+"""Every request and reply body of the batching API as a typed record.
 
-Bodies are decoded once by msgspec. What it cannot say by type (non-finite numbers, lengths that must agree) is
-checked here; each refusal names the value and its position. Unknown fields are ignored; numeric strings, integral
-floats and booleans are taken as numbers.
+The API decodes requests into these records, and its clients decode replies into them. The API also takes numeric
+strings, integral floats and booleans as numbers (`atroposlib/api/decoding.py`). Unknown fields are ignored.
 """
 
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+# A token that was not sampled: its mask, and its log-probability (no real one is positive).
+NOT_TRAINED = -100
+NO_LOGPROB = 1.0
+MSGPACK = "application/msgpack"
+WAIT_FOR_TRAINER = "wait for trainer to start"  # the status of /register-env before a trainer polled for a batch
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
