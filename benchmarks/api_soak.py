@@ -93,12 +93,12 @@ class Api:
             str(folder / "groups.db"),
         ]
         self._log = (folder / "api.log").open("ab")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes]
         self.url = f"http://127.0.0.1:{self.port}"
 
     async def start(self) -> None:
         """Return when it answers."""
-        self._process = subprocess.Popen(self._command, stderr=self._log, stdout=self._log)
+        self._launch()
         end = time.monotonic() + START_DEADLINE_S
         async with aiohttp.ClientSession(trust_env=False) as session:
             while time.monotonic() < end:
@@ -110,9 +110,11 @@ class Api:
                 await asyncio.sleep(0.05)
         raise TimeoutError(f"no answer of {self.url} within {START_DEADLINE_S:.0f} s")
 
+    def _launch(self) -> None:
+        self._process = subprocess.Popen(self._command, stderr=self._log, stdout=self._log)
+
     def end(self, how: signal.Signals) -> None:
         """End it and wait for that."""
-        assert self._process is not None
         self._process.send_signal(how)
         self._process.wait(timeout=30)
 

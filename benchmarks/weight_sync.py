@@ -369,9 +369,11 @@ def _page(
         clients=options.clients,
         times="\n".join(_times(figures)),
         memory="\n".join(_memory(figures)),
-        goals="\n".join(f"| {what} | {measured} | {limit} | {'met' if met else '**missed**'} |"
-                        for what, measured, limit, met in _goals(figures, limits)),
-    )  # fmt: skip
+        goals="\n".join(
+            f"| {what} | {measured} | {limit} | {'met' if met else '**missed**'} |"
+            for what, measured, limit, met in _goals(figures, limits)
+        ),
+    )
 
 
 def _times(figures: dict[str, dict[str, Any]]) -> Iterator[str]:

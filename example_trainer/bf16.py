@@ -91,11 +91,21 @@ class StochasticAdamW(Optimizer):
             )
         beta1, beta2 = group["betas"]
         adamw(
-            [exact], [gradient.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            [exact],
+            [gradient.float()],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
             eps=group["eps"],
-            maximize=False, fused=True,
-        )  # fmt: skip
+            maximize=False,
+            fused=True,
+        )
         parameter.copy_(stochastic_round(exact) if parameter.dtype == torch.bfloat16 else exact)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -186,7 +186,7 @@ class Adapters:
         del self._table[former.lora_name]
 
         async def drop_when_unused() -> None:
-            while former.lora_name in compat.adapters_in_use(self._engine):
+            while former.lora_name in compat.adapters_in_use(self._engine):  # noqa: ASYNC110  vLLM tells nobody
                 await asyncio.sleep(POLL_S)
             await self._engine.remove_lora(former.lora_int_id)
             log.info("Unloaded %s", former.lora_name)

@@ -2,7 +2,7 @@
 takes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ class ApiSettings:
     token_file: Path | None = None  # holds the token in place of `token`, and is followed
     post_token: str | None = None  # opens what an environment asks for, and nothing else
     post_token_file: Path | None = None
-    hosts: OwnHosts = OwnHosts()  # the Host names that it answers to
+    hosts: OwnHosts = field(default_factory=OwnHosts)  # the Host names that it answers to
     legacy_gets: bool | None = None  # GET /batch and GET /reset_data, which change state; None is the former only
     max_body_bytes: int = 512 * 2**20  # of one request, as sent and decompressed
     max_inflight_bytes: int = 2 * 2**30  # of all bodies that are being received and stored

@@ -125,7 +125,7 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
         self._sandbox: Sandbox | None = None
         # The child's stderr, bounded by its limit of file size.
-        self._errors: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)
+        self._errors: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  closes with this object
 
     async def ask(self, content: Mapping[str, Any]) -> dict[str, Any]:
         request = {"id": secrets.token_hex(8), "time_limit_s": self._time_limit_s, **content}

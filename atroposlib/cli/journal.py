@@ -86,9 +86,9 @@ def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
             reader.expect(head)
             yield reader, replay(reader)
     finally:
-        with contextlib.suppress(HeadInUse, OSError):  # a running API owns what is beside the file
-            with contextlib.closing(Head(path, patience_s=0)):
-                found.restore()
+        # a running API owns what is beside the file
+        with contextlib.suppress(HeadInUse, OSError), contextlib.closing(Head(path, patience_s=0)):
+            found.restore()
 
 
 # --- commands -------------------------------------------------------------------------------------------------------

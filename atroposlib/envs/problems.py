@@ -131,10 +131,15 @@ async def hub_problem_set(
         log.info("Loading %s (%s) from the Hugging Face hub, at most %.0f s", dataset, name, deadline_s)
         start = time.monotonic()
         await _run_hub_child([dataset, name, folder], deadline_s)
-        splits = sorted(Path(folder).glob("*.jsonl"))
-        problems = read_problem_set(splits[0] if len(splits) == 1 else Path(folder), None, held_out, seed, fields)
+        problems = read_problem_set(_downloaded(Path(folder)), None, held_out, seed, fields)
         log.info("Loaded %d problems from %s in %.1f s", len(problems.train), dataset, time.monotonic() - start)
         return problems
+
+
+def _downloaded(folder: Path) -> Path:
+    """The one split that the hub gave, or the folder of several."""
+    splits = sorted(folder.glob("*.jsonl"))
+    return splits[0] if len(splits) == 1 else folder
 
 
 async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:

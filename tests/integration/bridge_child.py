@@ -50,9 +50,13 @@ def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, P
     """A bridge whose server serves version 0, and the model that it trains."""
     configure_logging("child")
     common: dict[str, Any] = dict(
-        model_name=model_name, weight_bridge_mode="shared_vllm", vllm_port=port, bridge_timeout_s=40, bridge_lease_s=20,
+        model_name=model_name,
+        weight_bridge_mode="shared_vllm",
+        vllm_port=port,
+        bridge_timeout_s=40,
+        bridge_lease_s=20,
         vllm_api_key=os.environ["VLLM_API_KEY"],
-    )  # fmt: skip
+    )
     bridge = make_bridge(TrainerConfig(**common | settings))
     model = bridge.connect(model_name, torch.device("cpu"))
     bridge.sync(0, lambda: None)

@@ -111,10 +111,13 @@ def start_server(
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            entering(namespace, tied(command, "TERM")), stdout=output, stderr=subprocess.STDOUT, env=environment,
+            entering(namespace, tied(command, "TERM")),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
             cwd=folder,
             start_new_session=True,
-        )  # fmt: skip
+        )
     server = Server(port, str(model), log, process, host, namespace)
     if wait:
         await_server(server)
@@ -173,10 +176,15 @@ def stop_server(server: Server) -> None:
 @pytest.fixture(scope="session")
 def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LlamaConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=False, max_position_embeddings=512,
-    )  # fmt: skip
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+    )
     return save_tiny_model(tmp_path_factory.mktemp("llama"), config)
 
 
@@ -184,10 +192,15 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2: biases on q, k, v and a tied head; a vocabulary that vLLM pads."""
     config = Qwen2Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=True, max_position_embeddings=512,
-    )  # fmt: skip
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
     return save_tiny_model(tmp_path_factory.mktemp("qwen"), config)
 
 

@@ -59,11 +59,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     angles.
     """
     config = Qwen3Config(
-        vocab_size=1000, hidden_size=128, intermediate_size=264, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=264,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32, tie_word_embeddings=True, max_position_embeddings=5000, initializer_range=0.1,
-        rope_parameters={"rope_type": "yarn", "rope_theta": 10000.0, "factor": 5.0, "original_max_position_embeddings": 1000},
-    )  # fmt: skip
+        head_dim=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=5000,
+        initializer_range=0.1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 5.0,
+            "original_max_position_embeddings": 1000,
+        },
+    )
     folder = save_tiny_model(tmp_path_factory.mktemp("exact"), config)
     flags = ("--batch-invariant", "--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--max-model-len", "5000")
     flags = (*flags, "--num-gpu-blocks-override", str(BLOCKS))
@@ -81,11 +93,17 @@ def trainer(server: Server) -> Any:
 
 def rotated(family: type[LlamaConfig] | type[Qwen2Config], folder: Path, **rope_parameters: Any) -> Path:
     config = family(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=False, max_position_embeddings=512, initializer_range=0.1,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+        initializer_range=0.1,
         rope_parameters={"rope_theta": 10000.0, **rope_parameters},
-    )  # fmt: skip
+    )
     return save_tiny_model(folder, config)
 
 
@@ -201,9 +219,15 @@ def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
 @pytest.mark.parametrize("path", ["use_shared_memory", "single_copy"])
 def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path: str) -> None:
     config = TrainerConfig(
-        model_name=server.model, weight_bridge_mode="shared_vllm", vllm_port=server.port, lr=1e-3, batch_invariant=True,
-        vllm_api_key=API_KEY, bridge_timeout_s=60, **{path: True},
-    )  # fmt: skip
+        model_name=server.model,
+        weight_bridge_mode="shared_vllm",
+        vllm_port=server.port,
+        lr=1e-3,
+        batch_invariant=True,
+        vllm_api_key=API_KEY,
+        bridge_timeout_s=60,
+        **{path: True},
+    )
     with contextlib.closing(make_bridge(config)) as bridge:
         model = bridge.connect(server.model, torch.device("cpu"))
         make_exact(model, torch.float32)
@@ -217,7 +241,8 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             figures = batch_gradients(
                 model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
             )
-            assert figures.ratio_mean == 1.0 and figures.logprob_diff_max == 0.0, comparison.table()
+            assert figures.ratio_mean == 1.0, comparison.table()
+            assert figures.logprob_diff_max == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
             bridge.sync(step, partial(update, optimizer, scheduler))
         assert server.status()["policy_version"] == 3
@@ -229,11 +254,17 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
 def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
     folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
     config = TrainerConfig(
-        model_name=str(folder), weight_bridge_mode="none", vllm_port=free_port(), vllm_restart_interval=1,
+        model_name=str(folder),
+        weight_bridge_mode="none",
+        vllm_port=free_port(),
+        vllm_restart_interval=1,
         vllm_api_key=API_KEY,
         vllm_flags="--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
-        save_path=tmp_path / "checkpoints", log_dir=tmp_path, lr=1e-3, batch_invariant=True,
-    )  # fmt: skip
+        save_path=tmp_path / "checkpoints",
+        log_dir=tmp_path,
+        lr=1e-3,
+        batch_invariant=True,
+    )
     with contextlib.closing(make_bridge(config)) as bridge:
         model = bridge.connect(str(folder), torch.device("cpu"))
         make_exact(model, torch.bfloat16, tp_size=2)

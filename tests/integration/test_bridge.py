@@ -154,14 +154,17 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
             ours = json.loads(read_until(child, f"SYNCED {version} ").split(maxsplit=2)[2])
             held[version] = {"trainer": ours, "server": held_by(session_members(server.process.pid))}
     code, out, err = finish(child, 120)
-    assert code == 0 and float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
+    assert code == 0, err[-2000:]
+    assert float(out.split("PARITY ")[1]) <= PARITY, err[-2000:]
     assert load.failures == []
     assert len(load.versions) > 20
     assert all(first <= last for first, last in load.versions)
     # 180 leaked staging buffers would be 400 MB, 180 leaked threads or sockets 180 of them
     for side in ("trainer", "server"):
         grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}
-        assert grown["memory"] < 150e6 and grown["files"] < 20 and grown["threads"] < 20, (side, held)
+        assert grown["memory"] < 150e6, (side, held)
+        assert grown["files"] < 20, (side, held)
+        assert grown["threads"] < 20, (side, held)
 
 
 class Load:
@@ -238,9 +241,8 @@ def test_a_trainer_is_refused_for_want_of_memory_and_the_last_version_served(vll
     assert sync_and_probe(vllm_server) <= PARITY
     with without_memory(workers_of(vllm_server)):
         code, _, err = finish(start_child(vllm_server, "sync 8"))
-        assert code != 0 and re.search(r"TP0 failed \(.*cannot allocate .* MB of shared memory: File too large", err), (
-            err[-2000:]
-        )
+        assert code != 0, err[-2000:]
+        assert re.search(r"TP0 failed \(.*cannot allocate .* MB of shared memory: File too large", err), err[-2000:]
         assert vllm_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
     assert sync_and_probe(vllm_server) <= PARITY
 
@@ -291,7 +293,8 @@ def test_bad_generate_requests_are_4xx_with_the_value(
     vllm_server: Server, body: dict, status: int, fragment: str
 ) -> None:
     reply = requests.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
-    assert reply.status_code == status and fragment in reply.text, reply.text
+    assert reply.status_code == status, reply.text
+    assert fragment in reply.text, reply.text
 
 
 def test_generate_returns_one_logprob_a_token_at_the_sampled_temperature(vllm_server: Server) -> None:

@@ -38,7 +38,7 @@ def test_health_says_why_an_engine_is_of_no_use(llama_folder: Path, tmp_path: Pa
         engine = engine_of(server)
         os.kill(engine, signal.SIGSTOP)
         assert "has not answered for 3 s (--engine-deadline-s)" in health_becomes(server, 503)
-        with pytest.raises(BridgeError, match="503.*has not answered for 3 s"):
+        with pytest.raises(BridgeError, match=r"503.*has not answered for 3 s"):
             client.heartbeat("s")
         refused = server.request("POST", "/generate", json={"prompt": {"prompt_token_ids": [1]}, "max_tokens": 1})
         assert refused.status_code == 503
@@ -49,7 +49,7 @@ def test_health_says_why_an_engine_is_of_no_use(llama_folder: Path, tmp_path: Pa
 
         os.kill(engine, signal.SIGKILL)
         assert "engine has died" in health_becomes(server, 503)
-        with pytest.raises(BridgeError, match="503.*engine has died"):
+        with pytest.raises(BridgeError, match=r"503.*engine has died"):
             client.heartbeat("s")
     finally:
         stop_server(server)

@@ -97,7 +97,11 @@ def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
         deadline = time.monotonic() + 500
         while services["trainer"].poll() is None:
             dead = [name for name in ("api", "vllm") if services[name].poll() is not None]
-            assert not dead and time.monotonic() < deadline, (
+            assert not dead, (
+                dead,
+                (tmp_path / f"{(dead or ['trainer'])[0]}.log").read_text()[-3000:],
+            )
+            assert time.monotonic() < deadline, (
                 dead,
                 (tmp_path / f"{(dead or ['trainer'])[0]}.log").read_text()[-3000:],
             )

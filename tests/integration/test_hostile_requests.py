@@ -12,43 +12,81 @@ DEEP = "[" * 900 + "]" * 900
 PLAIN = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 2}
 
 WRONG = [
-    {"max_tokens": 1.5}, {"max_tokens": "2"}, {"seed": 2**70}, {"seed": 2**63}, {"ignore_eos": "false"},
+    {"max_tokens": 1.5},
+    {"max_tokens": "2"},
+    {"seed": 2**70},
+    {"seed": 2**63},
+    {"ignore_eos": "false"},
     {"temperature": "hot"},
-    {"structured_outputs": {}}, {"structured_outputs": {"regex": 5}}, {"logit_bias": {"5": "x"}},
-    {"logit_bias": {"99999": 1}},
-    {"stop_token_ids": [-1]}, {"allowed_token_ids": [10**9]}, {"logprob_token_ids": [1.5]},
-    {"trace_decode_token_ids": [-1]},
-    {"bad_words": "abc"}, {"stop": ["\ud800"]}, {"extra_args": {"a": 2**70}},
-    {"extra_args": {"kv_transfer_params": "x"}},
-    {"repetition_detection": {"max_pattern_size": -1}}, {"min_tokens": 2**62, "max_tokens": None}, {"n": 10**9},
-    {"prompt": {"prompt_token_ids": [1.5]}}, {"prompt": {"prompt_token_ids": [1000]}},
-    {"prompt": {"prompt_token_ids": [-1]}},
-    {"prompt": {"prompt_token_ids": [2**70]}}, {"prompt": {"prompt_token_ids": [True]}}, {"prompt": "\ud800"},
-    {"model": [1]},
-]  # fmt: skip
-RIGHT = [
-    {"max_tokens": 2.0}, {"seed": 1.0, "logprobs": 0.0, "min_tokens": 1.0}, {"seed": -(2**63)}, {"top_k": 2.0**40},
-    {"logit_bias": {"5": 100}}, {"stop_token_ids": [3.0]}, {"prompt": {"prompt_token_ids": [1.0, 2.0, 3.0]}},
-    {"extra_args": {"a": 1.5}},
-    {"structured_outputs": {"choice": ["a"]}}, {"repetition_detection": {"max_pattern_size": 2**62, "min_count": 2}},
-]  # fmt: skip
-OPENAI = [
-    {"max_tokens": 1.5}, {"seed": 2**70}, {"priority": 2**70}, {"stream_interval": 2**70}, {"vllm_xargs": {"a": 2**70}},
-    {"kv_transfer_params": {"a": 2**70}}, {"request_id": "\ud800"}, {"session_id": "\ud800"}, {"stop": ["\ud800"]},
-    {"prompt": [2**70]},
-    {"repetition_detection": {"max_pattern_size": 2**70, "min_count": 2}}, {"stop_token_ids": [2**70]},
     {"structured_outputs": {}},
-]  # fmt: skip
+    {"structured_outputs": {"regex": 5}},
+    {"logit_bias": {"5": "x"}},
+    {"logit_bias": {"99999": 1}},
+    {"stop_token_ids": [-1]},
+    {"allowed_token_ids": [10**9]},
+    {"logprob_token_ids": [1.5]},
+    {"trace_decode_token_ids": [-1]},
+    {"bad_words": "abc"},
+    {"stop": ["\ud800"]},
+    {"extra_args": {"a": 2**70}},
+    {"extra_args": {"kv_transfer_params": "x"}},
+    {"repetition_detection": {"max_pattern_size": -1}},
+    {"min_tokens": 2**62, "max_tokens": None},
+    {"n": 10**9},
+    {"prompt": {"prompt_token_ids": [1.5]}},
+    {"prompt": {"prompt_token_ids": [1000]}},
+    {"prompt": {"prompt_token_ids": [-1]}},
+    {"prompt": {"prompt_token_ids": [2**70]}},
+    {"prompt": {"prompt_token_ids": [True]}},
+    {"prompt": "\ud800"},
+    {"model": [1]},
+]
+RIGHT = [
+    {"max_tokens": 2.0},
+    {"seed": 1.0, "logprobs": 0.0, "min_tokens": 1.0},
+    {"seed": -(2**63)},
+    {"top_k": 2.0**40},
+    {"logit_bias": {"5": 100}},
+    {"stop_token_ids": [3.0]},
+    {"prompt": {"prompt_token_ids": [1.0, 2.0, 3.0]}},
+    {"extra_args": {"a": 1.5}},
+    {"structured_outputs": {"choice": ["a"]}},
+    {"repetition_detection": {"max_pattern_size": 2**62, "min_count": 2}},
+]
+OPENAI = [
+    {"max_tokens": 1.5},
+    {"seed": 2**70},
+    {"priority": 2**70},
+    {"stream_interval": 2**70},
+    {"vllm_xargs": {"a": 2**70}},
+    {"kv_transfer_params": {"a": 2**70}},
+    {"request_id": "\ud800"},
+    {"session_id": "\ud800"},
+    {"stop": ["\ud800"]},
+    {"prompt": [2**70]},
+    {"repetition_detection": {"max_pattern_size": 2**70, "min_count": 2}},
+    {"stop_token_ids": [2**70]},
+    {"structured_outputs": {}},
+]
 
 
 OFFER = {
-    "session": "s", "address": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo", "manifest_digest": "d", "bucket_bytes": 1,
-    "timeout_s": 1, "lease_s": 1, "trainer": "h:1",
-}  # fmt: skip
+    "session": "s",
+    "address": "127.0.0.1",
+    "port": 1,
+    "world_size": 2,
+    "backend": "gloo",
+    "manifest_digest": "d",
+    "bucket_bytes": 1,
+    "timeout_s": 1,
+    "lease_s": 1,
+    "trainer": "h:1",
+}
 PROCESS = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
 ATTACH = {"session": "s", "manifest_digest": "d", "lease_s": 1, "trainer": "h:1", "process": PROCESS}
 BRIDGE = [
-    ("session", OFFER | {"port": 1.5}, "1.5"), ("session", OFFER | {"lease_s": 301}, "301"),
+    ("session", OFFER | {"port": 1.5}, "1.5"),
+    ("session", OFFER | {"lease_s": 301}, "301"),
     ("session", OFFER | {"trainer": "a\nb"}, "trainer"),
     ("attach", ATTACH | {"process": PROCESS | {"pid": "x"}}, "pid"),
     ("attach", ATTACH | {"process": PROCESS | {"pid": 10**30}}, "pid"),
@@ -56,11 +94,12 @@ BRIDGE = [
     ("commit", {"session": "s", "policy_version": 2**70}, "policy_version"),
     ("commit", {"session": "s", "policy_version": "1"}, "policy_version"),
     ("commit", {"session": "s", "policy_version": 1.5}, "1.5"),
-    ("resume", {"session": "s", "policy_version": 2**70}, "policy_version"), ("resume", {"session": ["s"]}, "session"),
+    ("resume", {"session": "s", "policy_version": 2**70}, "policy_version"),
+    ("resume", {"session": ["s"]}, "session"),
     ("pause", {"session": "a" * 129, "policy_version": 1, "deadline_s": 1}, "session"),
     ("pause", {"session": "s", "policy_version": 1, "deadline_s": 1e9}, "deadline_s"),
     ("fence", {"session": "s\n", "reason": "r"}, "session"),
-]  # fmt: skip
+]
 
 
 def post(server: Server, path: str, body: Any) -> tuple[int, str]:
@@ -73,7 +112,9 @@ def post(server: Server, path: str, body: Any) -> tuple[int, str]:
 def test_wrongly_typed_requests_are_400_and_the_engine_lives_on(vllm_server: Server) -> None:
     for wrong in WRONG:
         status, text = post(vllm_server, "/generate", PLAIN | wrong)
-        assert status == 400 and text.isascii() and next(iter(wrong)) in text, (wrong, status, text)
+        assert status == 400, (wrong, status, text)
+        assert text.isascii(), (wrong, status, text)
+        assert next(iter(wrong)) in text, (wrong, status, text)
     for text in (
         f'{{"prompt": {DEEP}}}',
         f'{{"prompt": "a", "extra_args": {{"a": {DEEP}}}}}',
@@ -106,7 +147,8 @@ def test_no_openai_route_reaches_the_engine_with_what_it_cannot_decode(vllm_serv
 def test_fields_of_the_bridge_are_typed_and_bounded(vllm_server: Server) -> None:
     for route, body, named in BRIDGE:
         status, text = post(vllm_server, f"/v1/bridge/{route}", body)
-        assert status == 400 and named in text, (route, body, status, text)
+        assert status == 400, (route, body, status, text)
+        assert named in text, (route, body, status, text)
     status = vllm_server.status()
     assert status["session"] is None
     assert status["refusing"] is None

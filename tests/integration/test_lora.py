@@ -45,10 +45,15 @@ def server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def lora_bridge(model: str, port: int, save_path: Path, **changes: Any) -> LoraBridge:
     settings: dict[str, Any] = dict(
-        model_name=model, weight_bridge_mode="lora_only", lora_r=8, vllm_port=port, vllm_api_key=API_KEY,
+        model_name=model,
+        weight_bridge_mode="lora_only",
+        lora_r=8,
+        vllm_port=port,
+        vllm_api_key=API_KEY,
         save_path=save_path,
-        bridge_timeout_s=60, bridge_lease_s=20,
-    )  # fmt: skip
+        bridge_timeout_s=60,
+        bridge_lease_s=20,
+    )
     return LoraBridge(TrainerConfig(**settings | changes))
 
 
@@ -172,12 +177,15 @@ def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_onc
 ) -> None:
     child = subprocess.Popen(
         tied([sys.executable, "-m", "tests.integration.lora_child", server.model, str(server.port), str(tmp_path)]),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert child.stdout is not None
     assert child.stderr is not None
     assert any(line.startswith("SERVED 1") for line in child.stdout), child.stderr.read()[-2000:]
-    with pytest.raises(BridgeError, match="holds session .* stop it, or wait for its lease to end"):
+    with pytest.raises(BridgeError, match=r"holds session .* stop it, or wait for its lease to end"):
         lora_bridge(server.model, server.port, tmp_path).connect(server.model, CPU)
     left = server.status()["served_model"]
     leftover = tmp_path / "adapters" / f".policy-v2-aaaaaa.partial-{child.pid}"
@@ -234,7 +242,8 @@ def test_a_bad_adapter_is_refused_and_the_one_before_still_served(
     }
     for attempt, (folder, message) in enumerate(cases.items()):
         reply = post_adapter(server, folder, f"policy-v9-bad{attempt}")
-        assert reply.status_code == 422 and message in reply.text, (folder, reply.text)
+        assert reply.status_code == 422, (folder, reply.text)
+        assert message in reply.text, (folder, reply.text)
         assert server.status()["served_model"] == served_names(server)[-1] == name
         assert complete(server, "default")["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
             before, abs=1e-5
@@ -312,7 +321,8 @@ def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_sti
         folder = Path(shutil.copytree(good, tmp_path / name))
         save_file({**tensors, **changes}, folder / "adapter_model.safetensors")
         reply = post_adapter(server, folder, f"policy-v9-{attempt}")
-        assert reply.status_code == 422 and message in reply.text, (name, reply.text)
+        assert reply.status_code == 422, (name, reply.text)
+        assert message in reply.text, (name, reply.text)
         assert server.status()["served_model"] == "policy-v9-good"
     for name in ("", "a" * 129, "policy\n", "\x1b[2J", "\u202e"):
         assert post_adapter(server, good, name).status_code in (400, 422), name

@@ -131,7 +131,8 @@ def test_troubleshooting_commands_work_in_the_run_folder(finished: Finished) -> 
     for command in commands:
         where = REPOSITORY if command.startswith("scripts/") else finished.folder
         done = subprocess.run(["bash", "-c", command], cwd=where, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0 and done.stdout.strip(), (command, done.stderr)
+        assert done.returncode == 0, (command, done.stderr)
+        assert done.stdout.strip(), (command, done.stderr)
 
 
 @pytest.mark.parametrize("victim", ["trainer", "vllm"])
@@ -150,6 +151,7 @@ def test_a_dying_service_ends_the_others_within_ten_seconds_and_is_named(victim:
     process.wait(30)
     assert time.monotonic() - killed < 12  # 10 s and the time to notice
     output = (tmp_path / "console.txt").read_text()
-    assert process.returncode != 0 and re.search(rf"{victim} \(pid \d+\) died", output), output[-2000:]
+    assert process.returncode != 0, output[-2000:]
+    assert re.search(rf"{victim} \(pid \d+\) died", output), output[-2000:]
     assert all(session_members(pid) == [] for pid in pids.values())
     shutil.rmtree(run)

@@ -37,7 +37,8 @@ def train_and_probe(server: Server) -> str:
     code, out, err = finish(start_child(server, "sync"), 240)
     assert code == 0, err[-2000:]
     differences = [float(value) for value in re.findall(r"PARITY (\S+)", out)]
-    assert len(differences) == 3 and max(differences) <= PARITY, differences
+    assert len(differences) == 3, differences
+    assert max(differences) <= PARITY, differences
     return out
 
 
@@ -59,7 +60,9 @@ def check_refusal(server: Server, fragment: str) -> None:
     assert fragment in wait_until_refused(server)["poisoned"]
     for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
         reply = requests.post(server.url + path, json={"prompt": "x", "max_tokens": 1}, headers=AUTHORIZED, timeout=30)
-        assert reply.status_code == 503 and fragment in reply.text and reply.headers["retry-after"], reply.text
+        assert reply.status_code == 503, reply.text
+        assert fragment in reply.text, reply.text
+        assert reply.headers["retry-after"], reply.text
     assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
 
 
@@ -89,7 +92,8 @@ def test_weights_are_in_memory_once(vllm_server: Server) -> None:
     }
     child.kill()
     child.wait()
-    assert child.pid in held and len(held) == 2, held
+    assert child.pid in held, held
+    assert len(held) == 2, held
     parameters = 2 * 1000 * 128 + 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256) + 5 * 128
     assert sum(held.values()) == pytest.approx(4 * parameters / 1024, rel=0.02)  # kB; two copies would be twice that
 
@@ -167,7 +171,9 @@ def test_a_worker_that_fails_is_named_and_the_ranks_stay_in_step(vllm_server_tp2
         sorted(workers_of(server))[1:]
     ):  # the weights cannot be moved out of the frozen trainer's reach
         code, _, err = finish(start_child(server, "sync"))
-        assert code != 0 and "bridge_renew failed on rank 1" in err and "cannot allocate" in err, err[-2000:]
+        assert code != 0, err[-2000:]
+        assert "bridge_renew failed on rank 1" in err, err[-2000:]
+        assert "cannot allocate" in err, err[-2000:]
         assert [worker["rank"] for worker in server.status()["workers"]] == [0, 1]
         check_refusal(server, "fell silent while it updated the weights to policy version 1")
     train_and_probe(server)
@@ -189,7 +195,8 @@ def test_bfloat16_weights_are_trained_in_place(bf16_server: Server, bf16_update:
     code, out, err = finish(start_child(bf16_server, f"train {bf16_update}"), 120)
     assert code == 0, err[-2000:]
     differences = [float(value) for value in re.findall(r"PARITY (\S+)", out)]
-    assert len(differences) == 3 and max(differences) <= BF16_PARITY, differences
+    assert len(differences) == 3, differences
+    assert max(differences) <= BF16_PARITY, differences
     assert "BYTES 0" in out
     assert "BYTES" not in out.replace("BYTES 0", "")
     reply = bf16_server.generate(prompt, max_tokens=1, prompt_logprobs=0)
@@ -211,7 +218,8 @@ def test_second_trainer_is_refused_while_one_lives(server: Server) -> None:
     read_until(child, "SYNCED 0")
     for second in (start_child(server, "sync"), start_broadcast(server, "sync")):
         code, _, err = finish(second)
-        assert code != 0 and "holds session" in err, err[-2000:]
+        assert code != 0, err[-2000:]
+        assert "holds session" in err, err[-2000:]
     child.kill()
     child.wait()
 

@@ -35,8 +35,12 @@ def test_the_restart_script_trains_and_leaves_nothing_behind(llama_folder: Path)
     done = subprocess.run(
         [*command, "--api-port", str(free_port()), "--vllm-port", str(free_port())],
         env={**os.environ, "ATROPOS_PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY)},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     try:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         assert "[Bridge] Policy version 1 is served" in done.stdout

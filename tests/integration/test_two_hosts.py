@@ -49,9 +49,16 @@ def trainer(
     hosts_file = tmp_path / "hosts"
     hosts_file.write_text("".join(f"{host.address}  # vLLM\n" for host in hosts))
     with trainer_process(
-        str(llama_folder), tmp_path, "--vllm-port", "9001", "--hosts-file", str(hosts_file),
-        namespace=hosts[0].namespace, NUM_INFERENCE_NODES="2", MASTER_ADDR=hosts[0].address,
-    ) as process:  # fmt: skip
+        str(llama_folder),
+        tmp_path,
+        "--vllm-port",
+        "9001",
+        "--hosts-file",
+        str(hosts_file),
+        namespace=hosts[0].namespace,
+        NUM_INFERENCE_NODES="2",
+        MASTER_ADDR=hosts[0].address,
+    ) as process:
         yield process
 
 
@@ -108,7 +115,8 @@ def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_u
         assert time.monotonic() - start < DEADLINE_S
         for path in ("/generate", "/v1/completions"):
             reply = far.request("POST", path, json={"model": far.model, "prompt": "x", "max_tokens": 1})
-            assert reply.status_code == 503 and "left out of the weight sync" in reply.text, reply.text
+            assert reply.status_code == 503, reply.text
+            assert "left out of the weight sync" in reply.text, reply.text
         assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
     finally:
         os.kill(frozen, signal.SIGCONT)

@@ -77,9 +77,13 @@ def trainer_process(
     log = folder / "trainer.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
-            entering(namespace, tied(command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            entering(namespace, tied(command)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
             env={**os.environ, "VLLM_API_KEY": API_KEY, "PYTHONPATH": str(REPOSITORY), **environment},
-        )  # fmt: skip
+        )
     try:
         child = TrainerProcess(process, log)
         assert child.row() == {"version": 0}

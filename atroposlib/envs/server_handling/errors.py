@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 
 from atroposlib.redirects import refused_redirect
 
@@ -45,10 +46,8 @@ def describe(error: BaseException) -> str:
 def reason_of(body: bytes) -> str:
     """The sentence in an error's body, in OpenAI's form or another."""
     text = body.decode(errors="replace")
-    try:
+    with suppress(ValueError, KeyError, TypeError, RecursionError):  # some other form: the body itself is the best
         text = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass  # some other form: the body itself is the best there is
     return " ".join(text.split())[:500] or "no reason given"
 
 

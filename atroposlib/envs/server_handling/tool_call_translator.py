@@ -10,6 +10,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
@@ -168,9 +169,7 @@ def _tool_call(name: str, arguments: Any) -> ToolCall:
 
 def _hermes_text(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments") or "{}"
-    try:
+    with suppress(ValueError, RecursionError):  # arguments that are no JSON are shown as the text they are
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        pass  # arguments that are no JSON are shown as the text they are
     body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"

@@ -221,7 +221,7 @@ def test_a_database_of_another_kind_is_not_written_to(path: Path) -> None:
 def test_a_journal_where_none_can_be_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(JournalError, match="does not exist; create it"):
         create_app(journal=tmp_path / "no" / "groups.db")
-    with pytest.raises(JournalError, match="cannot be used|cannot be opened"):
+    with pytest.raises(JournalError, match=r"cannot be used|cannot be opened"):
         create_app(journal=tmp_path)
 
 
@@ -234,7 +234,7 @@ def test_a_write_that_was_cut_off_before_its_reply_is_as_if_it_had_not_been(path
         torn = crashed(path)
     wal = Path(f"{torn}-wal")
     wal.write_bytes(wal.read_bytes()[:-5000])
-    with pytest.raises(JournalDamaged, match="it ends with change 4, .* names 5 as acknowledged: 1 change is lost"):
+    with pytest.raises(JournalDamaged, match=r"it ends with change 4, .* names 5 as acknowledged: 1 change is lost"):
         create_app(journal=torn)
     Path(f"{torn}.head").write_bytes(
         head_before

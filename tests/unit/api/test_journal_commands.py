@@ -175,8 +175,11 @@ def test_groups_are_exported_to_a_terminal_that_cannot_show_them(client: TestCli
     client.post("/scored_data", json=group(4, 5) | {"messages": [[{"role": "user", "content": "é\u2028"}]] * 4})
     exported = subprocess.run(
         [sys.executable, "-m", "atroposlib.cli.run_api", "journal", "export", path],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
     assert any(
         "é" in json.dumps(json.loads(line), ensure_ascii=False) for line in exported.stdout.decode().split("\n") if line
     )

@@ -77,7 +77,8 @@ def outcome(path: Path) -> str:
     try:
         service = RolloutService(ApiSettings(), Journal(path))
     except JournalError as error:
-        assert "\n" not in str(error)
+        line = str(error)
+        assert "\n" not in line
         assert digests(path.parent) == before
         return "refused"
     assert service.journal is not None
@@ -203,7 +204,7 @@ def test_an_older_copy_beside_a_newer_head_is_refused(path: Path) -> None:
         if mark == 0:
             older = path.read_bytes()
     path.write_bytes(older)
-    with pytest.raises(JournalDamaged, match="ends with change 4, .* names 8 as acknowledged: 4 changes"):
+    with pytest.raises(JournalDamaged, match=r"ends with change 4, .* names 8 as acknowledged: 4 changes"):
         create_app(journal=path)
 
 
@@ -491,7 +492,7 @@ def test_only_regular_files_are_taken(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
     make(Path(name))
-    with pytest.raises(JournalError, match="is a (link|pipe|socket|folder), not a regular file"):
+    with pytest.raises(JournalError, match=r"is a (link|pipe|socket|folder), not a regular file"):
         create_app(journal=Path("groups.db"))
     assert [file.name for file in tmp_path.iterdir()] == [name]
 

@@ -110,7 +110,7 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
-        with pytest.raises(ValueError, match="not a regular file|Is a directory"):
+        with pytest.raises(ValueError, match=r"not a regular file|Is a directory"):
             read_token(path, "--api-token-file")
 
 

@@ -29,8 +29,14 @@ def test_the_launcher_chooses_what_the_trainer_can_match(monkeypatch: pytest.Mon
 
 def configuration(**changes: Any) -> Any:
     settings = {
-        "dtype": torch.bfloat16, "backend": "FLASH_ATTN", "version": None, "mode": 0, "block_size": BLOCK, "cascade": False, "v2": False
-    } | changes  # fmt: skip
+        "dtype": torch.bfloat16,
+        "backend": "FLASH_ATTN",
+        "version": None,
+        "mode": 0,
+        "block_size": BLOCK,
+        "cascade": False,
+        "v2": False,
+    } | changes
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=settings["dtype"], disable_cascade_attn=not settings["cascade"]),
         attention_config=SimpleNamespace(

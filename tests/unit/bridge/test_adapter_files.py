@@ -42,15 +42,28 @@ def test_a_whole_adapter_is_read_as_rank_and_sizes_of_its_layers(tmp_path: Path)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"r": None}, {"r": "4"}, {"r": 4.5}, {"r": 0}, {"r": -1}, {"r": True}, {"r": 10**30}, {"r": [4]},
+        {"r": None},
+        {"r": "4"},
+        {"r": 4.5},
+        {"r": 0},
+        {"r": -1},
+        {"r": True},
+        {"r": 10**30},
+        {"r": [4]},
         {"lora_alpha": None},
-        {"lora_alpha": "8"}, {"lora_alpha": 1e300}, {"lora_alpha": -1}, {"target_modules": None},
+        {"lora_alpha": "8"},
+        {"lora_alpha": 1e300},
+        {"lora_alpha": -1},
+        {"target_modules": None},
         {"target_modules": [1]},
-        {"target_modules": {}}, {"base_model_name_or_path": 5}, {"use_rslora": "yes"},
+        {"target_modules": {}},
+        {"base_model_name_or_path": 5},
+        {"use_rslora": "yes"},
         {"rank_pattern": {"q_proj": "4"}},
-        {"rank_pattern": [4]}, {"alpha_pattern": {"q_proj": 1e300}},
+        {"rank_pattern": [4]},
+        {"alpha_pattern": {"q_proj": 1e300}},
     ],
-)  # fmt: skip
+)
 def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(AdapterFault, match=f"Expected .*{next(iter(settings))}"):
         read(adapter(tmp_path, **settings))
@@ -123,16 +136,19 @@ def test_tensors_that_are_not_what_the_configuration_says_are_refused(
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (torch.nan, torch.float32), (torch.inf, torch.float32), (-torch.inf, torch.bfloat16), (3e38, torch.float32),
+        (torch.nan, torch.float32),
+        (torch.inf, torch.float32),
+        (-torch.inf, torch.bfloat16),
+        (3e38, torch.float32),
         (1e5, torch.float16),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_are_not_finite_as_they_are_served_are_refused(
     tmp_path: Path, value: float, dtype: torch.dtype
 ) -> None:
     tensors = pair(Q) | pair(OUT)
     tensors[f"{OUT}.lora_B.weight"][-1, -1] = value
-    with pytest.raises(AdapterFault, match="o_proj.lora_B.weight holds NaN or infinity"):
+    with pytest.raises(AdapterFault, match=r"o_proj.lora_B.weight holds NaN or infinity"):
         read(adapter(tmp_path, tensors), dtype)
 
 

@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.waiting import until
 from vllm_patching import compat, engine_watch
 from vllm_patching.engine_watch import EngineWatch, EngineWatchMiddleware
 
@@ -48,12 +48,6 @@ def client_of(watch: EngineWatch) -> httpx.AsyncClient:
     for path in ("/health", "/metrics"):
         app.get(path)(lambda: {"served": True})
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
-
-
-async def until(holds: Any) -> None:
-    async with asyncio.timeout(30):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_silent_engine_is_503_with_the_reason_until_it_answers_again() -> None:

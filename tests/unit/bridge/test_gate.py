@@ -30,7 +30,8 @@ def test_closed_gate_refuses_what_generates_with_the_reason(client: TestClient) 
     gate.close("weights", "trainer h:1 died")
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/route_of_a_later_vllm"):
         reply = client.post(path)
-        assert reply.status_code == 503 and reply.json()["error"]["message"] == "trainer h:1 died", path
+        assert reply.status_code == 503, path
+        assert reply.json()["error"]["message"] == "trainer h:1 died", path
         assert int(reply.headers["retry-after"]) > 0
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
         pass

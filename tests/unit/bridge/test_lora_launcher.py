@@ -9,10 +9,16 @@ from example_trainer.vllm_api_server import LORA_WORKER, _configure_bridge, _wit
 
 def serve_arguments(**changes: object) -> Namespace:
     settings: dict[str, object] = dict(
-        enable_lora=True, max_lora_rank=16, api_server_count=None, data_parallel_size=1, tensor_parallel_size=1,
+        enable_lora=True,
+        max_lora_rank=16,
+        api_server_count=None,
+        data_parallel_size=1,
+        tensor_parallel_size=1,
         host="127.0.0.1",
-        quantization=None, worker_cls="auto", additional_config=None,
-    )  # fmt: skip
+        quantization=None,
+        worker_cls="auto",
+        additional_config=None,
+    )
     return Namespace(**settings | changes)
 
 

@@ -46,8 +46,14 @@ def test_parts_of_fused_layers_have_sizes_of_their_own() -> None:
         )
     )
     assert found == {
-        "a.q": (64, 64), "a.k": (64, 16), "a.v": (64, 16), "b.gate": (64, 128), "b.up": (64, 96), "b.down": (128, 64), "head": None
-    }  # fmt: skip
+        "a.q": (64, 64),
+        "a.k": (64, 16),
+        "a.v": (64, 16),
+        "b.gate": (64, 128),
+        "b.up": (64, 96),
+        "b.down": (128, 64),
+        "head": None,
+    }
 
 
 def test_layers_that_a_checkpoint_holds_fused_are_adapted_as_one() -> None:

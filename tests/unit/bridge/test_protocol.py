@@ -91,9 +91,17 @@ def test_digest_changes_with_shape_dtype_order_and_offset() -> None:
 
 
 OFFER = {
-    "session": "s", "address": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo",
-    "manifest_digest": "d", "bucket_bytes": 1, "timeout_s": 1.0, "lease_s": 1.0, "trainer": "h:1",
-}  # fmt: skip
+    "session": "s",
+    "address": "127.0.0.1",
+    "port": 1,
+    "world_size": 2,
+    "backend": "gloo",
+    "manifest_digest": "d",
+    "bucket_bytes": 1,
+    "timeout_s": 1.0,
+    "lease_s": 1.0,
+    "trainer": "h:1",
+}
 
 
 def test_a_complete_offer_is_accepted() -> None:

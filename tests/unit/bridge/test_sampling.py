@@ -198,8 +198,9 @@ FIELDS = st.dictionaries(st.sampled_from(sorted(_types())), JSON, min_size=1, ma
 def test_whatever_json_holds_is_refused_or_decoded_by_the_engine_as_it_was_sent(given: dict[str, Any]) -> None:
     try:
         params = sampling_params(given)
-    except WrongValue as refused:
-        assert str(refused).isprintable()
+    except WrongValue as error:
+        line = str(error)
+        assert line.isprintable()
     else:
         assert decoded(params) == params
 
@@ -238,7 +239,7 @@ def checked(engine: Any, request: EngineCoreRequest) -> bool:
 )
 def test_no_route_hands_the_engine_what_it_cannot_decode(changes: dict[str, Any]) -> None:
     found = engine()
-    with pytest.raises(compat.VLLMValidationError, match="cannot decode the request|below 10"):
+    with pytest.raises(compat.VLLMValidationError, match=r"cannot decode the request|below 10"):
         checked(found, request(**changes))
     assert found.kept == []
 

@@ -145,7 +145,7 @@ def test_training_ends_when_the_last_server_is_gone(model: str, servers: list[Fa
     servers[0].fail = "commit"
     assert synced(bridge, 1) == 1
     servers[1].fail = "commit"
-    with pytest.raises(BridgeError, match="no vLLM server of 2 is left: .*commit broken for the test"):
+    with pytest.raises(BridgeError, match=r"no vLLM server of 2 is left: .*commit broken for the test"):
         synced(bridge, 2)
     assert servers[1].fenced is None, "the last one goes on serving what it last committed"
     bridge.close()
@@ -159,7 +159,8 @@ def test_one_server_alone_fails_as_it_is(model: str) -> None:
         synced(bridge, 0)
         server.fail = "transfer"
         with pytest.raises(
-            BridgeError, match="^policy version 1 did not reach every worker of .* within 2 s: peer silent .*TP0 joined"
+            BridgeError,
+            match=r"^policy version 1 did not reach every worker of .* within 2 s: peer silent .*TP0 joined",
         ):
             synced(bridge, 1)
         assert server.fenced is None
@@ -208,7 +209,9 @@ def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(
     for version in range(3, 23):
         synced(bridge, version)
     after = store.num_keys(), threading.active_count(), len(os.listdir("/proc/self/fd"))
-    assert after[0] == before[0] and after[1] <= before[1] + 2 and after[2] <= before[2] + 2, (before, after)
+    assert after[0] == before[0], (before, after)
+    assert after[1] <= before[1] + 2, (before, after)
+    assert after[2] <= before[2] + 2, (before, after)
     bridge.close()
 
 

@@ -65,7 +65,7 @@ def test_a_view_outlives_the_buffer_whose_descriptor_is_closed() -> None:
     del buffer
     view.fill_(3)
     assert view.tolist() == [3] * 8
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
 
@@ -91,7 +91,7 @@ def test_a_reused_pid_is_not_the_same_process() -> None:
 
 def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    stat = open(f"/proc/{child.pid}/stat").read().rpartition(")")[2].split()
+    stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
     process = replace(this_process(), pid=child.pid, started=int(stat[19]))
     assert is_alive(process)
     child.kill()

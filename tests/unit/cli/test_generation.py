@@ -10,6 +10,7 @@ from atroposlib.cli import dpo, sft
 from atroposlib.cli.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from tests.unit.envs.fakes import Api, running_api
+from tests.waiting import until
 
 TOKENIZER = make_tiny_tokenizer()
 
@@ -59,9 +60,13 @@ async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) 
         written = asyncio.create_task(
             asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
         )
+
+        async def registered() -> bool:
+            size: int = (await asyncio.to_thread(requests.get, f"{api.url}/info")).json()["batch_size"]
+            return size >= 0
+
         for _ in range(2):
-            while (await asyncio.to_thread(requests.get, f"{api.url}/info")).json()["batch_size"] < 0:
-                await asyncio.sleep(0.05)
+            await until(registered)
             await asyncio.to_thread(
                 requests.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)]
             )
@@ -69,7 +74,7 @@ async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) 
         lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
         assert len(lines) == 7
         assert lines[0]["score"] == 1.0
-        with pytest.raises(GenerationError, match="out.jsonl exists"):
+        with pytest.raises(GenerationError, match=r"out.jsonl exists"):
             generate(config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
         with pytest.raises(GenerationError, match="a trainer has registered"):
             await asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "other.jsonl", sft.records)

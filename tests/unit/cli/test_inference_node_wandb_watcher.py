@@ -9,6 +9,7 @@ from atroposlib.cli.inference_node_wandb_watcher import WatcherConfig, run
 from atroposlib.envs.errors import EnvError, PeerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Trainer, running_api
+from tests.waiting import until
 
 
 class FakeWandb:
@@ -34,8 +35,7 @@ class FakeWandb:
     async def shows(self, step: int, **values: float) -> None:
         """Return when these values have been logged at `step`."""
         wanted = (step, {f"server/server_health_3_{name[1:]}": value for name, value in values.items()})
-        while wanted not in self.logged:
-            await asyncio.sleep(0.01)
+        await until(lambda: wanted in self.logged)
 
 
 @pytest.fixture
@@ -61,8 +61,7 @@ async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: Fak
             await wandb.shows(0, _0=0.0, _1=0.0)
             await api.stop()
             count = len(wandb.logged)
-            while len(wandb.logged) < count + 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(wandb.logged) >= count + 2)
             await api.start()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
@@ -73,7 +72,7 @@ async def test_health_of_each_server_is_logged_at_the_step_of_the_api(wandb: Fak
 
 async def test_watcher_without_an_api_ends_with_the_remedy(wandb: FakeWandb) -> None:
     config = WatcherConfig(api_addr="http://127.0.0.1:1", tp=8, node_num=0, startup_timeout=0.1)
-    with pytest.raises(PeerError, match="no W&B project from http://127.0.0.1:1 within 0.1 s.*correct --api-addr"):
+    with pytest.raises(PeerError, match=r"no W&B project from http://127.0.0.1:1 within 0.1 s.*correct --api-addr"):
         await run(config)
 
 

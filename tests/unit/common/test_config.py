@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ class Tree(Config):
     model_name: str = Field("m", validation_alias=AliasChoices("model_name", "model"))
     master_port: int = Field(0, ge=0, le=65535, json_schema_extra={"env": "MASTER_PORT"})
     betas: tuple[float, float] = (0.9, 0.95)
-    names: list[str] = []
+    names: list[str] = Field(default_factory=list)
     shared: bool = False
     env: Sub = Sub()
 
@@ -96,15 +97,14 @@ def test_flags_beat_yaml_beats_environment_beats_defaults(tmp_path: Path) -> Non
     ],
 )
 def test_wrong_input_names_value_and_remedy(argv: list[str], fragment: str) -> None:
-    with pytest.raises(ConfigError, match=".*") as caught:
+    with pytest.raises(ConfigError, match=re.escape(fragment)):
         resolve(*argv)
-    assert fragment in str(caught.value)
 
 
 def test_unknown_yaml_key_names_the_nearest(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("env: {groupsize: 3}\n")
-    with pytest.raises(ConfigError, match="did you mean 'env.group_size'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'env.group_size'"):
         resolve("--config", str(file))
 
 

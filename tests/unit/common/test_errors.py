@@ -21,15 +21,15 @@ def test_a_missing_file_is_one_line_with_its_path_the_reason_and_the_remedy(tmp_
 
 
 def test_content_that_cannot_be_decoded_is_a_reading_error() -> None:
-    with pytest.raises(Missing, match=r"^state\.json: Expecting value: line 1 column 1 \(char 0\)$"):
-        with reading("state.json", Missing):
-            json.loads("")
+    line = r"^state\.json: Expecting value: line 1 column 1 \(char 0\)$"
+    with pytest.raises(Missing, match=line), reading("state.json", Missing):
+        json.loads("")
 
 
 def test_a_silent_peer_is_named_with_the_limit_of_the_wait() -> None:
-    with pytest.raises(Missing, match=r"^http://peer: no reply within 30 s; start it$"):
-        with reaching("http://peer", Missing, remedy="start it", limit_s=30):
-            raise TimeoutError
+    line = r"^http://peer: no reply within 30 s; start it$"
+    with pytest.raises(Missing, match=line), reaching("http://peer", Missing, remedy="start it", limit_s=30):
+        raise TimeoutError
 
 
 def test_a_librarys_own_error_is_translated_only_if_it_is_named() -> None:
@@ -38,14 +38,14 @@ def test_a_librarys_own_error_is_translated_only_if_it_is_named() -> None:
 
     with pytest.raises(LibraryError), reaching("peer", Missing):
         raise LibraryError("as it is")
-    with pytest.raises(Missing, match="^peer: said no$"), reaching("peer", Missing, also=(LibraryError,)):
+    with pytest.raises(Missing, match=r"^peer: said no$"), reaching("peer", Missing, also=(LibraryError,)):
         raise LibraryError("said no\nand a second line")
 
 
 def test_a_library_that_is_not_installed_is_one_line() -> None:
-    with pytest.raises(Missing, match=r"^nobody: No module named 'nobody_has_this'; pip install it$"):
-        with loading("nobody", Missing, remedy="pip install it"):
-            __import__("nobody_has_this")
+    line = r"^nobody: No module named 'nobody_has_this'; pip install it$"
+    with pytest.raises(Missing, match=line), loading("nobody", Missing, remedy="pip install it"):
+        __import__("nobody_has_this")
 
 
 def test_an_error_that_has_its_line_passes_as_it_is() -> None:

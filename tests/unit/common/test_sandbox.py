@@ -176,7 +176,7 @@ def test_a_child_that_starts_again_with_more_rights_is_refused() -> None:
             await pool.close()
             await asyncio.to_thread(without, ("seccomp",), lambda: pool.ask({"code": ""}))
 
-    with pytest.raises(ChildFailed, match="weaker than that of the first child: it can .*fork"):
+    with pytest.raises(ChildFailed, match=r"weaker than that of the first child: it can .*fork"):
         asyncio.run(start_again())
 
 
@@ -266,7 +266,7 @@ async def test_the_log_names_what_confines_the_children_once(caplog: pytest.LogC
 
 async def test_a_missing_package_of_a_child_is_named() -> None:
     pool = ChildPool("tests.unit.common.no_such_child", count=1, time_limit_s=5, start_limit_s=30)
-    with pytest.raises(ChildFailed, match="No module named tests.unit.common.no_such_child"):
+    with pytest.raises(ChildFailed, match=r"No module named tests.unit.common.no_such_child"):
         await pool.ask({})
     await pool.close()
 
@@ -294,7 +294,7 @@ def test_the_scorer_of_the_guide_runs_from_anywhere_and_reads_what_it_is_given(
     assert without(LEVELS[level], lambda: score("words.txt"))["score"] == pytest.approx(2 / 3)
     if len(means_left(level)) < 2:
         return
-    with pytest.raises(ChildFailed, match="its last words: .*(PermissionError|FileNotFoundError)"):
+    with pytest.raises(ChildFailed, match=r"its last words: .*(PermissionError|FileNotFoundError)"):
         without(LEVELS[level], lambda: score("other.txt"))
 
 
@@ -309,12 +309,16 @@ async def test_a_killed_child_leaves_neither_process_nor_folder() -> None:
         with pytest.raises(ChildFailed):
             await pool.ask({"code": stubborn})
         for _ in range(100):
-            members = [path for path in Path("/proc").glob("[0-9]*/stat") if is_running_member(path, group)]
+            members = running_members(group)
             if not members:
                 break
             await asyncio.sleep(0.1)
         assert not members
         assert not folder.parent.exists()
+
+
+def running_members(group: int) -> list[Path]:
+    return [path for path in Path("/proc").glob("[0-9]*/stat") if is_running_member(path, group)]
 
 
 def is_running_member(stat: Path, group: int) -> bool:

@@ -83,8 +83,13 @@ async def test_evaluation_counts_a_right_answer_that_cost_something_as_right(tmp
         env.held_out = [QUESTION]
         server.answer = conversation(CALL, "<answer>391</answer>")
         assert await env.evaluate() == {
-            "accuracy": 1.0, "mean_score": 0.9, "correct": 1, "total": 1, "unscored": 0, "temperature": 0.0
-        }  # fmt: skip
+            "accuracy": 1.0,
+            "mean_score": 0.9,
+            "correct": 1,
+            "total": 1,
+            "unscored": 0,
+            "temperature": 0.0,
+        }
 
 
 async def test_the_tool_runs_in_a_sandbox_and_a_killed_one_is_an_error_that_the_model_reads(tmp_path: Path) -> None:

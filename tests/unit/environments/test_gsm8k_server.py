@@ -17,6 +17,7 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
 from tests.unit.envs.fakes import Trainer, running_api
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(120)
 SCRIPT = Path(__file__).parents[3] / "environments" / "gsm8k_server.py"
@@ -204,8 +205,7 @@ async def test_signal_ends_it_within_five_seconds_and_it_says_goodbye(tmp_path: 
         process = await start(*flags, cwd=tmp_path)
         trainer = Trainer(api.url)
         await trainer.register()
-        while server.in_flight == 0:
-            await asyncio.sleep(0.05)
+        await until(lambda: server.in_flight > 0)
         begun = time.monotonic()
         os.kill(process.pid, number)
         output, _ = await asyncio.wait_for(process.communicate(), 5)

@@ -16,6 +16,7 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from tests.waiting import until
 
 
 class Api:
@@ -40,12 +41,12 @@ class Api:
             log_config=None,
             lifespan="off",
         )
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]  # signals are the test's
-        self._task = asyncio.create_task(self._server.serve())
-        while not self._server.started:
-            await asyncio.sleep(0.01)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
+        server = self._server = uvicorn.Server(config)
+        # signals are the test's
+        server.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
+        self._task = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        self.port = server.servers[0].sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         assert self._server is not None
@@ -99,8 +100,11 @@ class Trainer:
     async def joined(self, env_id: int = 0) -> None:
         """Return when an environment of that id has registered."""
         async with aiohttp.ClientSession() as session:
-            while (await session.get(f"{self.url}/status-env?env_id={env_id}")).status != 200:
-                await asyncio.sleep(0.02)
+
+            async def known() -> bool:
+                return (await session.get(f"{self.url}/status-env?env_id={env_id}")).status == 200
+
+            await until(known)
 
     async def report(self) -> None:
         await self.call("POST", "/trainer-step", {"step": self.step, "policy_version": self.step})

@@ -141,9 +141,13 @@ async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refus
 async def test_an_api_that_is_asked_too_often_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
     async with running_api(ApiSettings(max_requests_per_second=0.5)) as api, BatchingApiClient(api.url) as client:
-        with pytest.raises(ApiUnreachable) as refused:
+
+        async def ask_too_often() -> None:
             for _ in range(5):
                 await client.root()
+
+        with pytest.raises(ApiUnreachable) as refused:
+            await ask_too_often()
         assert refused.value.retry_after_s in (1, 2)
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=20)
         assert (await link.batch_limits()).batch_size == -1  # it waits, and asks again

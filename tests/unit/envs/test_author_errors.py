@@ -16,13 +16,14 @@ from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.envs.server_handling.errors import NoLiveServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+from tests.waiting import until
 
 
 def test_origin_is_the_authors_line_not_the_librarys() -> None:
     from atroposlib.grading.arithmetic import compute
 
     def said(call: Callable[[], Any]) -> str:
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(ValueError, match=r"division|Expecting|greater") as caught:
             call()
         return origin(caught.value)
 
@@ -40,7 +41,7 @@ def test_budget_counts_the_last_hundred_items_and_forgives_servers() -> None:
             budget.note_success()
         budget.note_failure(NoLiveServerError("away"), "a")
     budget.note_failure(ValueError("bad"), "b")
-    with pytest.raises(TooManyFailures, match="3 of the last 100 items.*max_failed_items.*c: ValueError: worse"):
+    with pytest.raises(TooManyFailures, match=r"3 of the last 100 items.*max_failed_items.*c: ValueError: worse"):
         budget.note_failure(ValueError("worse"), "c")
 
 
@@ -92,7 +93,7 @@ async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_env
     async with FakeInferenceServer() as server:
         settings = config(tmp_path, "", max_failed_items=0, data_path_to_save_groups=str(tmp_path / "groups.jsonl"))
         with pytest.raises(
-            TooManyFailures, match="that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"
+            TooManyFailures, match=r"that get_next_item was to give: KeyError: 'no row 1' at .* in get_next_item"
         ):
             await process(Fruitless(settings, server_config(server)))
         env = Fruitless(settings, server_config(server))
@@ -228,8 +229,7 @@ async def test_garbage_of_the_inference_server_is_put_down_to_it(
         trainer = TrainableOnly(api.url)
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        while env.counts["items_failed"] < 2:
-            await asyncio.sleep(0.02)
+        await until(lambda: env.counts["items_failed"] >= 2)
         assert not serving.done()
         monkeypatch.undo()
         (group,) = await asyncio.wait_for(trainer.fetch(), 30)

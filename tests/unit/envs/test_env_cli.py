@@ -28,7 +28,7 @@ class LooseEnv(CountingEnv):
 
 
 class SeveralServers(LooseEnv):
-    servers = [APIServerConfig(base_url="http://one/v1"), APIServerConfig(base_url="http://two/v1")]
+    servers = (APIServerConfig(base_url="http://one/v1"), APIServerConfig(base_url="http://two/v1"))
 
 
 class NoAddress(LooseEnv):

@@ -26,6 +26,7 @@ from example_trainer.config import TrainerConfig
 from tests.unit.cli.test_generation import group
 from tests.unit.environments.support import env_class
 from tests.unit.envs.fakes import running_api
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/environments.md").read_text()
@@ -206,8 +207,12 @@ async def test_generator_of_the_page_keeps_records(tmp_path: Path, command: str)
         flags = ["--api-url", api.url, "--tokenizer", tokenizer, "--num-seqs-to-save", "1", "--tasks-per-step", "1"]
         keeping = asyncio.create_task(run(*python_arguments(command), *flags, cwd=tmp_path))
         async with aiohttp.ClientSession() as session:
-            while (await (await session.get(f"{api.url}/info")).json())["batch_size"] < 0:
-                await asyncio.sleep(0.05)
+
+            async def registered() -> bool:
+                size: int = (await (await session.get(f"{api.url}/info")).json())["batch_size"]
+                return size >= 0
+
+            await until(registered)
         for _ in range(8):
             await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, 1.0))
         await keeping

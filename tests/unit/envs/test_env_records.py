@@ -44,7 +44,7 @@ def test_full_disk_is_named_and_leaves_whole_lines() -> None:
 
     file = Full()
     append_line(file, {"a": 1})  # type: ignore[arg-type]
-    with pytest.raises(RecordError, match="cannot write 8 bytes to groups.jsonl: No space left on device; free space"):
+    with pytest.raises(RecordError, match=r"cannot write 8 bytes to groups.jsonl: No space left on device; free space"):
         append_line(file, {"b": 2})  # type: ignore[arg-type]
     assert file.content == b'{"a":1}\n'
 

@@ -3,7 +3,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,6 +12,7 @@ from atroposlib.envs.errors import GroupTooLargeError, PeerError
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,9 +80,12 @@ async def test_groups_in_flight_and_queued_never_exceed_the_limit(
     trainer = Trainer(api.url, batch_size=16, num_steps=10)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
-    async with asyncio.timeout(60):
-        while (await trainer.call("GET", "/status"))["queue_size"] < limit * 16 // 4:
-            await asyncio.sleep(0.1)
+
+    async def full() -> bool:
+        size: int = (await trainer.call("GET", "/status"))["queue_size"]
+        return size >= limit * 16 // 4
+
+    await until(full)
     await asyncio.sleep(0.5)  # time for one group too many
     assert (await trainer.call("GET", "/status"))["queue_size"] == limit * 16 // 4
     assert env.taken == limit * 16 // 4
@@ -194,7 +198,7 @@ async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: Fake
 
 async def test_backlog_goes_before_new_items(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
     class Branching(CountingEnv):
-        handled: list[int] = []
+        handled: ClassVar[list[int]] = []
 
         async def collect_trajectories(self, item: int) -> Any:
             self.handled.append(item)
@@ -246,8 +250,7 @@ async def test_cancelled_environment_disconnects_within_seconds(
     trainer = Trainer(api.url, num_steps=2)
     serving = asyncio.create_task(serve(env))
     await trainer.register()
-    while inference.in_flight == 0:
-        await asyncio.sleep(0.02)
+    await until(lambda: inference.in_flight > 0)
     assert (await trainer.call("GET", "/evaluations?policy_version=2"))["pending"] == ["counting_0"]
     serving.cancel()
     await asyncio.wait_for(asyncio.gather(serving, return_exceptions=True), 5)

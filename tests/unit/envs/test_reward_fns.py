@@ -16,7 +16,8 @@ def test_every_built_in_reward_is_made_by_name_and_scores() -> None:
         scores = reward(
             ["<think>2 + 2</think> <answer>4</answer>", [{"role": "assistant", "content": "5"}]], **solution
         )
-        assert len(scores) == 2 and all(isinstance(score, float) for score in scores), name
+        assert len(scores) == 2, name
+        assert all(isinstance(score, float) for score in scores), name
 
 
 @pytest.mark.parametrize(

@@ -121,13 +121,13 @@ async def test_group_goes_without_a_teacher_that_fails(
 async def test_teacher_must_be_configured_and_share_the_vocabulary(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         settings = taught(tmp_path)
-        with pytest.raises(ValueError, match="no teacher server configuration was provided.*--teacher.base_url"):
+        with pytest.raises(ValueError, match=r"no teacher server configuration was provided.*--teacher.base_url"):
             TeacherlessEnv(settings, server_config(server))
         other = save_tiny_tokenizer(tmp_path / "other")
         content = (other / "tokenizer.json").read_text()
         (other / "tokenizer.json").write_text(content.replace("<|im_start|>", "<|other|>"))
         teacher = teacher_config(server, tmp_path).model_copy(update={"tokenizer_name": str(other)})
-        with pytest.raises(ValueError, match="Cross-tokenizer distillation is not supported.*another vocabulary"):
+        with pytest.raises(ValueError, match=r"Cross-tokenizer distillation is not supported.*another vocabulary"):
             TeacherlessEnv(settings, server_config(server), teacher_server_configs=teacher)
 
 

@@ -15,8 +15,11 @@ def gpu_check(*flags: str, **environment: str) -> subprocess.CompletedProcess[st
     return subprocess.run(
         [ROOT / "scripts/gpu_check.sh", *flags],
         env={**os.environ, "ATROPOS_PYTHON": sys.executable, **environment},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def fake_driver(folder: Path, lines: str) -> dict[str, str]:

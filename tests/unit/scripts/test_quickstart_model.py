@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(model, "write_model", full_disk)
-    with pytest.raises(model.QuickstartModelError, match="No space left on device.*--out"):
+    with pytest.raises(model.QuickstartModelError, match=r"No space left on device.*--out"):
         model.ensure_model(tmp_path / "m")
     assert [path.name for path in tmp_path.iterdir()] == [".m.lock"]
 

@@ -196,7 +196,8 @@ def test_stopping_twice_is_as_good_as_once(tmp_path: Path) -> None:
     status, output = shell(
         "own_run $1; start_service sleeper $1/s.log sleep 60; stop_services; stop_services", tmp_path
     )
-    assert status == 0 and "No such file" not in output, output
+    assert status == 0, output
+    assert "No such file" not in output, output
 
 
 def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:

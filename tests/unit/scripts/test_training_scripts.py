@@ -41,8 +41,13 @@ def settings(script: str, *flags: str, gpus: int = 0) -> dict[str, str]:
     """
     done = subprocess.run(
         ["bash", "-c", launcher + plan, script, *flags],
-        env={**os.environ, "GPUS": str(gpus)}, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT,
-    )  # fmt: skip
+        env={**os.environ, "GPUS": str(gpus)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=ROOT,
+    )
     assert done.returncode == 0, done.stderr
     return {line.split(" ", 1)[0]: line for line in done.stdout.splitlines()}
 
@@ -175,4 +180,5 @@ def test_the_page_on_bridges_names_every_launcher_and_its_commands_are_understoo
     assert commands
     for command in commands:
         done = run([*shlex.split(command), "--help"])
-        assert done.returncode == 0 and done.stdout.startswith("Usage: "), command
+        assert done.returncode == 0, command
+        assert done.stdout.startswith("Usage: "), command

@@ -45,5 +45,5 @@ def test_listeners_hear_of_freed_slots_and_weights() -> None:
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, float("nan")])
 def test_a_weight_outside_0_to_1_is_refused(weight: float) -> None:
-    with pytest.raises(ValueError, match="outside 0..1"):
+    with pytest.raises(ValueError, match=r"outside 0..1"):
         AdmissionGate(2).set_weight(weight)

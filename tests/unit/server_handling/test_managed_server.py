@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -233,7 +233,7 @@ async def test_an_assistant_message_at_the_end_is_continued(setup: Setup) -> Non
 class LateHarness(ServerHarness):
     """Takes its time by prompt."""
 
-    delays_s = {"P0": 0.1, "P1": 0.0, "P2": 0.05}
+    delays_s: ClassVar = {"P0": 0.1, "P1": 0.0, "P2": 0.05}
 
     async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
         await asyncio.sleep(self.delays_s[arguments["prompt"]])

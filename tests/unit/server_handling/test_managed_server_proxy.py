@@ -15,6 +15,7 @@ from atroposlib.envs.server_handling.server_config import APIServerConfig, Serve
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from tests.waiting import until
 
 TOKENIZER = make_tiny_tokenizer()
 
@@ -27,8 +28,7 @@ async def proxy(server: FakeInferenceServer, token: str = "", session_timeout_s:
     running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", log_config=None))
     running.capture_signals = contextlib.nullcontext  # type: ignore[assignment,method-assign]
     task = asyncio.create_task(running.serve())
-    while not running.started:
-        await asyncio.sleep(0.01)
+    await until(lambda: running.started)
     try:
         yield f"http://127.0.0.1:{running.servers[0].sockets[0].getsockname()[1]}"
     finally:
@@ -80,7 +80,7 @@ async def test_errors_have_openais_form_and_unused_sessions_end() -> None:
         first = await create_proxy_session(url)
         await asyncio.sleep(0.2)
         await create_proxy_session(url)
-        with pytest.raises(PermanentServerError, match="was not used for 0.05 s"):
+        with pytest.raises(PermanentServerError, match=r"was not used for 0.05 s"):
             await first.fetch_state()
 
 

@@ -19,6 +19,7 @@ from atroposlib.envs.server_handling.managed_server import DummyManagedServer
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.envs.server_handling.server_manager import APIServerConfig, ServerManager
 from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
+from tests.waiting import until
 
 HASTY = RetryPolicy(attempts=3, base_s=0.01, cap_s=0.02)
 CHAT: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
@@ -48,13 +49,6 @@ async def manager_of() -> AsyncIterator[MakeManager]:
     yield make
     for manager in made:
         await manager.close()
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    """Wait for what other tasks are about to do, on however slow a machine."""
-    async with asyncio.timeout(limit_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def text_of(reply: Any) -> str:

@@ -78,7 +78,8 @@ def test_gradients_reach_the_adapter_and_nothing_else(model: str) -> None:
     adapted(input_ids=TOKENS, labels=TOKENS).loss.backward()
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+            assert parameter.grad is not None, name
+            assert parameter.grad.abs().max() > 0, name
         else:
             assert parameter.grad is None, name
 
@@ -135,7 +136,7 @@ def test_an_adapter_that_does_not_fit_on_the_disk_leaves_the_one_before(llama: s
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, hard))  # less than the weights need: the write fails half-way
     try:
-        with pytest.raises(CheckpointError, match="cannot write .*policy-v2"):
+        with pytest.raises(CheckpointError, match=r"cannot write .*policy-v2"):
             write_adapter(folder.with_name("policy-v2"), adapted)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -159,10 +160,19 @@ def api_url() -> Iterator[Callable[[int], str]]:
 
 def train(model: str, folder: Path, url: str, fail_at: int | None = None, **changes: object) -> None:
     settings = config(
-        model, atropos_url=url, batch_size=4, gradient_accumulation_steps=1, training_steps=4, lr=1e-2,
+        model,
+        atropos_url=url,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        training_steps=4,
+        lr=1e-2,
         checkpoint_interval=2,
-        save_path=folder / "checkpoints", log_dir=folder / "logs", api_timeout=5, fetch_timeout=5, **changes,
-    )  # fmt: skip
+        save_path=folder / "checkpoints",
+        log_dir=folder / "logs",
+        api_timeout=5,
+        fetch_timeout=5,
+        **changes,
+    )
     grpo.run(settings, AdapterBridge(settings, fail_at))
 
 

@@ -50,7 +50,7 @@ def test_no_batch_in_time_says_what_to_check() -> None:
         trainer = client(url)
         trainer.register(0)
         with pytest.raises(
-            ApiError, match="no batch of 2 sequences from .* within 0 s; check that an environment is running"
+            ApiError, match=r"no batch of 2 sequences from .* within 0 s; check that an environment is running"
         ):
             trainer.fetch_batch(0.2)
 
@@ -182,7 +182,7 @@ def test_a_trainer_that_was_replaced_is_told_so() -> None:
     with real_api() as url:
         old, _ = trainer_of(url)
         trainer_of(url)
-        with pytest.raises(ApiError, match="another trainer has registered .* end one of the two"):
+        with pytest.raises(ApiError, match=r"another trainer has registered .* end one of the two"):
             old.fetch_batch(5)
 
 

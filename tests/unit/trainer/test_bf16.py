@@ -88,7 +88,8 @@ def test_moments_of_the_stochastic_optimizer_resume_to_the_same_bits() -> None:
     resumed = optimizer_of(again)
     resumed.load_state_dict(optimizer.state_dict())
     for name, value in optimizer.state[parameter].items():
-        assert value.dtype == torch.float32 and torch.equal(resumed.state[again][name], value), name
+        assert value.dtype == torch.float32, name
+        assert torch.equal(resumed.state[again][name], value), name
 
 
 def test_what_stochastic_rounding_cannot_do_is_refused() -> None:

@@ -31,9 +31,8 @@ def test_a_damaged_pointer_is_one_line_that_names_a_checkpoint(saved: Path, cont
     with pytest.raises(CheckpointError) as refused:
         find_checkpoint("auto", saved)
     line = str(refused.value)
-    assert line.isprintable() and (f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line), (
-        line
-    )
+    assert line.isprintable(), line
+    assert f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line, line
 
 
 MANIFESTS = {

@@ -30,8 +30,13 @@ from vllm_patching.batch_invariant.switch import NotInvariant
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 SHAPE: dict[str, Any] = dict(
-    hidden_size=128, head_dim=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, initializer_range=0.1
-)  # fmt: skip
+    hidden_size=128,
+    head_dim=32,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=96,
+    initializer_range=0.1,
+)
 
 
 class PlainKernels:
@@ -293,7 +298,7 @@ def test_a_vllm_that_was_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("ATROPOS_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT", "VLLM_USE_V2_MODEL_RUNNER"):
         monkeypatch.setenv(name, "0" if "V2" in name else "1")
     monkeypatch.setattr(version, "VERSION", Version("0.25.1"))
-    with pytest.raises(NotInvariant, match="vLLM cannot be used here: vLLM 0.25.1 is outside the supported 0.26"):
+    with pytest.raises(NotInvariant, match=r"vLLM cannot be used here: vLLM 0.25.1 is outside the supported 0.26"):
         vllm_functions(CONFIG, torch.bfloat16, torch.device("cuda"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(NotInvariant, match="VLLM_USE_V2_MODEL_RUNNER=1 contradicts --batch-invariant"):

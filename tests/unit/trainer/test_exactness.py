@@ -65,12 +65,20 @@ def scored(model: str, seed: int) -> list[dict[str, Any]]:
 
 def config(model: str, folder: Path, **changes: Any) -> TrainerConfig:
     settings: dict[str, Any] = dict(
-        model_name=model, training_steps=1, batch_size=4, gradient_accumulation_steps=1, lr=1e-2,
+        model_name=model,
+        training_steps=1,
+        batch_size=4,
+        gradient_accumulation_steps=1,
+        lr=1e-2,
         save_path=folder / "checkpoints",
-        log_dir=folder / "logs", checkpoint_interval=0, api_timeout=5, fetch_timeout=5, micro_batch_tokens=24,
+        log_dir=folder / "logs",
+        checkpoint_interval=0,
+        api_timeout=5,
+        fetch_timeout=5,
+        micro_batch_tokens=24,
         batch_invariant=True,
         bit_exact="strict",
-    )  # fmt: skip
+    )
     return TrainerConfig(**settings | changes)
 
 

@@ -269,7 +269,7 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(model: str, tmp_path:
     )  # the model has about 80 kB: the write fails half-way, as on a full disk
     try:
         with pytest.raises(
-            CheckpointError, match="cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"
+            CheckpointError, match=r"cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"
         ):
             train(model, tmp_path, first_step=1, training_steps=2, checkpoint_interval=1, resume="latest")
     finally:
@@ -299,11 +299,11 @@ def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         TrainerError,
-        match="cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder",
+        match=r"cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder",
     ):
         train("./no/such", tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TrainerError, match="cannot load --model-name '.*empty', a folder: "):
+    with pytest.raises(TrainerError, match=r"cannot load --model-name '.*empty', a folder: "):
         train(str(tmp_path / "empty"), tmp_path)
 
 
@@ -312,7 +312,7 @@ def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> N
     group["inference_logprobs"] = [
         [value if value == 1.0 else -300.0 for value in row] for row in group["inference_logprobs"]
     ]
-    with pytest.raises(TrainerError, match="the gradient norm is (nan|inf); the weights were left as they are"):
+    with pytest.raises(TrainerError, match=r"the gradient norm is (nan|inf); the weights were left as they are"):
         train(model, tmp_path, api=FakeApi(lambda n: [group]), mismatch_limit=1e3)
 
 
