@@ -1,4 +1,4 @@
-"""Logging as every process of the product does it: one format, and a line before and after each wait.
+"""Logging as every process of the product does it, in one format.
 
 Names, replies of servers and model output reach the log, with whatever their author put there. `escape_records` is the
 one place where that is made harmless, for every logger, handler and formatter of a process, vLLM's too:
@@ -7,14 +7,11 @@ one place where that is made harmless, for every logger, handler and formatter o
     traceback   its lines, each behind "    | "
 """
 
-import contextlib
 import json
 import logging
 import re
 import sys
-import time
 import traceback
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -115,16 +112,3 @@ def _behind_bar(line: str) -> str:
 def get_logger(name: str) -> logging.Logger:
     """The logger of a module."""
     return logging.getLogger(name)
-
-
-@contextlib.contextmanager
-def waiting(log: logging.Logger, what: str, *, peer: str, deadline_s: float) -> Iterator[None]:
-    """Log whom this process waits for before it blocks, and how long it took after; `deadline_s` in seconds."""
-    log.info("Waiting for %s from %s, at most %.0f s", what, peer, deadline_s)
-    start = time.monotonic()
-    try:
-        yield
-    except BaseException:
-        log.warning("Gave up on %s from %s after %.1f s", what, peer, time.monotonic() - start)
-        raise
-    log.info("Got %s from %s after %.1f s", what, peer, time.monotonic() - start)

@@ -38,8 +38,9 @@ import msgspec
 import orjson
 from pydantic import Field
 
+from atroposlib.clients.waiting import waiting
 from atroposlib.config import Config, load_config
-from atroposlib.logs import configure_logging, get_logger, waiting
+from atroposlib.logs import configure_logging, get_logger
 from atroposlib.wire.batching import MSGPACK, NOT_TRAINED
 
 PEER = "atroposlib==0.4.0"

@@ -40,7 +40,8 @@ import requests
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from atroposlib.logs import configure_logging, get_logger, waiting
+from atroposlib.clients.waiting import waiting
+from atroposlib.logs import configure_logging, get_logger
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights

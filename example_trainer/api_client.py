@@ -17,7 +17,8 @@ import msgspec
 import orjson
 import requests
 
-from atroposlib.logs import get_logger, waiting
+from atroposlib.clients.waiting import waiting
+from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
 from atroposlib.wire.batching import MSGPACK
 from example_trainer.bad_data import Rejection

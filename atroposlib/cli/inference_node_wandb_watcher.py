@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 from pydantic import Field, SecretStr
 
+from atroposlib.clients.waiting import NotYet
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.metrics import Sink, open_wandb
-from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)

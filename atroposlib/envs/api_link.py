@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_client import (
     ApiRefused,
     ApiUnreachable,
@@ -21,7 +22,7 @@ from atroposlib.envs.api_client import (
     Registration,
 )
 from atroposlib.envs.errors import PeerError
-from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)

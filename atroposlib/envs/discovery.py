@@ -3,9 +3,10 @@
 import aiohttp
 from pydantic import BaseModel
 
+from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
 

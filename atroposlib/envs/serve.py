@@ -10,6 +10,7 @@ make room.
 import asyncio
 import time
 
+from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_client import BatchingApiClient, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
@@ -19,7 +20,7 @@ from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations
 from atroposlib.envs.pacing import EvaluationSchedule, Plan, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import crossed
-from atroposlib.envs.waits import NotYet, wait_for_peer
+from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
 

@@ -24,7 +24,8 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from atroposlib.logs import get_logger, waiting
+from atroposlib.clients.waiting import waiting
+from atroposlib.logs import get_logger
 from example_trainer.adapters import ADAPTER, load_adapted_model
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from atroposlib.logs import get_logger, waiting
+from atroposlib.clients.waiting import waiting
+from atroposlib.logs import get_logger
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.vllm_client import VllmClient
