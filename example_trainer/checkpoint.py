@@ -34,10 +34,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.files import sync, write_whole
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import write_policy_version
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
 from example_trainer.sharded import whole_parameters
-from vllm_patching.protocol import write_policy_version
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from atroposlib.wire.bridge import Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError, prepare_for_training
@@ -51,40 +52,40 @@ class SharedTensor:
 
 
 def shared_tensors(
-    workers: list[dict[str, Any]], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
+    workers: list[SharedRank], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> dict[str, SharedTensor]:
     """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one a rank). Raises
     TrainerError.
     """
     parts: dict[str, dict[int, list[Tensor]]] = {}
-    described: dict[str, dict[str, Any]] = {}
+    described: dict[str, Shard] = {}
     for worker, buffer in zip(workers, buffers, strict=True):
-        for shard in worker["shards"]:
-            described.setdefault(shard["name"], shard)
-            fused = _parameter_view(buffer, *worker["layout"][shard["vllm_name"]])
-            view = fused.narrow(shard["dim"], shard["start"], shard["length"]) if fused.dim() else fused
-            parts.setdefault(shard["name"], {}).setdefault(shard["full_start"], []).append(view)
+        for shard in worker.shards:
+            described.setdefault(shard.name, shard)
+            fused = _parameter_view(buffer, *worker.layout[shard.vllm_name])
+            view = fused.narrow(shard.dim, shard.start, shard.length) if fused.dim() else fused
+            parts.setdefault(shard.name, {}).setdefault(shard.full_start, []).append(view)
     return {name: _whole(described[name], views, as_parameter) for name, views in parts.items()}
 
 
-def _parameter_view(buffer: Tensor, offset: int, shape: list[int], dtype: str) -> Tensor:
+def _parameter_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
     of = getattr(torch, dtype)
     return buffer[offset : offset + math.prod(shape) * of.itemsize].view(of).view(shape)
 
 
 def _whole(
-    shard: dict[str, Any], views: dict[int, list[Tensor]], as_parameter: Callable[[Tensor], nn.Parameter]
+    shard: Shard, views: dict[int, list[Tensor]], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> SharedTensor:
-    dim, shape = shard["dim"], tuple(shard["full_shape"])
+    dim, shape = shard.dim, shard.full_shape
     end = 0
     for start in sorted(views):
         if start != end:
-            raise TrainerError(f"{shard['name']}: vLLM's ranks hold nothing of rows or columns {end} to {start}")
+            raise TrainerError(f"{shard.name}: vLLM's ranks hold nothing of rows or columns {end} to {start}")
         end += views[start][0].shape[dim] if shape else 1
     if shape and end != shape[dim]:
-        raise TrainerError(f"{shard['name']}: vLLM's ranks hold {end} of {shape[dim]} rows or columns")
+        raise TrainerError(f"{shard.name}: vLLM's ranks hold {end} of {shape[dim]} rows or columns")
     pieces = (Piece(start, as_parameter(same[0]), tuple(same[1:])) for start, same in sorted(views.items()))
-    return SharedTensor(shard["name"], dim, shape, tuple(pieces))
+    return SharedTensor(shard.name, dim, shape, tuple(pieces))
 
 
 def meta_model(source: str) -> PreTrainedModel:

@@ -1,6 +1,5 @@
-"""All that runs inside vLLM's processes, and the protocol both ends of the weight bridge speak.
+"""All that runs inside vLLM's processes. What it says to a trainer is in atroposlib/wire/bridge.py.
 
-protocol.py   manifest, buckets, session, keys and messages (imports neither vLLM nor the trainer)
 transport.py  process groups over which weight bytes travel: Gloo, NCCL
 compat.py     the one file that knows where things are in each supported vLLM version
 mapping.py    vLLM's fused, sharded parameters <-> Hugging Face tensors
@@ -13,6 +12,5 @@ engine_watch.py  503 with the reason while the engine process does not answer
 gate.py       503 with the reason while the weights must not be served
 adapters.py   LoRA: the adapter that is served, and who may change it; adapter_routes.py, adapter_worker.py,
               adapter_rows.py
-processes.py  which process is which, and whether it still lives
 endpoint.py   /v1/bridge/* and /generate inside vLLM's own OpenAI server
 """

@@ -17,7 +17,7 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from vllm_patching.typed import brief, printable
+from atroposlib.wire.typed import brief, printable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from atroposlib.wire.bridge import AdapterOffer, parse_offer
+from atroposlib.wire.processes import is_alive, this_process
+from atroposlib.wire.typed import WrongValue, brief, printable
 from vllm_patching import compat
 from vllm_patching.adapter_files import Pairs, read_config, read_pairs
-from vllm_patching.processes import is_alive, this_process
-from vllm_patching.protocol import AdapterOffer
 from vllm_patching.replies import Refused
-from vllm_patching.typed import printable
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -115,7 +115,9 @@ class Adapters:
 
     async def open(self, data: dict[str, Any]) -> dict[str, Any]:
         """Give the bridge to a trainer whose model and rank fit. Raises Refused, WrongValue."""
-        offer = AdapterOffer.from_json(data)
+        offer = parse_offer(data, AdapterOffer)
+        if not isinstance(offer, AdapterOffer):
+            raise WrongValue(f"kind={brief(data['kind'])}: another route takes it")
         async with self._lock:
             self._check_base(offer.model, f"--model-name {offer.model}")
             self._check_rank(offer.rank)

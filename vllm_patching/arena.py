@@ -18,27 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from vllm_patching.protocol import Bucket, Manifest, align
+from atroposlib.wire.bridge import Bucket, Manifest, Shard, align
 from vllm_patching.shared_buffer import SharedBuffer
 
 DEVICE_RESERVE = 256 << 20  # bytes that stay free on a GPU when the arena is made
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Where one Hugging Face tensor lives on this rank: `length` rows or columns of a vLLM parameter."""
-
-    name: str  # Hugging Face
-    vllm_name: str
-    dim: int  # sharded dimension: 0 rows, 1 columns
-    start: int  # within the vLLM parameter of this rank
-    length: int
-    full_start: int  # within the whole Hugging Face tensor
-    full_shape: tuple[int, ...]
-
-    @property
-    def whole(self) -> bool:
-        return self.length == self.full_shape[self.dim]
 
 
 @dataclass

@@ -7,16 +7,18 @@ session as failed (the connection broke), or its process, where it is on this ma
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from atroposlib.wire.bridge import BroadcastOffer, Manifest, parse_offer, read_policy_version
+from atroposlib.wire.processes import Process, is_alive
+from atroposlib.wire.typed import WrongValue, brief, printable
 from vllm_patching import compat, single_copy
 from vllm_patching.batch_invariant import switch
 from vllm_patching.gate import Gate
-from vllm_patching.processes import Process, is_alive
-from vllm_patching.protocol import Manifest, SessionOffer, read_policy_version
 from vllm_patching.replies import Refused
-from vllm_patching.typed import printable
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -98,7 +100,9 @@ class BridgeState:
 
     async def open(self, data: dict[str, Any]) -> dict[str, Any]:
         """Accept a trainer's session on every worker. Raises Refused, WrongValue."""
-        offer = SessionOffer.from_json(data)
+        offer = parse_offer(data, BroadcastOffer)
+        if not isinstance(offer, BroadcastOffer):
+            raise WrongValue(f"kind={brief(data['kind'])}: another route takes it")
         async with self.lock:
             if offer.world_size != 1 + self._tp_size:
                 raise Refused(
@@ -117,12 +121,12 @@ class BridgeState:
                 offer.backend,
                 offer.lease_s,
             )
-            workers = await self.rpc("bridge_open", asdict(offer))
+            workers = await self.rpc("bridge_open", msgspec.to_builtins(offer))
             return {"policy_version": self.policy_version, "workers": workers}
 
     async def attach(self, data: dict[str, Any]) -> dict[str, Any]:
         """Give a trainer of this machine the live weights to step. Raises Refused."""
-        offer = single_copy.parse_offer(data)
+        offer = single_copy.local_offer(data)
         async with self.lock:
             await self._admit(offer.manifest_digest)
             workers = await single_copy.attach(self, offer)
@@ -274,7 +278,7 @@ class BridgeState:
 
     async def _admit(self, manifest_digest: str) -> None:
         """Make room for a newcomer that holds the model with this digest. Raises Refused."""
-        digest = Manifest.from_json(await self.manifest()).digest()
+        digest = msgspec.convert(await self.manifest(), Manifest).digest()
         if manifest_digest != digest:
             raise Refused(
                 f"manifest digest {manifest_digest[:12]} is not this server's {digest[:12]}: trainer and vLLM hold"

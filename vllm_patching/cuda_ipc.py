@@ -5,27 +5,14 @@ outlive the importer's use. PyTorch keeps a small counter file for it in /dev/sh
 """
 
 import base64
-from dataclasses import asdict, dataclass
 
 import torch
+
+from atroposlib.wire.bridge import IpcHandle
 
 
 class CudaIpcError(RuntimeError):
     """An allocation that cannot be opened; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class IpcHandle:
-    """What `UntypedStorage._share_cuda_` gives, bytes in base64."""
-
-    gpu: str  # UUID
-    handle: str
-    size: int
-    offset: int
-    counter_handle: str
-    counter_offset: int
-    event_handle: str
-    event_sync: bool
 
 
 def refusal(buffer: torch.Tensor) -> str | None:
@@ -40,19 +27,16 @@ def refusal(buffer: torch.Tensor) -> str | None:
     return None
 
 
-def export(buffer: torch.Tensor) -> dict[str, object]:
-    """The handle of a flat uint8 buffer that is a whole storage, as JSON."""
+def export(buffer: torch.Tensor) -> IpcHandle:
+    """The handle of a flat uint8 buffer that is a whole storage."""
     _, handle, size, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
-    return asdict(
-        IpcHandle(
-            gpu_uuid(buffer.device), _text(handle), size, offset, _text(counter), counter_offset, _text(event), sync
-        )
+    return IpcHandle(
+        gpu_uuid(buffer.device), _text(handle), size, offset, _text(counter), counter_offset, _text(event), sync
     )
 
 
-def open_handle(data: dict) -> torch.Tensor:
+def open_handle(ipc: IpcHandle) -> torch.Tensor:
     """The exporter's buffer, flat uint8, on whatever number its GPU has here. Raises CudaIpcError."""
-    ipc = IpcHandle(**data)
     here = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     if ipc.gpu not in here:
         raise CudaIpcError(

@@ -16,11 +16,11 @@ from typing import Any
 
 from fastapi import Request
 
+from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
 from vllm_patching import compat
 from vllm_patching.adapters import Adapters
 from vllm_patching.replies import Refused
 from vllm_patching.sampling import sampling_params
-from vllm_patching.typed import TokenId, WrongValue, printable, typed_value
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 

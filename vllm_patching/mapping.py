@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, Shard, lay_out
 from vllm_patching import compat
-from vllm_patching.arena import Shard
-from vllm_patching.protocol import DTYPE_BYTES, Manifest, lay_out
 
 
 class UnsupportedModel(RuntimeError):

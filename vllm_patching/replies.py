@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol
 from fastapi import APIRouter, Body, Depends, Request
 from fastapi.responses import JSONResponse
 
-from vllm_patching.typed import MAX_POLICY_VERSION, PRINTABLE, WrongValue
+from atroposlib.wire.typed import MAX_POLICY_VERSION, PRINTABLE, WrongValue
 
 _name, _version = Body(pattern=f"^{PRINTABLE}$"), Body(ge=0, le=MAX_POLICY_VERSION, strict=True)
 BodyName = Annotated[str, _name]

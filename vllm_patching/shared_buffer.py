@@ -16,7 +16,7 @@ import weakref
 import psutil
 import torch
 
-from vllm_patching.processes import Process, is_alive
+from atroposlib.wire.processes import Process, is_alive
 
 
 class SharedBufferError(RuntimeError):

@@ -13,9 +13,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from atroposlib.wire.bridge import SingleCopyOffer, parse_offer
+from atroposlib.wire.processes import is_alive, this_process
+from atroposlib.wire.typed import WrongValue, brief
 from vllm_patching import compat
-from vllm_patching.processes import is_alive, this_process
-from vllm_patching.protocol import AttachOffer
 from vllm_patching.replies import Refused
 
 if TYPE_CHECKING:
@@ -47,11 +48,13 @@ class Pause:
         return None
 
 
-def parse_offer(data: dict[str, Any]) -> AttachOffer:
+def local_offer(data: dict[str, Any]) -> SingleCopyOffer:
     """Raises WrongValue for a malformed offer, Refused for a trainer elsewhere: it could not be watched, nor its
     memory shared.
     """
-    offer = AttachOffer.from_json(data)
+    offer = parse_offer(data, SingleCopyOffer)
+    if not isinstance(offer, SingleCopyOffer):
+        raise WrongValue(f"kind={brief(data['kind'])}: another route takes it")
     here = this_process()
     if offer.process.boot_id != here.boot_id:
         raise Refused(
@@ -68,7 +71,7 @@ def parse_offer(data: dict[str, Any]) -> AttachOffer:
     return offer
 
 
-async def attach(bridge: "BridgeState", offer: AttachOffer) -> list[dict[str, Any]]:
+async def attach(bridge: "BridgeState", offer: SingleCopyOffer) -> list[dict[str, Any]]:
     """Every rank's live weights as a trainer can open them. Raises Refused where one cannot be shared."""
     workers: list[dict[str, Any]] = await bridge.rpc("bridge_attach")
     if refused := [worker["refused"] for worker in workers if "refused" in worker]:

@@ -9,32 +9,20 @@ the next session and the old one ends at its deadline without touching anything.
 import queue
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, WorkerStatus, ack_key, go_key
 from vllm_patching import transport
 from vllm_patching.arena import Arena, Staging
 from vllm_patching.compat import init_logger
-from vllm_patching.protocol import GOODBYE, SessionOffer, ack_key, go_key
 
 log = init_logger("vllm.atropos_bridge")
 
 IDLE_POLL_S = 5.0  # a store wait that times out poisons nothing, unlike a collective
-
-
-@dataclass
-class UpdaterStatus:
-    """What this worker's updater is doing, as `/v1/bridge/status` shows it."""
-
-    rank: int
-    state: str = "idle"  # idle | joining | joined | receiving | staged | failed
-    session: str | None = None
-    staged_version: int | None = None
-    receive_s: float | None = None
-    error: str | None = None
 
 
 @dataclass
@@ -51,29 +39,29 @@ class WeightUpdater:
         self._arena = arena
         self._lock = threading.Lock()
         self._staged: _Staged | None = None
-        self._status = UpdaterStatus(rank)
-        self._offers: queue.Queue[SessionOffer] = queue.Queue()
+        self._status = WorkerStatus(rank)
+        self._offers: queue.Queue[BroadcastOffer] = queue.Queue()
         self._start_thread()
 
     @property
     def thread_name(self) -> str:
         return f"WeightUpdater_TP{self._status.rank}"
 
-    def status(self) -> dict[str, object]:
-        return asdict(self._status)
+    def status(self) -> WorkerStatus:
+        return self._status
 
-    def open(self, offer: SessionOffer) -> None:
+    def open(self, offer: BroadcastOffer) -> None:
         """Join `offer` in the background; whatever an earlier session had staged is dropped."""
         with self._lock:
             self._leave_current()
-            self._status = UpdaterStatus(self._status.rank, "joining", offer.session)
+            self._status = WorkerStatus(self._status.rank, "joining", offer.session)
             self._offers.put(offer)
 
     def leave(self) -> None:
         """Forget the session, if any; its thread drops the staging buffer within IDLE_POLL_S."""
         with self._lock:
             self._leave_current()
-            self._status = UpdaterStatus(self._status.rank)
+            self._status = WorkerStatus(self._status.rank)
 
     def take(self, session: str, version: int) -> Staging | None:
         """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
@@ -97,7 +85,7 @@ class WeightUpdater:
         self._offers = queue.Queue()
         threading.Thread(target=self._run, args=(self._offers,), name=self.thread_name, daemon=True).start()
 
-    def _run(self, offers: "queue.Queue[SessionOffer]") -> None:
+    def _run(self, offers: "queue.Queue[BroadcastOffer]") -> None:
         while offers is self._offers:
             offer = offers.get()
             try:
@@ -105,7 +93,7 @@ class WeightUpdater:
             except (RuntimeError, OSError) as error:  # torch.distributed raises RuntimeError for dead and silent peers
                 self._fail(offer, error)
 
-    def _serve(self, offer: SessionOffer) -> None:
+    def _serve(self, offer: BroadcastOffer) -> None:
         rank = self._status.rank
         peer = f"{offer.address}:{offer.port}"
         log.info(
@@ -158,7 +146,7 @@ class WeightUpdater:
                 if self._status.session != offer.session:
                     raise RuntimeError(f"session {offer.session} was replaced while it was receiving")
                 self._staged = _Staged(offer.session, version, staging)
-                self._status = UpdaterStatus(rank, "staged", offer.session, version, round(seconds, 4))
+                self._status = WorkerStatus(rank, "staged", offer.session, version, round(seconds, 4))
             log.info("Staged policy version %d after %.3f s", version, seconds)
             store.set(ack_key(offer.session, sequence, rank), f"{seconds:.6f}")
             sequence += 1
@@ -166,7 +154,7 @@ class WeightUpdater:
         log.info("Session %s of trainer %s ended after %d transfers", offer.session, offer.trainer, sequence)
         self._show(offer, "idle")
 
-    def _next_version(self, store: dist.TCPStore, offer: SessionOffer, sequence: int) -> int | None:
+    def _next_version(self, store: dist.TCPStore, offer: BroadcastOffer, sequence: int) -> int | None:
         """Block until the trainer announces transfer `sequence`; None when it says goodbye or the session was
         replaced.
         """
@@ -179,18 +167,18 @@ class WeightUpdater:
             return None if announced == GOODBYE else int(announced)
         return None
 
-    def _begin_receiving(self, offer: SessionOffer) -> None:
+    def _begin_receiving(self, offer: BroadcastOffer) -> None:
         """What the staging buffer holds is about to be overwritten."""
         with self._lock:
             self._staged = None
         self._show(offer, "receiving")
 
-    def _show(self, offer: SessionOffer, state: str) -> None:
+    def _show(self, offer: BroadcastOffer, state: str) -> None:
         with self._lock:
             if self._status.session == offer.session:
                 self._status.state = state
 
-    def _fail(self, offer: SessionOffer, error: Exception) -> None:
+    def _fail(self, offer: BroadcastOffer, error: Exception) -> None:
         message = transport.describe(error)
         log.warning(
             "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may"

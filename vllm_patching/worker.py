@@ -11,18 +11,18 @@ import functools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 from torch.nn.functional import linear
 
 from atroposlib.files import write_whole
+from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank, WorkerStatus
+from atroposlib.wire.processes import this_process
 from vllm_patching import compat, cuda_ipc, mapping, packed
 from vllm_patching.arena import Arena
-from vllm_patching.processes import this_process
-from vllm_patching.protocol import SessionOffer
 from vllm_patching.shared_buffer import SharedBuffer
 from vllm_patching.updater import WeightUpdater
 
@@ -39,12 +39,12 @@ def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
 
 
 def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` with {"failed": why} as its reply where it raises."""
+    """`method` with its reply in plain types, as vLLM carries them, and {"failed": why} where it raises."""
 
     @functools.wraps(method)
     def answer(self: "BridgeWorker", *args: Any) -> Any:
         try:
-            return method(self, *args)
+            return msgspec.to_builtins(method(self, *args))
         except Exception as error:
             log.exception("%s failed", method.__name__)
             return {"failed": f"{type(error).__name__}: {error}"}
@@ -80,35 +80,35 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         log.info("[vLLM Patch] ✓ Shared memory setup complete!")
 
     @_answered
-    def bridge_manifest(self) -> dict[str, object]:
-        return self._manifest.to_json()
+    def bridge_manifest(self) -> Manifest:
+        return self._manifest
 
     @_answered
-    def bridge_status(self) -> dict[str, object]:
+    def bridge_status(self) -> WorkerStatus:
         return self._updater.status()
 
     @_answered
-    def bridge_open(self, offer: dict[str, Any]) -> dict[str, object]:
-        self._updater.open(SessionOffer.from_json(offer))
+    def bridge_open(self, offer: Any) -> WorkerStatus:
+        self._updater.open(msgspec.convert(offer, BroadcastOffer))
         packed.hold_once(False)
         return self._updater.status()
 
     @_answered
-    def bridge_attach(self) -> dict[str, Any]:
+    def bridge_attach(self) -> SharedRank | dict[str, str]:
         """Where this rank's live weights are and what is where in them, or {"refused": why they cannot be shared}."""
         if refused := self._why_not_shared():
             return {"refused": f"rank {self._tp_rank}: {refused}"}
         self._updater.leave()
         packed.hold_once(True)
         self._write_config()
-        return {
-            "rank": self._tp_rank,
-            "nbytes": self._arena.nbytes,
-            "process": asdict(this_process()),
+        return SharedRank(
+            rank=self._tp_rank,
+            nbytes=self._arena.nbytes,
+            process=this_process(),
+            layout=self._arena.layout(),
+            shards=list(self._arena.shards.values()),
             **self._memory(),
-            "layout": self._arena.layout(),
-            "shards": [asdict(shard) for shard in self._arena.shards.values()],
-        }
+        )
 
     @_answered
     def bridge_renew(self) -> str | None:
@@ -197,4 +197,4 @@ def _write_bridge_config(path: Path, arena: Arena, tp_rank: int, handles: dict[s
         "num_params": len(shards),
         "single_copy_enabled": bool(handles),
     }
-    write_whole(path, json.dumps(config, indent=1).encode())
+    write_whole(path, json.dumps(config, indent=1, default=msgspec.to_builtins).encode())

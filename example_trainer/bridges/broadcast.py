@@ -5,7 +5,7 @@ server or of several.
 
 The trainer's parameters are views into one flat fp32 buffer laid out like the wire image, so when vLLM holds fp32
 nothing is packed: the buffer itself is sent. For a bf16 server each bucket is cast on the way. The protocol is
-vllm_patching/protocol.py.
+atroposlib/wire/bridge.py.
 
 Several servers each have their own link. After a sync all of them serve the same version; one that failed is fenced
 off, named in a warning and left out, and let in again when it answers. Training ends when none is left.
@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import Bucket, Manifest, ManifestMismatch, align, compare
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import LinkSettings, Rendezvous, ServerLink
@@ -30,7 +31,6 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model
 from vllm_patching import transport
-from vllm_patching.protocol import Bucket, Manifest, ManifestMismatch, align, compare
 
 log = get_logger(__name__)
 
@@ -56,7 +56,7 @@ class BroadcastBridge:
         give_up = time.monotonic() + self._config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
-        self._manifest = Manifest.from_json(self._servers[0].manifest())
+        self._manifest = self._servers[0].manifest()
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._matching_manifest(vllm) for vllm in self._servers]
         count = len(self._manifest.tensors)
@@ -171,7 +171,7 @@ class BroadcastBridge:
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:
         """What `vllm` holds. Raises BridgeError unless it is the trainer's model, laid out as on the first server."""
-        manifest = Manifest.from_json(vllm.manifest())
+        manifest = vllm.manifest()
         try:
             compare(manifest, {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()})
         except ManifestMismatch as mismatch:

@@ -13,13 +13,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import AdapterOffer
+from atroposlib.wire.processes import this_process
 from example_trainer.adapters import adapter_nbytes, load_adapted_model, write_adapter
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.heartbeat import Heartbeat
@@ -27,7 +28,6 @@ from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.checkpoint import CheckpointError, remove_leftovers
 from example_trainer.config import TrainerConfig
-from vllm_patching.processes import this_process
 
 log = get_logger(__name__)
 
@@ -105,14 +105,14 @@ class LoraBridge:
     def _open_session(self) -> None:
         config = self._config
         self._vllm.open_adapter_session(
-            {
-                "session": self._session,
-                "trainer": f"{socket.gethostname()}:{os.getpid()}",
-                "lease_s": config.bridge_lease_s,
-                "model": config.model_name,
-                "rank": config.lora_r,
-                "process": asdict(this_process()),
-            }
+            AdapterOffer(
+                session=self._session,
+                trainer=f"{socket.gethostname()}:{os.getpid()}",
+                lease_s=config.bridge_lease_s,
+                model=config.model_name,
+                rank=config.lora_r,
+                process=this_process(),
+            )
         )
         self._heart = Heartbeat(lambda: self._vllm.adapter_heartbeat(self._session), config.bridge_lease_s / 3)
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import read_policy_version
 from example_trainer.adapters import ADAPTER, load_adapted_model
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity
@@ -34,7 +35,6 @@ from example_trainer.checkpoint import WHOLE_MODEL, save_served_model
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model, load_tokenizer
 from example_trainer.server_process import ServerProcess
-from vllm_patching.protocol import read_policy_version
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five

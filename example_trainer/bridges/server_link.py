@@ -8,7 +8,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.vllm_client import VllmClient
 from vllm_patching import transport
-from vllm_patching.protocol import GOODBYE, Bucket, Manifest, SessionOffer, ack_key, go_key
 
 log = get_logger(__name__)
 
@@ -69,7 +69,7 @@ class ServerLink:
         self._session = uuid.uuid4().hex
         self._sequence = 0
         self._store = rendezvous.connection()
-        vllm.open_session(asdict(self._offer(manifest, rendezvous)))
+        vllm.open_session(self._offer(manifest, rendezvous))
         self._groups = self._form_groups(rendezvous)
         self._heart = Heartbeat(partial(vllm.heartbeat, self._session), settings.lease_s / 3)
 
@@ -140,8 +140,8 @@ class ServerLink:
         self._groups.close()
         del self._groups, self._store  # for their C++ threads, as above
 
-    def _offer(self, manifest: Manifest, rendezvous: Rendezvous) -> SessionOffer:
-        return SessionOffer(
+    def _offer(self, manifest: Manifest, rendezvous: Rendezvous) -> BroadcastOffer:
+        return BroadcastOffer(
             session=self._session,
             address=rendezvous.address,
             port=rendezvous.port,

@@ -13,15 +13,15 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import Manifest, ManifestMismatch, SharedRank, SingleCopyOffer, compare
+from atroposlib.wire.processes import this_process
 from example_trainer.bf16 import MasteredParameter
 from example_trainer.bridges import BridgeError, SyncReport
 from example_trainer.bridges.heartbeat import Heartbeat
@@ -32,8 +32,6 @@ from example_trainer.memory import check_memory, free_bytes, memory_table, needs
 from example_trainer.model import check_packed_forward
 from example_trainer.shared_model import StartWeights, bind, copy_replicas, meta_model, shared_tensors
 from vllm_patching import cuda_ipc
-from vllm_patching.processes import Process, this_process
-from vllm_patching.protocol import AttachOffer, Manifest, ManifestMismatch, compare
 from vllm_patching.shared_buffer import SharedBufferError, open_buffer
 
 log = get_logger(__name__)
@@ -53,7 +51,7 @@ class SingleCopyBridge:
 
     def connect(self, source: str, device: torch.device) -> PreTrainedModel:
         status = self._vllm.wait_until_ready(self._config.vllm_start_timeout)
-        manifest = Manifest.from_json(self._vllm.manifest())
+        manifest = self._vllm.manifest()
         self.served_dtype = manifest.tensors[0].dtype
         if any(tensor.dtype == "float16" for tensor in manifest.tensors):
             raise BridgeError(
@@ -133,16 +131,15 @@ class SingleCopyBridge:
         except BridgeError as error:
             log.warning("[Bridge] Left session %s, but vLLM could not be told: %s", self._session, error)
 
-    def _attach(self, manifest: Manifest) -> list[dict[str, Any]]:
-        offer = AttachOffer(
+    def _attach(self, manifest: Manifest) -> list[SharedRank]:
+        offer = SingleCopyOffer(
             session=self._session,
             manifest_digest=manifest.digest(),
             lease_s=self._config.bridge_lease_s,
             trainer=f"{socket.gethostname()}:{os.getpid()}",
             process=this_process(),
         )
-        workers: list[dict[str, Any]] = self._vllm.attach(asdict(offer))["workers"]
-        return workers
+        return self._vllm.attach(offer).workers
 
     def _as_parameter(self, storage: torch.Tensor) -> nn.Parameter:
         if storage.dtype == torch.bfloat16 and self._config.bf16_update == "master":
@@ -186,11 +183,12 @@ class SingleCopyBridge:
             log.warning("[Bridge] vLLM could not be told that the update failed: %s", error)
 
 
-def _open(worker: dict[str, Any]) -> torch.Tensor:
+def _open(worker: SharedRank) -> torch.Tensor:
     """One rank's live weights, flat uint8. Raises BridgeError."""
     try:
-        if "ipc" in worker:
-            return cuda_ipc.open_handle(worker["ipc"])
-        return open_buffer(Process(**worker["process"]), worker["fd"], worker["nbytes"])
+        if worker.ipc is not None:
+            return cuda_ipc.open_handle(worker.ipc)
+        assert worker.fd is not None
+        return open_buffer(worker.process, worker.fd, worker.nbytes)
     except (SharedBufferError, cuda_ipc.CudaIpcError) as error:
-        raise BridgeError(f"the weights of vLLM's rank {worker['rank']} cannot be shared: {error}") from error
+        raise BridgeError(f"the weights of vLLM's rank {worker.rank} cannot be shared: {error}") from error

@@ -7,10 +7,12 @@ request leaves, and a POST that was lost that way must not be repeated blindly.
 import time
 from typing import Any
 
+import msgspec
 import requests
 
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
+from atroposlib.wire.bridge import AdapterOffer, Attached, BroadcastOffer, Manifest, SingleCopyOffer
 from example_trainer.bridges import BridgeError
 
 log = get_logger(__name__)
@@ -83,11 +85,11 @@ class VllmClient:
         """The names that clients may ask for."""
         return [model["id"] for model in self._call("GET", "/v1/models")["data"]]
 
-    def manifest(self) -> dict[str, Any]:
-        return self._call("GET", "/v1/bridge/manifest")
+    def manifest(self) -> Manifest:
+        return msgspec.convert(self._call("GET", "/v1/bridge/manifest"), Manifest)
 
-    def open_session(self, offer: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", "/v1/bridge/session", offer)
+    def open_session(self, offer: BroadcastOffer) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/session", msgspec.to_builtins(offer))
 
     def heartbeat(self, session: str) -> dict[str, Any]:
         return self._call("POST", f"/v1/bridge/session/{session}/heartbeat", {}, timeout_s=HEARTBEAT_S)
@@ -104,8 +106,8 @@ class VllmClient:
         """
         self._call("POST", "/v1/bridge/fence", {"session": session, "reason": reason[:2000]}, timeout_s=QUICK_S)
 
-    def open_adapter_session(self, offer: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", "/v1/bridge/adapter/session", offer)
+    def open_adapter_session(self, offer: AdapterOffer) -> dict[str, Any]:
+        return self._call("POST", "/v1/bridge/adapter/session", msgspec.to_builtins(offer))
 
     def adapter_heartbeat(self, session: str) -> dict[str, Any]:
         return self._call("POST", f"/v1/bridge/adapter/session/{session}/heartbeat", {})
@@ -117,8 +119,8 @@ class VllmClient:
         body = {"session": session, "name": name, "path": path, "policy_version": policy_version}
         return self._call("POST", "/v1/bridge/adapter", body)
 
-    def attach(self, offer: dict[str, Any]) -> dict[str, Any]:
-        return self._call("POST", "/v1/bridge/attach", offer)
+    def attach(self, offer: SingleCopyOffer) -> Attached:
+        return msgspec.convert(self._call("POST", "/v1/bridge/attach", msgspec.to_builtins(offer)), Attached)
 
     def pause(self, session: str, policy_version: int, deadline_s: float) -> dict[str, Any]:
         return self._call(

@@ -22,15 +22,16 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 import requests
 from pydantic import Field, SecretStr
 
 from atroposlib.config import Config, load_config
+from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Address, server_addresses
 from scripts.lib import doctor_checks as checks
 from scripts.lib.doctor_checks import MIB, MODES, Answer, Finding, Gpu, Listener, Model
-from vllm_patching.protocol import Manifest
 
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
@@ -235,7 +236,7 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
         status = ask(f"http://{host}:{port}/v1/bridge/status", key)
         if status.status == 200 and status.body.get("enabled"):
             answer = ask(f"http://{host}:{port}/v1/bridge/manifest", key)
-            manifest = Manifest.from_json(answer.body) if answer.status == 200 else None
+            manifest = msgspec.convert(answer.body, Manifest) if answer.status == 200 else None
     return Server(f"{host}:{port}", local, listener, status, manifest)
 
 

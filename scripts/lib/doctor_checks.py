@@ -12,7 +12,7 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from atroposlib.logs import escape
-from vllm_patching.protocol import DTYPE_BYTES, Manifest, ManifestMismatch, compare
+from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, ManifestMismatch, compare
 
 GIB = 1 << 30
 MIB = 1 << 20

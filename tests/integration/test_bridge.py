@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
 
+from atroposlib.wire.bridge import Manifest
 from tests.integration.bridge_child import held_by
 from tests.integration.conftest import API_KEY, AUTHORIZED, REPOSITORY, Server, session_members, workers_of
 from tests.integration.namespaces import tied
 from tests.integration.test_hostile_requests import OFFER
-from vllm_patching.protocol import Manifest
 
 PARITY = (
     2e-5  # fp32 on both sides; the same weights differ by about 1e-6 on these models, other weights by more than 1e-2
@@ -205,7 +206,7 @@ def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) ->
     frozen = time.monotonic()
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
     # the offer alone: a whole trainer may take longer to start than the lease lasts
-    digest = Manifest.from_json(server.request("GET", "/v1/bridge/manifest").json()).digest()
+    digest = msgspec.convert(server.request("GET", "/v1/bridge/manifest").json(), Manifest).digest()
     offer = OFFER | {"world_size": 1 + server.status()["tp_size"], "manifest_digest": digest}
     newcomer = server.request("POST", "/v1/bridge/session", json=offer)
     assert newcomer.status_code == 409

@@ -11,12 +11,13 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Manifest, ack_key, go_key, lay_out
 from vllm_patching import transport
-from vllm_patching.protocol import GOODBYE, Manifest, SessionOffer, ack_key, go_key, lay_out
 
 
 class FakeVllmServer:
@@ -57,9 +58,9 @@ class FakeVllmServer:
                 "workers": workers,
             }
         if path.endswith("/manifest"):
-            return 200, self.manifest.to_json()
+            return 200, msgspec.to_builtins(self.manifest)
         if path.endswith("/session"):
-            return self._open(SessionOffer.from_json(body))
+            return self._open(msgspec.convert(body, BroadcastOffer))
         if path.endswith("/generate"):
             return (503, {"error": self.fenced}) if self.fenced else (200, self._generate(body))
         if (body.get("session") or path.split("/")[4]) != self.session:
@@ -74,7 +75,7 @@ class FakeVllmServer:
             self.session = None
         return 200, {}
 
-    def _open(self, offer: SessionOffer) -> tuple[int, dict[str, Any]]:
+    def _open(self, offer: BroadcastOffer) -> tuple[int, dict[str, Any]]:
         assert offer.manifest_digest == self.manifest.digest()
         assert offer.world_size == 1 + self.manifest.tp_size
         self.session = offer.session
@@ -83,11 +84,11 @@ class FakeVllmServer:
             threading.Thread(target=self._update, args=(offer, rank), daemon=True).start()
         return 200, {}
 
-    def _update(self, offer: SessionOffer, rank: int) -> None:
+    def _update(self, offer: BroadcastOffer, rank: int) -> None:
         with contextlib.suppress(RuntimeError):  # the trainer is gone
             self._receive(offer, rank)
 
-    def _receive(self, offer: SessionOffer, rank: int) -> None:
+    def _receive(self, offer: BroadcastOffer, rank: int) -> None:
         store = transport.join_store(offer.address, offer.port, offer.timeout_s)
         control = transport.make_control_group(store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
         groups = transport.Groups(control, control, "gloo")

@@ -13,7 +13,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vllm_patching.protocol import read_policy_version
+from atroposlib.wire.bridge import read_policy_version
 
 
 def arguments() -> argparse.Namespace:

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from vllm_patching.arena import Arena, Shard
-from vllm_patching.protocol import Manifest, lay_out
+from atroposlib.wire.bridge import Manifest, Shard, lay_out
+from vllm_patching.arena import Arena
 
 
 class Fused(nn.Module):

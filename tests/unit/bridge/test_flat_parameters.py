@@ -3,8 +3,8 @@ import itertools
 import torch
 from torch import nn
 
+from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.bridges.broadcast import FlatParameters
-from vllm_patching.protocol import Manifest, lay_out
 
 
 def model_and_manifest(dtype: str) -> tuple[dict[str, nn.Parameter], Manifest]:

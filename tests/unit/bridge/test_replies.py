@@ -5,8 +5,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
+from atroposlib.wire.typed import typed_value
 from vllm_patching.replies import Refused, add_session_routes
-from vllm_patching.typed import typed_value
 
 
 class OneSession:

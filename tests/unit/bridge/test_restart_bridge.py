@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
+from atroposlib.wire.bridge import read_policy_version, write_policy_version
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.restart import LoraRestartBridge, RestartBridge
 from example_trainer.config import TrainerConfig
 from tests.integration.conftest import free_port
 from tests.integration.test_server_death import session_members
 from tests.unit.trainer.fakes import FakeApi, model_folder, serve
-from vllm_patching.protocol import read_policy_version, write_policy_version
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 DEADLINE_S = 60.0

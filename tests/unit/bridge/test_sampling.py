@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from atroposlib.wire.typed import WrongValue
 from vllm_patching import compat
 from vllm_patching.replies import Refused
 from vllm_patching.sampling import _types, sampling_params
-from vllm_patching.typed import WrongValue
 
 ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)
 

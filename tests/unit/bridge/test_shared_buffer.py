@@ -5,19 +5,19 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from vllm_patching.processes import Process, is_alive, this_process
+from atroposlib.wire.processes import Process, is_alive, this_process
 from vllm_patching.shared_buffer import SharedBuffer, SharedBufferError, open_buffer
 
 HOLDER = """
 import json, sys, time
-from dataclasses import asdict
-from vllm_patching.processes import this_process
+from msgspec.structs import asdict
+from atroposlib.wire.processes import this_process
 from vllm_patching.shared_buffer import SharedBuffer
 buffer = SharedBuffer(8192)
 print(json.dumps([asdict(this_process()), buffer.fd]), flush=True)

@@ -9,11 +9,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from atroposlib.wire.bridge import Manifest, lay_out
 from scripts.lib import doctor, doctor_checks
 from scripts.lib.doctor_checks import GIB, MIB, MODES, Answer, Finding, Gpu, Listener, Model
-from vllm_patching.protocol import Manifest, lay_out
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = Listener(7, "python -m http.server")
@@ -222,7 +223,7 @@ class Vllm(BaseHTTPRequestHandler):
     """The two bridge routes of a server that asks for a key."""
 
     def do_GET(self) -> None:
-        content: dict[str, Any] = STATUS if self.path.endswith("/status") else manifest().to_json()
+        content: dict[str, Any] = STATUS if self.path.endswith("/status") else msgspec.to_builtins(manifest())
         allowed = self.headers["Authorization"] == "Bearer right"
         self.send_response(200 if allowed else 401)
         self.send_header("content-type", "application/json")

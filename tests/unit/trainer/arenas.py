@@ -1,20 +1,18 @@
 """A Hugging Face model laid out as vLLM's ranks would hold it, for tests of the trainer's side; no vLLM."""
 
 import math
-from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vllm_patching.arena import Shard
-from vllm_patching.protocol import align
+from atroposlib.wire.bridge import Shard, SharedRank, align
+from atroposlib.wire.processes import this_process
 
 
 def ranks_of(
     model: PreTrainedModel, tp: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[dict[str, Any]], list[Tensor]]:
+) -> tuple[list[SharedRank], list[Tensor]]:
     """(bridge_attach replies, arenas) of `tp` ranks serving `model`, whose vocabulary is padded to a multiple of 64."""
     fused = [_fused(model, rank, tp) for rank in range(tp)]
     return list(
@@ -60,7 +58,7 @@ def _fused(model: PreTrainedModel, rank: int, tp: int) -> dict[str, list[tuple[S
 
 def _arena(
     rank: int, parameters: dict[str, list[tuple[Shard, Tensor]]], dtype: torch.dtype
-) -> tuple[dict[str, Any], Tensor]:
+) -> tuple[SharedRank, Tensor]:
     layout, offset, values = {}, 0, {}
     for vllm_name, parts in parameters.items():
         values[vllm_name] = torch.cat([value for _, value in parts], 0).to(dtype).contiguous()
@@ -71,5 +69,5 @@ def _arena(
     for vllm_name, value in values.items():
         start = layout[vllm_name][0]
         buffer[start : start + value.nbytes] = value.view(-1).view(torch.uint8)
-    shards = [asdict(shard) for parts in parameters.values() for shard, _ in parts if shard.name]
-    return {"rank": rank, "layout": layout, "shards": shards}, buffer
+    shards = [shard for parts in parameters.values() for shard, _ in parts if shard.name]
+    return SharedRank(rank=rank, nbytes=offset, process=this_process(), layout=layout, shards=shards), buffer

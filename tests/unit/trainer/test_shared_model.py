@@ -79,7 +79,7 @@ def test_nothing_is_allocated_and_padding_rows_stay(tp: int, tmp_path: Path) -> 
             parameter.fill_(1.0)
     copy_replicas(tensors.values())
     workers, _ = ranks_of(plain, tp)
-    offset, shape, _ = workers[-1]["layout"]["model.embed_tokens.weight"]
+    offset, shape, _ = workers[-1].layout["model.embed_tokens.weight"]
     embedding = arenas[-1][offset : offset + 4 * shape[0] * shape[1]].view(torch.float32).view(shape)
     assert embedding[-1].tolist() == [7.0] * shape[1]
     assert embedding[0].tolist() == [1.0] * shape[1]

@@ -1,4 +1,7 @@
-"""The protocol of both shared bridges, in one place. Imports neither vLLM nor torch nor the trainer.
+"""The weight bridge's protocol: every record that a trainer and a vLLM server exchange, and the rules they keep.
+
+A trainer posts an `Offer` of its bridge's kind, gets a reply, and from then on holds a session (vllm_patching/engines
+on the server's side, example_trainer/bridges on the trainer's).
 
 Broadcast
 
@@ -41,20 +44,250 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
-from vllm_patching.processes import Process
-from vllm_patching.typed import MAX_POLICY_VERSION, Lease, Name, typed_body
+from atroposlib.wire.processes import Process
+from atroposlib.wire.typed import MAX_POLICY_VERSION, Lease, Name, WrongValue, brief, typed_body
 
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
 POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
+GOODBYE = "goodbye"  # value of go_key when the trainer leaves in an orderly way
+
+
+class ManifestMismatch(ValueError):
+    """Trainer and vLLM do not hold the same model; the message names the first difference."""
+
+
+class WireTensor(Struct, frozen=True):
+    """One Hugging Face tensor as it travels: whole (never a TP shard), row-major, at `offset` bytes of the wire
+    image.
+    """
+
+    name: str  # Hugging Face name, e.g. model.layers.0.self_attn.q_proj.weight
+    shape: tuple[int, ...]
+    dtype: str  # a key of DTYPE_BYTES: the dtype vLLM holds, so the trainer casts
+    vllm_name: str  # the parameter it becomes part of, e.g. model.layers.0.self_attn.qkv_proj.weight
+    offset: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+class Bucket(Struct, frozen=True):
+    """Consecutive tensors sent by one broadcast: bytes [start, end) of the wire image."""
+
+    start: int
+    end: int
+    tensors: tuple[WireTensor, ...]
+
+
+class Manifest(Struct, frozen=True):
+    """What vLLM holds and in which order it expects to receive it; identical on every rank."""
+
+    model: str
+    tp_size: int
+    nbytes: int
+    tensors: tuple[WireTensor, ...]
+
+    def digest(self) -> str:
+        """SHA-256 over names, shapes, dtypes, order and offsets."""
+        rows = [[t.name, list(t.shape), t.dtype, t.offset] for t in self.tensors]
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    def buckets(self, bucket_bytes: int) -> list[Bucket]:
+        """Whole tensors grouped up to `bucket_bytes`; a larger tensor is a bucket of its own."""
+        groups: list[list[WireTensor]] = []
+        for tensor in self.tensors:
+            if groups and tensor.offset + tensor.nbytes - groups[-1][0].offset <= bucket_bytes:
+                groups[-1].append(tensor)
+            else:
+                groups.append([tensor])
+        return [Bucket(group[0].offset, group[-1].offset + group[-1].nbytes, tuple(group)) for group in groups]
+
+
+class Offer(Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What a trainer posts to hold a server's bridge; `kind` chooses the server's engine."""
+
+    session: Name
+    trainer: Name  # host:pid, for messages
+    lease_s: Lease  # how long the session lives without a sign of life from the trainer
+
+
+class BroadcastOffer(Offer, frozen=True, kw_only=True, tag="broadcast"):
+    """Weights come by broadcast: where the trainer's store listens and what both sides must agree on."""
+
+    address: Name
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    world_size: Annotated[int, Meta(ge=2, le=4096)]  # 1 trainer rank + TP workers
+    backend: Annotated[str, Meta(pattern=r"\A(gloo|nccl)\Z")]  # of the data group
+    manifest_digest: Name
+    bucket_bytes: Annotated[int, Meta(ge=1, le=2**32)]
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # deadline of each collective and of each store wait
+
+
+class SingleCopyOffer(Offer, frozen=True, kw_only=True, tag="single_copy"):
+    """The trainer shares the weights themselves."""
+
+    manifest_digest: Name
+    process: Process  # the trainer, so that the server sees at once when it is gone
+
+
+class AdapterOffer(Offer, frozen=True, kw_only=True, tag="adapter"):
+    """The trainer writes LoRA adapters."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=4096)]  # --model-name
+    rank: Annotated[int, Meta(ge=1, le=4096)]
+    process: Process  # so that the server sees at once when a trainer of this machine is gone
+
+
+AnyOffer = BroadcastOffer | SingleCopyOffer | AdapterOffer
+OFFERS: dict[str, type[Offer]] = {str(offer.__struct_config__.tag): offer for offer in get_args(AnyOffer)}
+
+
+def parse_offer(body: Any, default: type[Offer]) -> Offer:
+    """`body` as the offer that its `kind` names, or as `default` where it names none. Raises WrongValue, naming the
+    field that is missing, unknown, of another type or out of range.
+    """
+    kind = default
+    if isinstance(body, dict) and "kind" in body:
+        body = dict(body)
+        name = body.pop("kind")
+        if not isinstance(name, str) or name not in OFFERS:
+            raise WrongValue(f"session offer: kind={brief(name)}: expected one of {sorted(OFFERS)}")
+        kind = OFFERS[name]
+    return typed_body(f"session offer ({kind.__struct_config__.tag})", body, kind)
+
+
+class WorkerStatus(Struct):
+    """What one worker's updater is doing."""
+
+    rank: int
+    state: str = "idle"  # idle | joining | joined | receiving | staged | failed
+    session: str | None = None
+    staged_version: int | None = None
+    receive_s: float | None = None
+    error: str | None = None
+
+
+class ServerStatus(Struct):
+    """GET /v1/bridge/status."""
+
+    model: str
+    policy_version: int
+    served_model: str = ""  # the adapter's name, or `model`
+    enabled: bool = False  # whether whole weights can be handed over
+    dtype: str = ""
+    tp_size: int = 1
+    batch_invariant: bool = False
+    paused: bool = False
+    poisoned: str | None = None  # why the weights must not be served
+    refusing: str | None = None  # why nothing is generated, for whatever cause
+    session: str | None = None
+    trainer: str | None = None
+    lease_left_s: float | None = None
+    workers: list[WorkerStatus] = []
+    max_lora_rank: int | None = None  # of a server that takes adapters; absent from any other's
+    adapters_in_use: list[str] = []
+
+
+class Shard(Struct, frozen=True):
+    """Where one Hugging Face tensor lives on one rank: `length` rows or columns of a vLLM parameter."""
+
+    name: str  # Hugging Face
+    vllm_name: str
+    dim: int  # sharded dimension: 0 rows, 1 columns
+    start: int  # within the vLLM parameter of this rank
+    length: int
+    full_start: int  # within the whole Hugging Face tensor
+    full_shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        return self.length == self.full_shape[self.dim]
+
+
+class IpcHandle(Struct, frozen=True):
+    """What `UntypedStorage._share_cuda_` gives, bytes in base64."""
+
+    gpu: str  # UUID
+    handle: str
+    size: int
+    offset: int
+    counter_handle: str
+    counter_offset: int
+    event_handle: str
+    event_sync: bool
+
+
+class SharedRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's live weights, as a trainer of the same machine can open them: by `fd` of `process`, or by `ipc`."""
+
+    rank: int
+    nbytes: int
+    process: Process
+    layout: dict[str, tuple[int, tuple[int, ...], str]]  # vLLM's name -> offset in bytes, shape, dtype
+    shards: list[Shard]
+    fd: int | None = None
+    ipc: IpcHandle | None = None
+
+
+class Served(Struct):
+    """What the server serves now: the reply to a session's end, and to a fence."""
+
+    policy_version: int
+
+
+class Renewed(Served):
+    """Reply to a heartbeat."""
+
+    lease_s: float
+
+
+class Opened(Served):
+    """A session is accepted, and its workers begin to join."""
+
+    workers: list[WorkerStatus] = []
+
+
+class Attached(Served):
+    """A session of single copy is accepted."""
+
+    workers: list[SharedRank]
+
+
+class Paused(Served):
+    """Generation stands still, and the trainer may write."""
+
+    pause_s: float
+
+
+class Resumed(Served):
+    """Generation goes on after a trainer's own write; seconds."""
+
+    stall_s: float  # pause_s + update_s
+    pause_s: float
+    update_s: float
+
+
+class Committed(Served):
+    """A staged version is served; seconds."""
+
+    stall_s: float  # generation stood still
+    pause_s: float
+    apply_s: float  # the slowest rank's
+    commit_s: float
+
+
+class AdapterLoaded(Served):
+    """An adapter is served; `needed` names those that a request may still sample from."""
+
+    load_s: float
+    needed: list[str]
 
 
 def write_policy_version(folder: Path, policy_version: int) -> None:
@@ -78,126 +311,6 @@ def read_policy_version(model: str) -> int:
     return version
 
 
-class ManifestMismatch(ValueError):
-    """Trainer and vLLM do not hold the same model; the message names the first difference."""
-
-
-@dataclass(frozen=True)
-class WireTensor:
-    """One Hugging Face tensor as it travels: whole (never a TP shard), row-major, at `offset` bytes of the wire
-    image.
-    """
-
-    name: str  # Hugging Face name, e.g. model.layers.0.self_attn.q_proj.weight
-    shape: tuple[int, ...]
-    dtype: str  # a key of DTYPE_BYTES: the dtype vLLM holds, so the trainer casts
-    vllm_name: str  # the parameter it becomes part of, e.g. model.layers.0.self_attn.qkv_proj.weight
-    offset: int  # bytes
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Consecutive tensors sent by one broadcast: bytes [start, end) of the wire image."""
-
-    start: int
-    end: int
-    tensors: tuple[WireTensor, ...]
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What vLLM holds and in which order it expects to receive it; identical on every rank."""
-
-    model: str
-    tp_size: int
-    nbytes: int
-    tensors: tuple[WireTensor, ...]
-
-    def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, order and offsets."""
-        rows = [[t.name, list(t.shape), t.dtype, t.offset] for t in self.tensors]
-        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
-
-    def buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Whole tensors grouped up to `bucket_bytes`; a larger tensor is a bucket of its own."""
-        groups: list[list[WireTensor]] = []
-        for tensor in self.tensors:
-            if groups and tensor.offset + tensor.nbytes - groups[-1][0].offset <= bucket_bytes:
-                groups[-1].append(tensor)
-            else:
-                groups.append([tensor])
-        return [Bucket(group[0].offset, group[-1].offset + group[-1].nbytes, tuple(group)) for group in groups]
-
-    def to_json(self) -> dict[str, object]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict) -> "Manifest":
-        """Raises KeyError or TypeError when `data` is not a manifest."""
-        tensors = tuple(
-            WireTensor(t["name"], tuple(t["shape"]), t["dtype"], t["vllm_name"], t["offset"]) for t in data["tensors"]
-        )
-        return Manifest(data["model"], data["tp_size"], data["nbytes"], tensors)
-
-
-@dataclass(frozen=True)
-class SessionOffer:
-    """What a trainer posts to open a session: where its store listens and what both sides must agree on."""
-
-    session: Name
-    address: Name
-    port: Annotated[int, Meta(ge=1, le=65535)]
-    world_size: Annotated[int, Meta(ge=2, le=4096)]  # 1 trainer rank + TP workers
-    backend: Annotated[str, Meta(pattern=r"\A(gloo|nccl)\Z")]  # of the data group
-    manifest_digest: Name
-    bucket_bytes: Annotated[int, Meta(ge=1, le=2**32)]
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # deadline of each collective and of each store wait
-    lease_s: Lease  # how long the session lives without a sign of life from the trainer
-    trainer: Name  # host:pid, for messages
-
-    @staticmethod
-    def from_json(data: Any) -> "SessionOffer":
-        """Raises WrongValue naming the field that is missing, unknown, of another type or out of range."""
-        return typed_body("session offer", data, SessionOffer)
-
-
-@dataclass(frozen=True)
-class AttachOffer:
-    """What a trainer posts to share the weights themselves."""
-
-    session: Name
-    manifest_digest: Name
-    lease_s: Lease
-    trainer: Name  # host:pid, for messages
-    process: Process  # the trainer, so that the server sees at once when it is gone
-
-    @staticmethod
-    def from_json(data: Any) -> "AttachOffer":
-        """Raises WrongValue, as above."""
-        return typed_body("attach offer", data, AttachOffer)
-
-
-@dataclass(frozen=True)
-class AdapterOffer:
-    """What a trainer posts to hold the adapter bridge."""
-
-    session: Name
-    trainer: Name  # host:pid, for messages
-    lease_s: Lease
-    model: Annotated[str, Meta(min_length=1, max_length=4096)]  # --model-name
-    rank: Annotated[int, Meta(ge=1, le=4096)]
-    process: Process  # so that the server sees at once when a trainer of this machine is gone
-
-    @staticmethod
-    def from_json(data: Any) -> "AdapterOffer":
-        """Raises WrongValue, as above."""
-        return typed_body("adapter offer", data, AdapterOffer)
-
-
 def go_key(session: str, sequence: int) -> str:
     """Store key under which the trainer announces transfer number `sequence` of the session."""
     return f"{session}/go/{sequence}"
@@ -206,9 +319,6 @@ def go_key(session: str, sequence: int) -> str:
 def ack_key(session: str, sequence: int, rank: int) -> str:
     """Store key under which worker `rank` (0..TP-1) reports that transfer `sequence` is staged."""
     return f"{session}/ack/{sequence}/{rank}"
-
-
-GOODBYE = "goodbye"  # value of go_key when the trainer leaves in an orderly way
 
 
 def align(offset: int) -> int:

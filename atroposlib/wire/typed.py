@@ -4,7 +4,6 @@ Used for every request body of ours; imports neither vLLM nor torch. Names, valu
 and in ASCII.
 """
 
-import dataclasses
 import math
 import reprlib
 import typing
@@ -43,7 +42,7 @@ def brief(value: object) -> str:
 
 
 def typed_body(what: str, body: Any, kind: type[T]) -> T:
-    """`body` as the dataclass `kind`. Raises WrongValue for a field that is missing, unknown or not as annotated."""
+    """`body` as the structure `kind`. Raises WrongValue for a field that is missing, unknown or not as annotated."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if not isinstance(body, dict):
         raise WrongValue(f"{what}={brief(body)}: expected an object with the fields {sorted(hints)}")
@@ -51,7 +50,9 @@ def typed_body(what: str, body: Any, kind: type[T]) -> T:
         raise WrongValue(f"{what}: missing or unknown fields {brief(wrong)}; expected {sorted(hints)}")
     return kind(
         **{
-            name: (typed_body if dataclasses.is_dataclass(hint) else typed_value)(f"{what}: {name}", body[name], hint)
+            name: (typed_body if hasattr(hint, "__struct_fields__") else typed_value)(
+                f"{what}: {name}", body[name], hint
+            )
             for name, hint in hints.items()
         }
     )

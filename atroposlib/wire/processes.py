@@ -5,19 +5,17 @@ still lives.
 """
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from vllm_patching.typed import Name
+from atroposlib.wire.typed import Name
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(msgspec.Struct, frozen=True):
     """One process of one boot of one machine. Two are the same only if all four agree."""
 
     boot_id: Name

@@ -1,21 +1,23 @@
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_patching.protocol import (
+from atroposlib.wire.bridge import (
     ALIGNMENT,
     AdapterOffer,
-    AttachOffer,
+    BroadcastOffer,
     Manifest,
     ManifestMismatch,
-    SessionOffer,
+    SingleCopyOffer,
     WireTensor,
     compare,
     lay_out,
+    parse_offer,
 )
-from vllm_patching.typed import WrongValue
+from atroposlib.wire.typed import WrongValue
 
 PARTS = [
     ("embed.weight", [("embed.weight", (10, 4), "float32")]),
@@ -40,7 +42,7 @@ def test_parts_of_a_fused_parameter_touch_and_parameters_are_aligned() -> None:
 
 
 def test_manifest_survives_json() -> None:
-    assert Manifest.from_json(manifest().to_json()) == manifest()
+    assert msgspec.json.decode(msgspec.json.encode(manifest()), type=Manifest) == manifest()
 
 
 sizes = st.lists(st.integers(1, 300), min_size=1, max_size=30)
@@ -105,7 +107,7 @@ OFFER = {
 
 
 def test_a_complete_offer_is_accepted() -> None:
-    assert SessionOffer.from_json(OFFER).world_size == 2
+    assert parse_offer(OFFER, BroadcastOffer) == parse_offer({**OFFER, "kind": "broadcast"}, SingleCopyOffer)
 
 
 HERE: dict[str, Any] = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
@@ -120,19 +122,19 @@ NO_LEASE: list[Any] = [0, -1, 301, 3600, 1e300, float("nan"), "30", True]
 @pytest.mark.parametrize(
     ("offer", "complete", "field", "values"),
     [
-        (SessionOffer, OFFER, "port", [0, 65536, 1.5, "1", True, 2**70]),
-        (SessionOffer, OFFER, "world_size", [1, 2.5, "2", 10**6]),
-        (SessionOffer, OFFER, "backend", ["mpi", "gloo\n", 1]),
-        (SessionOffer, OFFER, "timeout_s", [0, 3601, float("inf"), "1"]),
-        (SessionOffer, OFFER, "bucket_bytes", [0, 2**33, 1.5]),
-        (SessionOffer, OFFER, "lease_s", NO_LEASE),
-        (SessionOffer, OFFER, "trainer", NO_NAME),
-        (SessionOffer, OFFER, "address", NO_NAME),
-        (SessionOffer, OFFER, "session", NO_NAME),
-        (SessionOffer, OFFER, "stray", [1]),
-        (AttachOffer, ATTACH, "lease_s", NO_LEASE),
-        (AttachOffer, ATTACH, "trainer", NO_NAME),
-        (AttachOffer, ATTACH, "process", NO_PROCESS),
+        (BroadcastOffer, OFFER, "port", [0, 65536, 1.5, "1", True, 2**70]),
+        (BroadcastOffer, OFFER, "world_size", [1, 2.5, "2", 10**6]),
+        (BroadcastOffer, OFFER, "backend", ["mpi", "gloo\n", 1]),
+        (BroadcastOffer, OFFER, "timeout_s", [0, 3601, float("inf"), "1"]),
+        (BroadcastOffer, OFFER, "bucket_bytes", [0, 2**33, 1.5]),
+        (BroadcastOffer, OFFER, "lease_s", NO_LEASE),
+        (BroadcastOffer, OFFER, "trainer", NO_NAME),
+        (BroadcastOffer, OFFER, "address", NO_NAME),
+        (BroadcastOffer, OFFER, "session", NO_NAME),
+        (BroadcastOffer, OFFER, "stray", [1]),
+        (SingleCopyOffer, ATTACH, "lease_s", NO_LEASE),
+        (SingleCopyOffer, ATTACH, "trainer", NO_NAME),
+        (SingleCopyOffer, ATTACH, "process", NO_PROCESS),
         (AdapterOffer, ADAPTER, "lease_s", NO_LEASE),
         (AdapterOffer, ADAPTER, "session", NO_NAME),
         (AdapterOffer, ADAPTER, "rank", [0, 1.5, "8", 10**6]),
@@ -142,21 +144,23 @@ NO_LEASE: list[Any] = [0, -1, 301, 3600, 1e300, float("nan"), "30", True]
 def test_an_offer_with_a_field_of_another_type_or_out_of_range_is_refused_by_name(
     offer: Any, complete: dict[str, Any], field: str, values: list[Any]
 ) -> None:
-    assert offer.from_json(complete).session == "s"
+    assert parse_offer(complete, offer).session == "s"
     for value in values:
         with pytest.raises(WrongValue, match=field) as refused:
-            offer.from_json({**complete, field: value})
+            parse_offer({**complete, field: value}, offer)
         assert str(refused.value).isascii()
         assert str(refused.value).isprintable()
 
 
-@pytest.mark.parametrize("body", [[], "x", None, 1, {}, {**OFFER, "port": []}])
+@pytest.mark.parametrize(
+    "body", [[], "x", None, 1, {}, {**OFFER, "port": []}, {**OFFER, "kind": "mpi"}, {**OFFER, "kind": []}]
+)
 def test_what_is_no_offer_at_all_is_refused(body: Any) -> None:
     with pytest.raises(WrongValue, match="session offer"):
-        SessionOffer.from_json(body)
+        parse_offer(body, BroadcastOffer)
 
 
 def test_whole_floats_are_integers_in_an_offer() -> None:
-    assert SessionOffer.from_json({**OFFER, "port": 9001.0, "lease_s": 300}) == SessionOffer(
+    assert parse_offer({**OFFER, "port": 9001.0, "lease_s": 300}, BroadcastOffer) == BroadcastOffer(
         **{**OFFER, "port": 9001, "lease_s": 300.0}
     )
