@@ -176,7 +176,6 @@ class _Ready(NamedTuple):
     item: bytes
     key: str | None
     lengths: list[int]
-    scores: list[float]
     suspicions: list[str]
 
 
@@ -202,7 +201,7 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
             raise refusal.within(index) if in_list else refusal from None
         lengths = [len(sequence) for sequence in data.tokens]
         posted = PostedGroup(len(lengths), data.env_id, _oldest_version(data))
-        ready.append(_Ready(posted, item, data.idempotency_key, lengths, data.scores, suspicions))
+        ready.append(_Ready(posted, item, data.idempotency_key, lengths, suspicions))
     return ready
 
 
@@ -229,7 +228,7 @@ async def _store(
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
     for group in groups:
-        service.figures.count_groups(group.lengths, group.scores)
+        service.figures.count_group(group.lengths)
     return answer
 
 

@@ -1,4 +1,4 @@
-"""Counts since the start of this process, for /metrics and /events."""
+"""Counts since the start of this process, for /metrics."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Figures:
-    """Each only ever rises, but for the sum of scores."""
+    """Each only ever rises."""
 
     groups: int = 0
     sequences: int = 0
     tokens: int = 0
-    score_sum: float = 0.0
     repeated_posts: int = 0
     batches: int = 0
     groups_delivered: int = 0
@@ -24,9 +23,8 @@ class Figures:
     rejected: Counter[str] = field(default_factory=Counter)  # who found the group untrainable -> groups set aside
     refused: Counter[int] = field(default_factory=Counter)  # HTTP status -> replies
 
-    def count_groups(self, lengths: list[int], scores: list[float]) -> None:
+    def count_group(self, lengths: list[int]) -> None:
         """One accepted group."""
         self.groups += 1
         self.sequences += len(lengths)
         self.tokens += sum(lengths)
-        self.score_sum += sum(scores)

@@ -3,24 +3,19 @@ everything.
 """
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from atroposlib.api.admission import Overloaded
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
-from atroposlib.api.events import status_events
 from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, service_of
 from atroposlib.api.openapi import describe
 from atroposlib.api.posted_groups import as_json
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
-
-MAX_STREAMS = 256  # of events, each a connection that stays
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -51,24 +46,6 @@ async def metrics(request: Request) -> Response:
     """Figures for Prometheus."""
     service_of(request).hear_silence()
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/events", response_class=StreamingResponse, responses={200: {"content": {"text/event-stream": {}}}})
-async def events(request: Request, interval: float = Query(1.0, ge=0.1, le=60.0)) -> StreamingResponse:
-    """Server-sent events: queue, rates and scores every `interval` seconds, until the client goes away."""
-    if request.app.state.streams >= MAX_STREAMS:
-        raise Overloaded(503, f"{MAX_STREAMS} streams of events are open; close one")
-    stream = _counted(request, status_events(service_of(request), interval))
-    return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-async def _counted(request: Request, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    request.app.state.streams += 1
-    try:
-        async for event in stream:
-            yield event
-    finally:
-        request.app.state.streams -= 1
 
 
 @router.get("/wandb_info", **describe(wire.WandbInfo))

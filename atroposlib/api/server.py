@@ -47,7 +47,6 @@ def create_app(
     app.state.service = service
     app.state.metrics = Metrics(service)
     app.state.said = set()
-    app.state.streams = 0
     app.state.heavy_work = anyio.CapacityLimiter(1)
     for routes in (environment_routes, trainer_routes, general_routes):  # what is asked most stands first
         app.include_router(routes.router)

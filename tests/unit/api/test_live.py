@@ -1,7 +1,5 @@
 """Leases over HTTP, signs of life, staleness, metrics and events."""
 
-import asyncio
-import json
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -9,9 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api.events import status_events
 from atroposlib.api.server import create_app
-from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
 from tests.unit.api.support import ITEM_KEYS, group, marks, register, register_env, registration
@@ -278,20 +274,3 @@ def test_metrics_count_what_happened(client: TestClient) -> None:
         "atropos_current_step 1.0",
     ):
         assert line in text, line
-
-
-def test_events_tell_queue_rates_and_scores() -> None:
-    async def two_events() -> list[bytes]:
-        service = RolloutService(ApiSettings())
-        events = status_events(service, 0.01)
-        first = await anext(events)
-        service.figures.count_groups([10, 20], [1.0, 0.0])
-        second = await anext(events)
-        await events.aclose()  # type: ignore[attr-defined]
-        return [first, second]
-
-    parsed = [json.loads(event.split(b"data: ")[1]) for event in asyncio.run(two_events())]
-    assert parsed[0]["score_mean"] is None
-    assert parsed[0]["queue_size"] == 0
-    assert parsed[1]["score_mean"] == 0.5
-    assert parsed[1]["tokens_per_s"] > 0

@@ -108,12 +108,11 @@ def test_a_journal_in_use_is_one_line_and_a_failure(tmp_path: Path) -> None:
     assert "groups.db is in use by another batching API" in ended.stderr.splitlines()[-1]
 
 
-def test_an_open_stream_of_events_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
+def test_a_request_that_never_completes_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
     served_process, url = process
-    with requests.get(f"{url}/events?interval=0.2", stream=True, timeout=10) as events:
-        lines = events.iter_lines()
-        assert next(lines) == b"event: status"
-        assert next(lines).startswith(b'data: {"current_step":0')
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as half:
+        half.sendall(b"POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{")
+        assert requests.get(f"{url}/health", timeout=10).ok  # sent later, so the half request is being read
         served_process.send_signal(signal.SIGTERM)
         served_process.communicate(timeout=15)
     assert served_process.returncode == 0

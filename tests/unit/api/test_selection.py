@@ -1,17 +1,11 @@
 """The batching rules, against a plain list-based reading of what they promise."""
 
 import itertools
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.api.selection import Group, Lanes, can_sum, choose_batch, exact_batch, indices_summing_to, packed_batch
-from atroposlib.api.utils import (
-    find_groups_summing_to_target,
-    grab_batch_with_minimum_allocations,
-    grab_exact_from_heterogeneous_queue,
-)
 
 SIZES = st.lists(st.integers(1, 9), max_size=14)
 POWERS = st.lists(st.sampled_from([1, 2, 4, 8]), max_size=24)
@@ -21,10 +15,6 @@ MINIMUMS = st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, 0.25, 0.5, 1
 def queue_of(sizes: list[int], envs: list[int | None] | None = None) -> list[Group[str]]:
     owners = envs or [None]
     return [Group(order, size, owners[order % len(owners)], f"group {order}") for order, size in enumerate(sizes)]
-
-
-def items_of(sizes: list[int]) -> list[Any]:
-    return [{"tokens": [[index]] * size} for index, size in enumerate(sizes)]
 
 
 def packs_by_the_book(sizes: list[int], batch_size: int) -> list[int] | None:
@@ -172,29 +162,19 @@ def test_indices_sum_to_the_target_whenever_some_subset_does(sizes: list[int], t
 
 
 def test_the_greedy_choice_comes_first_and_else_the_table_is_traced_from_the_end() -> None:
-    assert find_groups_summing_to_target(items_of([1, 2, 1]), 4) == [0, 1, 2]
-    assert find_groups_summing_to_target(items_of([3, 1, 4]), 5) == [1, 2]
-    assert find_groups_summing_to_target(items_of([2, 4]), 3) == []
-    assert find_groups_summing_to_target([], 3) == []
+    assert indices_summing_to([1, 2, 1], 4) == [0, 1, 2]
+    assert indices_summing_to([3, 1, 4], 5) == [1, 2]
+    assert indices_summing_to([2, 4], 3) == []
+    assert indices_summing_to([], 3) == []
 
 
-def test_grabbing_returns_the_items_themselves_and_the_rest_in_order() -> None:
-    queue = items_of([8, 4, 8, 4])
-    batch, rest = grab_exact_from_heterogeneous_queue(queue, 16)
-    assert batch == [queue[0], queue[2]]
-    assert rest == [queue[1], queue[3]]
-    assert grab_exact_from_heterogeneous_queue(rest, 16) == (None, rest)
+def test_packs_leave_the_rest_and_a_minimum_takes_its_environments_groups_first() -> None:
+    def chosen(groups: list[Group[str]], batch_size: int, minimums: dict[int, float]) -> list[int] | None:
+        batch = packed_batch(Lanes(groups), batch_size, minimums)
+        return None if batch is None else [group.order for group in batch]
 
-
-def test_grabbing_with_minimums_counts_connected_environments_only() -> None:
-    queue: list[Any] = [{"tokens": [[index]] * 4, "env_id": index % 2} for index in range(4)]
-    configs: list[dict[str, Any]] = [
-        {"registered_id": 0, "connected": True, "min_batch_allocation": None},
-        {"registered_id": 1, "connected": True, "min_batch_allocation": 1.0},
-    ]
-    batch, rest = grab_batch_with_minimum_allocations(queue, 8, configs)
-    assert batch == [queue[1], queue[3]]
-    assert rest == [queue[0], queue[2]]
-    configs[1]["connected"] = False
-    batch, _ = grab_batch_with_minimum_allocations(queue, 8, configs)
-    assert batch == queue[:2]
+    assert chosen(queue_of([8, 4, 8, 4]), 16, {}) == [0, 2]
+    assert chosen(queue_of([4, 4]), 16, {}) is None
+    of_two = queue_of([4] * 4, [0, 1])
+    assert chosen(of_two, 8, {1: 1.0}) == [1, 3]
+    assert chosen(of_two, 8, {}) == [0, 1]

@@ -23,7 +23,7 @@ from atroposlib.envs.process import process
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from example_trainer.config import TrainerConfig
-from tests.unit.cli.test_generation import group
+from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class
 from tests.unit.envs.fakes import running_api
 from tests.waiting import until

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 
+from atroposlib.compat.message_history_utils import strip_thinking
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.question_env import QuestionEnv
 from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCallTranslator
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, extract_tagged, last_number
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
-from atroposlib.utils.message_history_utils import strip_thinking
 from environments.calculator_tool_server import CalculatorConfig, CalculatorEnv, tool_result
 from environments.calculator_tool_server import Question as Sum
 from environments.countdown_server import CountdownConfig, CountdownEnv, Puzzle

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 
+from atroposlib.compat.reward_fns import RewardFunction, registry
+from atroposlib.compat.reward_fns.registry import BUILT_IN
 from atroposlib.envs.errors import Unscored
-from atroposlib.envs.reward_fns import RewardFunction, registry
-from atroposlib.envs.reward_fns.registry import BUILT_IN
 from atroposlib.grading import GraderSettings
 from atroposlib.grading.grader import BlockingGrader
 from tests.unit.hostile_answers.hostile import assert_linear, hostile_answers, long_answers

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.generation import GenerationConfig, GenerationError, fetch_groups
+from atroposlib.compat.generation import GenerationConfig, GenerationError, fetch_groups
 from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
 from atroposlib.envs.discovery import served_model
 from atroposlib.envs.errors import EnvError

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from atroposlib.utils.best_of_n_selection import select_best_index
-from atroposlib.utils.io import parse_http_response
+from atroposlib.compat.best_of_n_selection import select_best_index
+from atroposlib.compat.io import parse_http_response
 from atroposlib.utils.tool_call_parser import parse_tool_call
 
 

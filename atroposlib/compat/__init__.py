@@ -1,0 +1,5 @@
+"""What only users of the archived ancestor need: its rewards, helpers, evaluations and commands.
+
+Their import paths (`atroposlib.envs.reward_fns`, `atroposlib.utils.io`, ...) lead here, see `atroposlib.old_paths`.
+Nothing in the product imports this package; it imports the product.
+"""

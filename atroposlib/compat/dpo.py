@@ -1,0 +1,54 @@
+"""`atropos-dpo-gen FILE`: pairs of a good and a bad sample of running environments, for preference training.
+
+A line is {"prefix", "pos", "neg", "score", "neg_score"}; with --save-messages there is no prefix and pos and neg are
+messages.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+
+
+class DpoConfig(GenerationConfig):
+    """Flags."""
+
+    save_n_pairs_per_group: int = Field(
+        default=3, ge=1, description="Pairs kept of a group: best with worst, second with second worst, ..."
+    )
+    minimum_score_diff_max_min: float = Field(
+        default=0.5, ge=0, description="Least difference of the scores of a pair."
+    )
+    tasks_per_step: int = Field(default=8, ge=1, description="Groups a batch.")
+
+
+def records(config: DpoConfig, group: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The lines of one group."""
+    order, scores = ranked(config, group), group["scores"]
+    for good, bad in list(zip(order, reversed(order), strict=True))[
+        : min(config.save_n_pairs_per_group, len(order) // 2)
+    ]:
+        difference = scores[good] - scores[bad]
+        if (
+            difference <= 0
+            or difference < config.minimum_score_diff_max_min
+            or (scores[good] < 0 and not config.allow_negative_scores)
+        ):
+            continue
+        if config.save_messages:
+            pair: dict[str, Any] = {"pos": messages_of(group, good), "neg": messages_of(group, bad)}
+        else:
+            prefix, positive = prompt_and_completion(group, good, tokenizer)
+            pair = {"prefix": prefix, "pos": positive, "neg": prompt_and_completion(group, bad, tokenizer)[1]}
+        yield {**pair, "score": scores[good], "neg_score": scores[bad]}
+
+
+def main() -> None:
+    """Command line."""
+    run(DpoConfig, "atropos-dpo-gen", records)
+
+
+if __name__ == "__main__":
+    main()

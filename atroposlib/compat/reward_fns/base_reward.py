@@ -1,0 +1,35 @@
+"""`BaseReward` and `@register_reward`: a reward of one completion, for those who need no more.
+
+@register_reward("polite")
+class PoliteReward(BaseReward):
+    def score(self, completion: str, **kwargs) -> float:
+        return float("please" in completion)
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from atroposlib.compat.reward_fns.registry import registry
+from atroposlib.compat.reward_fns.reward_function import RewardFunction
+
+R = TypeVar("R", bound=type)
+
+
+class BaseReward(RewardFunction):
+    """A reward that looks at one text at a time; `registry.create` makes it like any other."""
+
+    @abstractmethod
+    def score(self, completion: str, **kwargs: Any) -> float:
+        """The reward of one completion's text."""
+
+    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+        return [self.score(self.get_content(completion), **kwargs) for completion in completions]
+
+
+def register_reward(name_or_class: str | R) -> Any:
+    """Class decorator, `@register_reward` or `@register_reward("name")`."""
+    if not isinstance(name_or_class, str):
+        return registry.register(name_or_class)
+    register: Callable[[R], R] = registry.register(name=name_or_class)
+    return register

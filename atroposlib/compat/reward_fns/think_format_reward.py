@@ -1,0 +1,24 @@
+"""Thoughts in one <think> block, and an answer after it."""
+
+import re
+from typing import Any
+
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
+
+THINK_THEN_ANSWER = re.compile(r"\s*<think>(?P<thoughts>.+?)</think>(?P<answer>.*)", re.DOTALL)
+
+
+@register_reward
+class ThinkFormatReward(BaseReward):
+    """0 to 1: 1 for `<think>thoughts</think> answer`, half without an answer, 0 for anything else or more tags."""
+
+    def score(self, completion: str, **kwargs: Any) -> float:
+        found = THINK_THEN_ANSWER.fullmatch(completion)
+        if (
+            found is None
+            or not found["thoughts"].strip()
+            or "<think>" in found["thoughts"]
+            or re.search("</?think>", found["answer"])
+        ):
+            return 0.0
+        return 1.0 if found["answer"].strip() else 0.5

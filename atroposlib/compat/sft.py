@@ -1,0 +1,39 @@
+"""`atropos-sft-gen FILE`: the best samples of running environments, for supervised fine-tuning.
+
+A line is {"prefix", "completion", "score"}, or with --save-messages {"messages", "score"}.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import Field
+
+from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+
+
+class SftConfig(GenerationConfig):
+    """Flags."""
+
+    save_top_n_per_group: int = Field(default=3, ge=1, description="Samples kept of a group, best first.")
+
+
+def records(config: SftConfig, group: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """The lines of one group."""
+    for index in ranked(config, group)[: config.save_top_n_per_group]:
+        score = group["scores"][index]
+        if score < 0 and not config.allow_negative_scores:
+            continue
+        if config.save_messages:
+            yield {"messages": messages_of(group, index), "score": score}
+        else:
+            prefix, completion = prompt_and_completion(group, index, tokenizer)
+            yield {"prefix": prefix, "completion": completion, "score": score}
+
+
+def main() -> None:
+    """Command line."""
+    run(SftConfig, "atropos-sft-gen", records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The ancestor's import paths for what stands in `atroposlib.compat` now, so that its users' programs run unchanged.
+
+An old name gives the very module that the new name gives: a reward registered under one is known under the other.
+`python -m` takes old names too. Nothing is loaded before such a name is imported.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+# A package stands for the modules in it too.
+MOVED = {
+    "atroposlib.cli.dpo": "atroposlib.compat.dpo",
+    "atroposlib.cli.generation": "atroposlib.compat.generation",
+    "atroposlib.cli.inference_node_wandb_watcher": "atroposlib.compat.inference_node_wandb_watcher",
+    "atroposlib.cli.sft": "atroposlib.compat.sft",
+    "atroposlib.cli.view_run": "atroposlib.compat.view_run",
+    "atroposlib.cli.view_run_multimodal": "atroposlib.compat.view_run",
+    "atroposlib.envs.eval": "atroposlib.compat.eval",
+    "atroposlib.envs.reward_fns": "atroposlib.compat.reward_fns",
+    "atroposlib.envs.server_handling.managed_server_proxy": "atroposlib.compat.managed_server_proxy",
+    "atroposlib.frontend": "atroposlib.compat",
+    "atroposlib.utils.advantages": "atroposlib.compat.advantages",
+    "atroposlib.utils.best_of_n_selection": "atroposlib.compat.best_of_n_selection",
+    "atroposlib.utils.io": "atroposlib.compat.io",
+    "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
+}
+
+
+def new_name(name: str) -> str | None:
+    """Where the module `name` stands now; None when it has not moved."""
+    return next((new + name.removeprefix(old) for old, new in MOVED.items() if f"{name}.".startswith(f"{old}.")), None)
+
+
+class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Python asks `find_spec` for each module that is not loaded yet, then has the spec's loader make the module."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """A spec for an old name, None for every other one."""
+        return None if new_name(name) is None else ModuleSpec(name, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the old name, and those of the modules in it that are loaded already, stand for the new ones."""
+        old, new = module.__name__, new_name(module.__name__) or ""
+        sys.modules[old] = importlib.import_module(new)
+        inside = [name for name in sys.modules if name.startswith(f"{new}.")]
+        sys.modules.update({old + name.removeprefix(new): sys.modules[name] for name in inside})
+
+    def get_code(self, name: str) -> CodeType | None:
+        """The program that `python -m name` runs."""
+        spec = importlib.util.find_spec(new_name(name) or name)
+        assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader)
+        return spec.loader.get_code(spec.name)
+
+
+sys.meta_path.insert(0, OldPaths())

@@ -1,0 +1,85 @@
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from atroposlib.cli import dpo, sft
+from atroposlib.compat.generation import GenerationError, generate
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
+from tests.unit.envs.fakes import Api, running_api
+from tests.waiting import until
+
+TOKENIZER = make_tiny_tokenizer()
+
+
+def group(*scores: float, messages: bool = False) -> dict[str, Any]:
+    """One group: sample i answers `ask ask` with `ask i`, so that the prompt's text comes again in the answer."""
+    prompt, answers = TOKENIZER.encode("ask ask "), [TOKENIZER.encode(f"ask {index}") for index in range(len(scores))]
+    said = [
+        [{"role": "user", "content": "ask"}, {"role": "assistant", "content": str(index)}]
+        for index in range(len(scores))
+    ]
+    return {
+        "tokens": [prompt + answer for answer in answers],
+        "masks": [[-100] * len(prompt) + answer for answer in answers],
+        "scores": list(scores),
+        "messages": said if messages else None,
+    }
+
+
+def test_best_samples_are_kept_with_prompt_and_completion_apart() -> None:
+    lines = list(sft.records(sft.SftConfig(save_top_n_per_group=2), group(0.0, 1.0, -1.0), TOKENIZER))
+    assert lines == [
+        {"prefix": "ask ask ", "completion": "ask 1", "score": 1.0},
+        {"prefix": "ask ask ", "completion": "ask 0", "score": 0.0},
+    ]
+    assert [line["score"] for line in sft.records(sft.SftConfig(), group(0.0, 1.0, -1.0), TOKENIZER)] == [1.0, 0.0]
+    assert list(sft.records(sft.SftConfig(minimum_score_diff_max_min=3.0), group(0.0, 1.0, -1.0), TOKENIZER)) == []
+
+
+def test_messages_are_kept_if_there_are_some() -> None:
+    config = sft.SftConfig(save_messages=True, save_top_n_per_group=1)
+    (line,) = sft.records(config, group(0.0, 1.0, messages=True), TOKENIZER)
+    assert line["messages"][-1]["content"] == "1"
+    with pytest.raises(GenerationError, match="include_messages"):
+        list(sft.records(config, group(0.0, 1.0), TOKENIZER))
+
+
+def test_pairs_are_best_with_worst_and_differ_enough() -> None:
+    lines = list(dpo.records(dpo.DpoConfig(), group(0.0, 1.0, 0.9, 0.2), TOKENIZER))
+    assert [(line["score"], line["neg_score"]) for line in lines] == [(1.0, 0.0), (0.9, 0.2)]
+    assert lines[0] == {"prefix": "ask ask ", "pos": "ask 1", "neg": "ask 0", "score": 1.0, "neg_score": 0.0}
+    assert list(dpo.records(dpo.DpoConfig(), group(0.4, 0.5), TOKENIZER)) == []
+
+
+async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) -> None:
+    async with running_api() as api:
+        written = asyncio.create_task(
+            asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
+        )
+
+        async def registered() -> bool:
+            size: int = (await asyncio.to_thread(requests.get, f"{api.url}/info")).json()["batch_size"]
+            return size >= 0
+
+        for _ in range(2):
+            await until(registered)
+            await asyncio.to_thread(
+                requests.post, f"{api.url}/scored_data_list", json=[group(0.0, 1.0), group(1.0, 0.5)]
+            )
+        assert await asyncio.wait_for(written, 60) == 7
+        lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+        assert len(lines) == 7
+        assert lines[0]["score"] == 1.0
+        with pytest.raises(GenerationError, match=r"out.jsonl exists"):
+            generate(config_for(api, tmp_path), tmp_path / "out.jsonl", sft.records)
+        with pytest.raises(GenerationError, match="a trainer has registered"):
+            await asyncio.to_thread(generate, config_for(api, tmp_path), tmp_path / "other.jsonl", sft.records)
+
+
+def config_for(api: Api, folder: Path) -> sft.SftConfig:
+    tokenizer = str(save_tiny_tokenizer(folder / "tokenizer"))
+    return sft.SftConfig(api_url=api.url, tokenizer=tokenizer, num_seqs_to_save=7, tasks_per_step=2, timeout=60)

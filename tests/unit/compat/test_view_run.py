@@ -1,0 +1,71 @@
+import asyncio
+from pathlib import Path
+
+import httpx
+import requests
+from fastapi.testclient import TestClient
+
+from atroposlib.cli import view_run, view_run_multimodal
+from atroposlib.compat.view_run import ViewConfig, Watcher
+from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from tests.unit.compat.test_generation import group
+from tests.unit.envs.fakes import Trainer, running_api
+
+
+async def test_live_run_is_shown_and_keeps_everything(tmp_path: Path) -> None:
+    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
+        watcher = Watcher(ViewConfig(api_url=api.url, tokenizer=str(save_tiny_tokenizer(tmp_path / "tokenizer"))))
+        await watcher.look(client)
+        assert "0 different groups" in watcher.page()
+        trainer = Trainer(api.url, batch_size=4)
+        await trainer.register()
+        for scores in ((0.0, 1.0), (1.0, 0.5)):
+            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(*scores))
+            await watcher.look(client)
+            await watcher.look(client)
+        page = watcher.page()
+        assert "2 different groups" in page
+        assert "ask ask ask 1" in page
+        assert page.index("Group 2") < page.index("Group 1")
+        assert len(await asyncio.wait_for(trainer.fetch(), 30)) == 2
+
+
+async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetched() -> None:
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    parts = [
+        {"type": "text", "text": "What is <this>?"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{pixel}"}},
+        {"type": "image_url", "image_url": {"url": "https://elsewhere/tracker.png"}},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,x' onerror='alert(1)"}},
+    ]
+    said = [[{"role": "user", "content": parts}, {"role": "assistant", "content": "A pixel."}] for _ in range(2)]
+    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
+        watcher = Watcher(ViewConfig(api_url=api.url))
+        trainer = Trainer(api.url, batch_size=4)
+        await trainer.register()
+        body = group(0.0, 1.0) | {"messages": said, "images": [pixel, "no image"]}
+        await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=body)
+        await watcher.look(client)
+    page = watcher.page()
+    assert page.count(f"<img src='data:image/png;base64,{pixel}'>") == 3 == page.count("<img ")
+    assert "What is &lt;this&gt;?" in page
+    assert "https://elsewhere/tracker.png" in page
+    assert "onerror='" not in page
+
+
+def test_command_of_the_ancestor_is_the_same_program() -> None:
+    assert view_run_multimodal.main is view_run.main
+
+
+async def test_api_that_is_away_is_said_on_the_page() -> None:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        watcher = Watcher(ViewConfig(api_url="http://127.0.0.1:1"))
+        await watcher.look(client)
+    assert "http://127.0.0.1:1 cannot be asked" in watcher.page()
+
+
+def test_the_page_is_shown_under_its_own_names_only() -> None:
+    config = ViewConfig(api_url="http://127.0.0.1:1", allowed_host=["runs.example"])
+    client = TestClient(view_run.create_app(Watcher(config)))
+    assert client.get("/", headers={"Host": "runs.example"}).status_code == 200
+    assert client.get("/", headers={"Host": "evil.test:9002"}).status_code == 403
