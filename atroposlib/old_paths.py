@@ -55,7 +55,8 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def get_code(self, name: str) -> CodeType | None:
         """The program that `python -m name` runs."""
         spec = importlib.util.find_spec(new_name(name) or name)
-        assert spec is not None and isinstance(spec.loader, importlib.abc.InspectLoader)
+        assert spec is not None
+        assert isinstance(spec.loader, importlib.abc.InspectLoader)
         return spec.loader.get_code(spec.name)
 
 
