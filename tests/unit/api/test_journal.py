@@ -1,8 +1,12 @@
 """The journal through the API: what survives a restart, and what a bad file or a full disk does."""
 
 import asyncio
+import errno
+import os
 import sqlite3
+import time
 from collections.abc import Callable
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,10 @@ from fastapi.testclient import TestClient
 from atroposlib.api import service
 from atroposlib.api.journal import Journal, JournalError
 from atroposlib.api.journal_file import JournalDamaged
+from atroposlib.api.journal_head import Head, head_path, read_head
 from atroposlib.api.server import create_app
 from tests.unit.api.support import group, marks, register, register_env, registration
+from tests.unit.common.disk import watch_disk
 
 
 @pytest.fixture
@@ -120,6 +126,88 @@ def test_a_reset_is_kept_too(path: Path) -> None:
     with api(path) as client:
         assert client.get("/info").json()["batch_size"] == -1
         assert client.get("/status").json()["queue_size"] == 0
+
+
+# --- the disk -------------------------------------------------------------------------------------------------------
+
+
+def opened(path: Path) -> Journal:
+    """A journal that is ready to be written."""
+    journal = Journal(path)
+    assert list(journal.changes()) == []
+    journal.keep_only(set())
+    return journal
+
+
+@pytest.mark.parametrize("start", ["first", "second"])
+def test_every_commit_waits_for_the_disk(path: Path, start: str) -> None:
+    """No kill shows it, as the page cache outlives a process: SQLite flushes its log at each commit if it is told FULL,
+    and leaves that to the next checkpoint if it is told NORMAL.
+    """
+    if start == "second":
+        opened(path).close()
+    with api(path) as client:
+        register(client)
+        database = client.app.state.service.journal._db  # type: ignore[attr-defined]
+        settings = {name: database.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")}
+    assert settings == {"synchronous": 2, "journal_mode": "wal"}
+
+
+def test_a_change_is_in_the_file_and_named_by_the_head_before_anybody_is_told(path: Path) -> None:
+    journal, told = opened(path), []
+
+    def done(error: JournalError | None) -> None:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as reader:
+            (newest,) = reader.execute("SELECT max(number) FROM changes").fetchone()
+        head = read_head(path)
+        told.append((error, newest, head and head.newest.number))
+
+    for number in (1, 2, 3):
+        journal.write(number, b"change", (), done)
+        journal._writes.put(None)  # one transaction each: the thread ends, and starts anew with the next
+        assert journal._thread is not None
+        journal._thread.join()
+        journal._thread = None
+    journal.close()
+    assert told == [(None, 1, 1), (None, 2, 2), (None, 3, 3)]
+
+
+def test_a_new_journal_is_named_by_its_head_on_the_disk_before_it_has_its_name(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head without a journal is a start that was cut off; a journal without a head is damage."""
+    with monkeypatch.context() as patch:
+        acts = watch_disk(patch)
+        Journal(path).close()
+    (made,) = (at for at, act in enumerate(acts) if act.kind == "rename" and act.path == path)
+    before = [act for act in acts[:made] if act.kind == "flush"]
+    head = next(at for at, act in enumerate(before) if act.path == head_path(path) and act.content)
+    assert any(act.path == path.parent and b"groups.db.head" in act.content for act in before[head:])
+    assert any(act.path == path.parent and b"groups.db\0" in act.content for act in acts[made + 1 :])
+
+
+def test_a_head_that_cannot_be_written_refuses_what_was_written_and_all_after_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = opened(path)
+    outcomes: list[JournalError | None] = []
+
+    def broken(head: Head, record: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Head, "write", broken)
+        journal.write(1, b"change", (), outcomes.append)
+        while not outcomes:
+            time.sleep(0.001)
+    journal.write(2, b"change", (), outcomes.append)
+    journal.close()
+    assert [str(error).partition(" cannot be written ")[2] for error in outcomes] == [
+        "(Input/output error); mend its disk, then start the API again"
+    ] * 2
+    again = Journal(path)
+    assert [number for number, _ in again.changes()] == [1]  # nobody was told of it, nor of what came after
+    again.close()
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

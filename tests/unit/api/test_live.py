@@ -97,6 +97,21 @@ def test_a_new_trainer_gets_what_the_old_one_held_and_the_old_one_nothing_more(
     assert [lease(client, new), lease(client, new, 2)] == [(2, [2, 3]), (None, None)]
 
 
+def test_a_trainer_cannot_acknowledge_or_reject_a_batch_that_it_was_not_given(
+    leased: tuple[TestClient, Clock, int],
+) -> None:
+    client, _, old = leased
+    lease(client, old)
+    new = client.post("/register", json=registration(8)).json()["uuid"]
+    reply = client.post("/batch/ack", json={"trainer": new, "leases": [1]}).json()
+    assert (reply["acknowledged"], reply["unknown"]) == (0, [1])
+    rejection = {"trainer": new, "lease": 1, "groups": [{"id": 1, "reason": "it is another's"}]}
+    taken = client.post("/batch/reject", json=rejection).json()
+    assert (taken["rejected"], taken["unknown"], client.get("/dead-letters").json()) == ([], [1], [])
+    assert lease(client, new) == (1, [0, 1])
+    assert client.post("/batch/ack", json={"trainer": new, "leases": [1]}).json()["acknowledged"] == 1
+
+
 def test_a_silent_trainers_batch_goes_to_whoever_asks(leased: tuple[TestClient, Clock, int]) -> None:
     client, clock, trainer = leased
     lease(client, trainer)

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, decode_change, encode_change
+from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import GroupTooLarge
 from atroposlib.api.state import MAX_ANSWERED, REFUSALS, RolloutState
 from tests.unit.api.test_queue import env, run
@@ -190,6 +191,34 @@ TestAnyHistory = AnyHistory.TestCase
 
 
 # --- leases ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_known_to_the_trainer_that_holds_it_or_held_it_last() -> None:
+    book: LeaseBook[None] = LeaseBook([Lease(1, 5, []), Lease(2, 6, []), Lease(3, 5, [], returned=True)])
+    assert book.known_to(5, [3, 2, 1, 9, 1]) == [3, 1]
+    assert book.known_to(6, [3, 2, 1]) == [2]
+    assert book.known_to(7, [1, 2, 3]) == []
+    assert [[lease.lease_id for lease in book.held(trainer)] for trainer in (5, 6, None)] == [[1], [2], [1, 2]]
+    assert (book.reclaimable(5), book.reclaimable(6)) == ([3], [])
+
+
+def test_what_was_lost_in_transit_is_the_oldest_that_its_own_trainer_does_not_name() -> None:
+    book: LeaseBook[None] = LeaseBook(
+        [Lease(1, 6, []), Lease(2, 5, [], returned=True), Lease(3, 5, []), Lease(4, 5, [])]
+    )
+    lost = [book.lost_in_transit(5, holding) for holding in ([], [3], [4], [3, 4])]
+    assert [lease and lease.lease_id for lease in lost] == [3, 4, 3, None]
+
+
+def test_a_batch_that_is_handed_over_is_its_new_trainer_s_alone() -> None:
+    book: LeaseBook[None] = LeaseBook([Lease(1, 5, [])])
+    assert [lease.lease_id for lease in book.give_back([1, 9])] == [1]
+    assert book.give_back([1]) == []
+    assert (book.known_to(5, [1]), book.held()) == ([1], [])
+    book.hand_over(1, 6)
+    assert (book.known_to(5, [1]), book.known_to(6, [1]), book.reclaimable(5)) == ([], [1], [])
+    assert [lease.lease_id for lease in book.close([1, 9])] == [1]
+    assert list(book) == []
 
 
 def test_a_replaced_trainers_batches_are_lent_again_whole_and_in_order() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
@@ -20,6 +20,12 @@ def client() -> Iterator[TestClient]:
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/bridge/resume", "/tokenize"):
         app.post(path)(lambda: {"served": True})
     app.get("/health")(lambda: {"served": True})
+
+    @app.websocket("/v1/realtime")
+    async def realtime(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_text("served")
+
     with TestClient(app) as client:
         yield client
     gate.open("weights")
@@ -33,8 +39,17 @@ def test_closed_gate_refuses_what_generates_with_the_reason(client: TestClient) 
         assert reply.status_code == 503, path
         assert reply.json()["error"]["message"] == "trainer h:1 died", path
         assert int(reply.headers["retry-after"]) > 0
-    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/v1/realtime"):
+
+
+def test_closed_gate_refuses_websockets_with_the_reason_until_it_opens(client: TestClient) -> None:
+    gate.close("weights", "trainer h:1 died" + "!" * 200)
+    with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/v1/realtime"):
         pass
+    assert refused.value.code == 1013  # "try again later"
+    assert refused.value.reason == ("trainer h:1 died" + "!" * 200)[:120]  # a close frame holds no more
+    gate.open("weights")
+    with client.websocket_connect("/v1/realtime") as socket:
+        assert socket.receive_text() == "served"
 
 
 def test_closed_gate_leaves_health_bridge_and_tokenizer_open(client: TestClient) -> None:

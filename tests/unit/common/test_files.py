@@ -1,5 +1,6 @@
 """Files that a flag names are written only where there is a regular file, or nothing."""
 
+import errno
 import os
 import socket
 import stat
@@ -17,6 +18,7 @@ from atroposlib.files import NotRegularFile, expect_regular, open_regular, write
 from example_trainer.metrics import JsonlSink
 from example_trainer.plot import plot_comparison
 from example_trainer.server_process import ServerProcess
+from tests.unit.common.disk import expect_durable, watch_disk
 from tests.unit.trainer.test_trainer_run import BROADCAST
 
 
@@ -91,6 +93,26 @@ def test_regular_and_absent_files_are_taken_below_a_linked_directory(tmp_path: P
     write_whole(tmp_path / "link/one", b"2")
     assert expect_regular(tmp_path / "link/one").read_bytes() == b"2"
     assert os.listdir(tmp_path / "real") == ["one"]
+
+
+def test_a_whole_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in (b"old", b"new"):
+        with monkeypatch.context() as patch:
+            acts = watch_disk(patch)
+            write_whole(tmp_path / "one", content)
+        expect_durable(acts, tmp_path / "one")
+
+
+def test_a_disk_that_fails_at_the_flush_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(tmp_path / "one", b"old")
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
+        patch.setattr(os, "fsync", broken)
+        write_whole(tmp_path / "one", b"new")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"old"}
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one_and_nothing_else(tmp_path: Path) -> None:

@@ -71,10 +71,92 @@ def test_long_sequences_lose_their_end_and_are_counted() -> None:
     assert batch_of(group, seq_len=4).rollouts == []  # only prompts are left
 
 
+def test_completion_tokens_count_all_that_was_sampled() -> None:
+    """The denominator of the loss: groups of equal scores and what `seq_len` cuts off count too."""
+    groups = [item([1.0, 1.0]), item([0.0, 1.0], seed=1)]
+    sampled = sum(mask != -100 for group in groups for row in group["masks"] for mask in row)
+    assert batch_of(*groups).completion_tokens == batch_of(*groups, seq_len=5).completion_tokens == sampled
+
+
 def test_staleness_counts_from_the_first_policy_that_sampled() -> None:
     batch = batch_of(item([1.0, 0.0], policy_versions=[[3, 4], [2, 2]]), item([1.0, 0.0]), policy_version=5)
     assert batch.staleness_mean == 2.5
     assert batch_of(item([1.0, 0.0])).staleness_mean is None
+
+
+def test_a_first_token_is_never_trained_even_where_the_mask_names_it() -> None:
+    """Nothing predicts it: a row of -1 would read another sequence's logits."""
+    group = item([1.0, 0.0], seed=3)
+    group["masks"] = [list(tokens) for tokens in group["tokens"]]
+    group["inference_logprobs"] = [[-0.5] * len(tokens) for tokens in group["tokens"]]
+    batch = batch_of(group)
+    assert [rollout.trained.tolist() for rollout in batch.rollouts] == [
+        [False] + [True] * (len(tokens) - 1) for tokens in group["tokens"]
+    ]
+    group["tokens"], group["masks"], group["inference_logprobs"] = [[5], [6]], [[5], [6]], [[-0.5], [-0.5]]
+    assert batch_of(group).rollouts == []
+
+
+@pytest.mark.parametrize("given", [None, [[0.5], [-2.0]]], ids=["of the group", "given"])
+def test_the_staleness_weight_scales_all_advantages_of_the_group(given: list[list[float]] | None) -> None:
+    plain = advantages_of(batch_of(item([1.0, 0.0], advantages=given)))
+    weighted = item([1.0, 0.0], advantages=given, group_overrides={"staleness_weight": 0.25})
+    assert advantages_of(batch_of(weighted)) == [value / 4 for value in plain]
+    assert plain[0] != 0
+    weighted["group_overrides"] = {"staleness_weight": None, "temperature": 0.5}
+    assert advantages_of(batch_of(weighted)) == plain
+    weighted["group_overrides"] = {"staleness_weight": 0.0}  # it teaches nothing any more
+    found = batch_of(weighted)
+    assert (found.rollouts, found.zero_variance_groups) == ([], 1)
+
+
+def test_one_group_s_staleness_weight_is_not_another_s() -> None:
+    old, new = item([1.0, 0.0], group_overrides={"staleness_weight": 0.5}), item([1.0, 0.0], seed=1)
+    found = advantages_of(batch_of(old, new))
+    assert found[:2] == [value / 2 for value in found[2:]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [(1.0, 0), (1.0, 0)]),
+        ({"generation_params": {"top_p": 0.9}}, [(0.9, 0), (0.9, 0)]),
+        ({"group_overrides": {"top_k": 20}}, [(1.0, 20), (1.0, 20)]),
+        ({"group_overrides": {"top_p": 0.5}, "generation_params": {"top_p": 0.9}}, [(0.9, 0), (0.9, 0)]),
+        ({"overrides": [{"top_p": 0.3}, {"top_k": 7}], "generation_params": {"top_k": 5}}, [(0.3, 5), (1.0, 7)]),
+        ({"generation_params": {"top_k": -1, "top_p": 1}}, [(1.0, 0), (1.0, 0)]),
+        ({"overrides": [None, {"top_p": 0.3}]}, [(1.0, 0), (0.3, 0)]),
+    ],
+)
+def test_truncation_of_each_sequence_is_its_sampler_s(
+    fields: dict[str, Any], expected: list[tuple[float, int]]
+) -> None:
+    batch = batch_of(item([1.0, 0.0], **fields))
+    assert [(rollout.top_p, rollout.top_k) for rollout in batch.rollouts] == expected
+
+
+def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
+    group = item([1.0, 0.0], seed=3)
+    group["ref_logprobs"] = [[-1.0 - at / 8 for at in range(len(tokens))] for tokens in group["tokens"]]
+    group["advantages"] = [
+        [index + at / 8 for at in range(len(tokens))] for index, tokens in enumerate(group["tokens"])
+    ]
+    group["overrides"] = [{"temperature": 0.5}, {"temperature": 2.0}]
+    longest = max(len(tokens) for tokens in group["tokens"])
+    for seq_len in (longest, longest - 1, 5):
+        batch = batch_of(group, seq_len=seq_len)
+        assert batch.truncated_sequences == sum(len(tokens) > seq_len for tokens in group["tokens"])
+        for index, rollout in enumerate(batch.rollouts):
+            assert rollout.tokens.tolist() == group["tokens"][index][:seq_len]
+            assert rollout.trained.tolist() == [mask != -100 for mask in group["masks"][index][:seq_len]]
+            for found, name in (
+                (rollout.sampler_logprobs, "inference_logprobs"),
+                (rollout.reference_logprobs, "ref_logprobs"),
+                (rollout.advantages, "advantages"),
+            ):
+                assert found is not None
+                assert found.tolist() == np.array(group[name][index][:seq_len], np.float32).tolist()
+            assert rollout.temperature == [0.5, 2.0][index]
 
 
 @pytest.mark.parametrize(

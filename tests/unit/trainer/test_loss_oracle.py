@@ -232,3 +232,41 @@ def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
     assert logits.grad is not None
     assert torch.equal(logits.grad[0, [0, 3]], torch.zeros(2))
     assert torch.isfinite(logits.grad).all()
+
+
+def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
+    def policy_loss_and_gradient(weight: float | None) -> tuple[float, Tensor]:
+        model = trained_model("llama")
+        group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
+        batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+        figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+        grad = model.get_output_embeddings().weight.grad
+        assert isinstance(grad, Tensor)
+        return figures.pg_loss, grad
+
+    (loss, gradient), (half, half_gradient) = policy_loss_and_gradient(None), policy_loss_and_gradient(0.5)
+    assert loss != 0
+    assert half == pytest.approx(loss / 2, rel=1e-6)
+    torch.testing.assert_close(half_gradient, gradient / 2)
+
+
+@pytest.mark.parametrize("settings", [{"top_p": 0.6}, {"top_k": 3}, {"top_p": 0.6, "top_k": 3, "temperature": 0.7}])
+def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: dict[str, Any]) -> None:
+    """From the item's own words to the loss: were the truncation lost on the way, the ratios would be far from 1."""
+    model = trained_model("llama")
+    group = item([1.0, 0.0, 0.5], seed=5, generation_params=settings)
+    for index, tokens in enumerate(group["tokens"]):
+        logits = model(input_ids=torch.tensor([tokens])).logits[0].detach() / settings.get("temperature", 1.0)
+        for position, target in enumerate(group["masks"][index]):
+            if target != -100:
+                # the naive nucleus: from the likeliest on, until their sum reaches top_p; the sampled token is one
+                ranked = logits[position - 1].argsort(descending=True)[: settings.get("top_k")].tolist()
+                sums = logits[position - 1, ranked].softmax(0).cumsum(0)
+                kept = ranked[: int((sums < settings.get("top_p", 2.0)).sum()) + 1]
+                kept = sorted({*kept, target})
+                logprobs = logits[position - 1, kept].log_softmax(0)
+                group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
+    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    assert figures.logprob_diff_max < 1e-5
+    assert figures.ratio_mean == pytest.approx(1.0, abs=1e-5)

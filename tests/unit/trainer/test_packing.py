@@ -21,6 +21,19 @@ CPU = torch.device("cpu")
 FP32_SUMS = 1e-4  # float32 sums in another order, on logits up to about 10
 
 
+def rollout(length: int, trained: list[int], **fields: Any) -> Rollout:
+    """A sequence of `length` tokens that trains those at the places `trained`."""
+    values: dict[str, Any] = dict(
+        tokens=np.arange(length),
+        trained=np.isin(np.arange(length), trained),
+        sampler_logprobs=np.full(length, -0.5, np.float32),
+        advantages=np.ones(length, np.float32),
+        reference_logprobs=None,
+        temperature=1.0,
+    )
+    return Rollout(**values | fields)
+
+
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
 def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], budget: int) -> None:
     bins = pack(lengths, budget)
@@ -61,16 +74,50 @@ def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
 
 
 def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
-    rollout = Rollout(
-        np.arange(6),
-        np.array([False, False, True, True, False, False]),
-        np.zeros(6, np.float32),
-        np.ones(6, np.float32),
-        None,
-        1.0,
+    sequence = rollout(6, [2, 3])
+    assert fed_length(sequence) == 3
+    assert micro_batches([sequence], 100, CPU)[0].input_ids.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({}, {}, None),
+        ({"top_p": 0.9}, {}, ([0, 0, 0], [0.9, 0.9, 1.0])),
+        ({}, {"top_p": 0.9}, ([0, 0, 0], [1.0, 1.0, 0.9])),
+        ({"top_k": 5}, {}, ([5, 5, 0], [1.0, 1.0, 1.0])),
+        ({"top_k": 5, "top_p": 0.5}, {"top_k": 7, "top_p": 0.7}, ([5, 5, 7], [0.5, 0.5, 0.7])),
+    ],
+    ids=["neither", "top_p of the first alone", "top_p of the second alone", "top_k alone", "both"],
+)
+def test_each_trained_token_has_the_truncation_of_its_sampler(
+    first: dict[str, Any], second: dict[str, Any], expected: tuple[list[int], list[float]] | None
+) -> None:
+    (batch,) = micro_batches([rollout(4, [2, 3], **first), rollout(3, [2], **second)], 100, CPU)
+    if expected is None:
+        assert batch.truncation is None
+        return
+    assert batch.truncation is not None
+    top_ks, top_ps = batch.truncation
+    assert (top_ks.tolist(), top_ps.dtype) == (expected[0], torch.float32)
+    assert top_ps.tolist() == pytest.approx(expected[1])
+
+
+def test_each_trained_token_has_the_settings_of_its_sequence() -> None:
+    reference = np.array([0.0, -1.0, -2.0, -3.0], np.float32)
+    (batch,) = micro_batches(
+        [rollout(4, [1, 3], temperature=0.5, reference_logprobs=reference), rollout(3, [1], temperature=2.0)], 100, CPU
     )
-    assert fed_length(rollout) == 3
-    assert micro_batches([rollout], 100, CPU)[0].input_ids.tolist() == [[0, 1, 2]]
+    assert batch.temperatures.tolist() == [0.5, 0.5, 2.0]
+    assert batch.reference_logprobs[:2].tolist() == [-1.0, -3.0]
+    assert batch.reference_logprobs[2].isnan()
+    assert (batch.lengths, batch.rows.tolist(), batch.targets.tolist()) == ((3, 1), [0, 2, 3], [1, 3, 1])
+
+
+def test_a_row_is_filled_to_the_last_token_and_no_further() -> None:
+    assert pack([3, 3, 2], 6) == [[0, 1], [2]]
+    assert pack([3, 4, 2], 6) == [[1, 2], [0]]
+    assert pack([7, 1], 6) == [[0], [1]]  # a longer one goes alone
 
 
 def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedModel, PreTrainedModel]:

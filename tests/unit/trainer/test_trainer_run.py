@@ -312,8 +312,12 @@ def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> N
     group["inference_logprobs"] = [
         [value if value == 1.0 else -300.0 for value in row] for row in group["inference_logprobs"]
     ]
+    impossible = FakeApi(lambda n: [group])
     with pytest.raises(TrainerError, match=r"the gradient norm is (nan|inf); the weights were left as they are"):
-        train(model, tmp_path, api=FakeApi(lambda n: [group]), mismatch_limit=1e3)
+        train(model, tmp_path, api=impossible, mismatch_limit=1e3, on_bad_batch="stop")
+    train(model, tmp_path, api=FakeApi(lambda n: [group]), mismatch_limit=1e3, on_bad_batch="skip", training_steps=2)
+    start, trained = weights(Path(model)), weights(tmp_path / "checkpoints" / "final_model")
+    assert all(torch.equal(start[key], trained[key]) for key in start)
 
 
 def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> None:

@@ -1,0 +1,114 @@
+"""What a power failure leaves of checkpoints: each is flushed whole before it gets its name, and named by `latest` only
+after that; an older one is removed last.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from example_trainer.checkpoint import (
+    MANIFEST,
+    STATE,
+    WHOLE_MODEL,
+    CheckpointError,
+    Checkpoints,
+    Progress,
+    find_checkpoint,
+    save_final_model,
+    save_served_model,
+    write_folder,
+)
+from tests.unit.common.disk import Act, expect_durable, watch_disk
+from tests.unit.trainer.fakes import tiny_model
+
+
+def write_two_files(folder: Path) -> None:
+    (folder / STATE).write_bytes(b"moments")
+    (folder / "nested").mkdir()
+    (folder / "nested" / "weights").write_bytes(b"weights")
+
+
+def test_every_file_and_directory_is_flushed_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acts = watch_disk(monkeypatch)
+    write_folder(tmp_path / "step_1", write_two_files, 100)
+    expect_durable(acts, tmp_path / "step_1")
+    found = sorted(path.relative_to(tmp_path / "step_1").as_posix() for path in (tmp_path / "step_1").rglob("*"))
+    assert found == [MANIFEST, "nested", "nested/weights", STATE]
+
+
+def test_a_checkpoint_that_is_replaced_is_removed_when_the_new_one_has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "step_1", write_two_files, 100)
+    acts = watch_disk(monkeypatch)
+    write_folder(tmp_path / "step_1", lambda folder: (folder / STATE).write_bytes(b"other moments"), 100)
+    _, named = expect_durable(acts, tmp_path / "step_1")
+    still_there = [name for name in acts[named].content.split(b"\0") if b".replaced-" in name]
+    assert len(still_there) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Act]]:
+    """Two steps of a model, kept one at a time, and how they came to the disk."""
+    model = tiny_model()
+    optimizer = AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1, WHOLE_MODEL)
+    checkpoints.save(Progress(1, 1, 1), model, None, optimizer)
+    with monkeypatch.context() as patch:
+        acts = watch_disk(patch)
+        checkpoints.save(Progress(2, 2, 2), model, None, optimizer)
+    return tmp_path, acts
+
+
+def test_latest_names_a_checkpoint_that_is_on_the_disk(saved: tuple[Path, list[Act]]) -> None:
+    folder, acts = saved
+    _, named = expect_durable(acts, folder / "step_2")
+    pointed, _ = expect_durable(acts, folder / "latest")
+    assert named < pointed
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_2"]
+    assert find_checkpoint("latest", folder) == folder / "step_2"
+
+
+def test_the_checkpoint_before_goes_when_latest_no_longer_names_it(saved: tuple[Path, list[Act]]) -> None:
+    folder, acts = saved
+    _, pointed = expect_durable(acts, folder / "latest")
+    assert b"step_1" in acts[pointed].content.split(b"\0")
+
+
+def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = AdamW([parameter])
+    model = tiny_model()
+    Checkpoints(tmp_path, 1, WHOLE_MODEL).save(Progress(1, 1, 1), model, None, optimizer)
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot write .*step_2: .*Input/output"):
+        patch.setattr(os, "fsync", broken)
+        Checkpoints(tmp_path, 1, WHOLE_MODEL).save(Progress(2, 2, 2), model, None, optimizer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1"]
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
+
+
+def test_served_and_final_models_are_flushed_before_they_have_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    acts = watch_disk(monkeypatch)
+    for folder in (
+        save_served_model(tmp_path, model, None, 3, WHOLE_MODEL),
+        save_final_model(tmp_path, model, None, WHOLE_MODEL),
+    ):
+        expect_durable(acts, folder)
+        assert (folder / "model.safetensors").exists()

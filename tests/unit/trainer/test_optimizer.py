@@ -1,0 +1,96 @@
+"""The one update of a step: which gradients it refuses, how far it scales them, and the learning rate of each update."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import BadBatch
+from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
+
+
+def config(**changes: Any) -> TrainerConfig:
+    return TrainerConfig(model_name="m", **changes)
+
+
+def with_gradients(*gradients: list[float]) -> tuple[list[nn.Parameter], Optimizer]:
+    """Parameters of zeros with these gradients, in two groups."""
+    parameters = [nn.Parameter(torch.zeros(len(gradient))) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = torch.tensor(gradient)
+    return parameters, SGD([{"params": parameters[:1]}, {"params": parameters[1:]}], lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "norm"),
+    [
+        (([1.0, math.inf], [1.0]), "inf"),
+        (([1.0], [-math.inf]), "inf"),
+        (([1.0], [math.nan, 2.0]), "nan"),
+        (([1e30, 1e30], [1e30]), "inf"),  # finite numbers whose squares are not
+    ],
+)
+def test_gradients_without_a_finite_norm_are_refused_before_any_weight_changes(
+    gradients: tuple[list[float], ...], norm: str
+) -> None:
+    parameters, optimizer = with_gradients(*gradients)
+    with pytest.raises(BadBatch, match=f"the gradient norm is {norm}; the weights were left as they are"):
+        clip_gradients(optimizer, 1.0)
+    assert all(parameter.eq(0).all() for parameter in parameters)
+
+
+@pytest.mark.parametrize(("largest", "factor"), [(1.0, 0.2), (5.0, 1.0), (10.0, 1.0)])
+def test_gradients_of_all_groups_are_scaled_together_to_the_largest_norm(largest: float, factor: float) -> None:
+    parameters, optimizer = with_gradients([3.0, 0.0], [4.0])
+    assert clip_gradients(optimizer, largest) == 5.0
+    found = [value for parameter in parameters if parameter.grad is not None for value in parameter.grad.tolist()]
+    assert found == pytest.approx([3.0 * factor, 0.0, 4.0 * factor], rel=1e-5)
+
+
+def rates(updates_done: int = 0, updates: int = 8, **changes: Any) -> list[float]:
+    """The learning rates of the next updates, as parts of --lr."""
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = make_optimizer([parameter], config(lr=0.5, **changes))
+    scheduler = make_scheduler(optimizer, config(lr=0.5, **changes), updates_done)
+    found = []
+    for _ in range(updates):
+        found.append(optimizer.param_groups[0]["lr"] / 0.5)
+        parameter.grad = torch.ones(1)
+        update(optimizer, scheduler)
+    return found
+
+
+def test_the_learning_rate_rises_stays_and_falls() -> None:
+    assert rates(training_steps=8) == [1.0] * 8
+    assert rates(training_steps=8, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+    falling = rates(training_steps=8, warmup_steps=2, lr_decay_steps=3)
+    assert falling == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert rates(training_steps=4, lr_decay_steps=1, updates=6) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5, 0.5])
+
+
+def test_the_schedule_of_a_resumed_run_goes_on_where_it_was() -> None:
+    settings = dict(training_steps=8, warmup_steps=3, lr_decay_steps=3)
+    for done in (1, 4, 7):
+        assert rates(done, 8 - done, **settings) == pytest.approx(rates(**settings)[done:])
+
+
+def test_an_update_steps_once_and_leaves_no_gradient_behind() -> None:
+    parameters, optimizer = with_gradients([1.0], [2.0])
+    update(optimizer, make_scheduler(optimizer, config(), 0))
+    assert [parameter.item() for parameter in parameters] == [-1.0, -2.0]
+    assert [parameter.grad for parameter in parameters] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_the_optimizer_has_the_configured_settings_and_no_frozen_parameter(name: str) -> None:
+    trained, frozen = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    settings = dict(optimizer=name, lr=0.125, weight_decay=0.25, adam_betas=(0.5, 0.75), adam_eps=1e-3)
+    (group,) = make_optimizer([frozen, trained], config(**settings)).param_groups
+    assert [parameter is trained for parameter in group["params"]] == [True]
+    assert (group["lr"], group["weight_decay"]) == (0.125, 0.25)
+    if name == "adamw":
+        assert (group["betas"], group["eps"]) == ((0.5, 0.75), 1e-3)
