@@ -1,6 +1,6 @@
 """The trainer's API client against a server that is late, restarted, wrong or gone."""
 
-import threading
+import contextlib
 import time
 from typing import Any
 
@@ -68,18 +68,16 @@ def test_an_api_that_forgot_its_trainer_is_registered_with_again_from_the_step_r
 
 
 def test_an_api_that_comes_up_late_is_waited_for() -> None:
-    port, api, up = free_port(), FakeApi(batches), threading.Event()
+    port, pauses = free_port(), []
+    with contextlib.ExitStack() as services:
 
-    def start_late() -> None:
-        time.sleep(0.4)
-        with serve(api, port):
-            up.wait(10)
+        def pause(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                services.enter_context(serve(FakeApi(batches), port))
 
-    thread = threading.Thread(target=start_late)
-    thread.start()
-    client(f"http://127.0.0.1:{port}").wait_until_up()
-    up.set()
-    thread.join()
+        ApiClient(f"http://127.0.0.1:{port}", REGISTRATION, patience_s=60, sleep=pause).wait_until_up()
+        assert len(pauses) == 3
 
 
 def test_an_absent_api_ends_in_an_error_with_the_remedy() -> None:
@@ -97,13 +95,16 @@ def test_evaluation_waits_for_pending_environments_and_averages() -> None:
 
 
 def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None:
-    api = FakeApi(batches)
-    api.evaluations, api.pending = {3: 0.75}, {3: 10**6}
+    api, pauses = FakeApi(batches), []
+    api.evaluations, api.pending = {3: 0.75}, {3: 10**9}
     with serve(api) as url:
-        start = time.monotonic()
-        assert client(url).evaluation(3, deadline_s=0) is None
-        assert client(url).evaluation(3, deadline_s=0.3) is None
-        assert time.monotonic() - start < 3
+        trainer = ApiClient(url, REGISTRATION, patience_s=5, sleep=pauses.append)
+        assert trainer.evaluation(3, deadline_s=0) is None
+        assert (pauses, api.pending[3]) == ([], 10**9 - 1)  # asked once
+        assert trainer.evaluation(3, deadline_s=0.2) is None
+        assert len(pauses) > 1
+        api.pending[3] = 0
+        assert trainer.evaluation(3, deadline_s=0) == 0.75
 
 
 def test_a_server_that_is_not_the_api_is_named() -> None:
