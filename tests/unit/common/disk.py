@@ -2,7 +2,10 @@
 a power failure loses what was never flushed.
 """
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -46,6 +49,18 @@ def watch_disk(monkeypatch: pytest.MonkeyPatch) -> list[Act]:
     renaming("rename")
     renaming("replace")
     return acts
+
+
+@contextlib.contextmanager
+def broken_disk() -> Iterator[None]:
+    """A disk that fails when it is to be flushed."""
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        yield
 
 
 def expect_durable(acts: list[Act], target: Path) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """Files that a flag names are written only where there is a regular file, or nothing."""
 
-import errno
 import os
 import socket
 import stat
@@ -18,7 +17,7 @@ from atroposlib.files import NotRegularFile, expect_regular, open_regular, write
 from example_trainer.metrics import JsonlSink
 from example_trainer.plot import plot_comparison
 from example_trainer.server_process import ServerProcess
-from tests.unit.common.disk import expect_durable, watch_disk
+from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.test_trainer_run import BROADCAST
 
 
@@ -103,14 +102,9 @@ def test_a_whole_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monk
         expect_durable(acts, tmp_path / "one")
 
 
-def test_a_disk_that_fails_at_the_flush_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_at_the_flush_leaves_the_old_file(tmp_path: Path) -> None:
     write_whole(tmp_path / "one", b"old")
-
-    def broken(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output error"):
-        patch.setattr(os, "fsync", broken)
+    with broken_disk(), pytest.raises(OSError, match="Input/output error"):
         write_whole(tmp_path / "one", b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"old"}
 

@@ -2,13 +2,9 @@
 after that; an older one is removed last.
 """
 
-import errno
-import os
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 from torch.optim import AdamW
 
 from example_trainer.checkpoint import (
@@ -23,7 +19,7 @@ from example_trainer.checkpoint import (
     save_served_model,
     write_folder,
 )
-from tests.unit.common.disk import Act, expect_durable, watch_disk
+from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
 
 
@@ -83,20 +79,13 @@ def test_the_checkpoint_before_goes_when_latest_no_longer_names_it(saved: tuple[
     assert b"step_1" in acts[pointed].content.split(b"\0")
 
 
-def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = AdamW([parameter])
+def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     model = tiny_model()
-    Checkpoints(tmp_path, 1, WHOLE_MODEL).save(Progress(1, 1, 1), model, None, optimizer)
-
-    def broken(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot write .*step_2: .*Input/output"):
-        patch.setattr(os, "fsync", broken)
-        Checkpoints(tmp_path, 1, WHOLE_MODEL).save(Progress(2, 2, 2), model, None, optimizer)
+    optimizer = AdamW(model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1, WHOLE_MODEL)
+    checkpoints.save(Progress(1, 1, 1), model, None, optimizer)
+    with broken_disk(), pytest.raises(CheckpointError, match=r"cannot write .*step_2: .*Input/output error"):
+        checkpoints.save(Progress(2, 2, 2), model, None, optimizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1"]
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
 
