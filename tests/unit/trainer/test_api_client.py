@@ -68,7 +68,7 @@ def test_an_api_that_forgot_its_trainer_is_registered_with_again_from_the_step_r
 
 
 def test_an_api_that_comes_up_late_is_waited_for() -> None:
-    port, pauses = free_port(), []
+    port, pauses = free_port(), list[float]()
     with contextlib.ExitStack() as services:
 
         def pause(seconds: float) -> None:
@@ -95,7 +95,7 @@ def test_evaluation_waits_for_pending_environments_and_averages() -> None:
 
 
 def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None:
-    api, pauses = FakeApi(batches), []
+    api, pauses = FakeApi(batches), list[float]()
     api.evaluations, api.pending = {3: 0.75}, {3: 10**9}
     with serve(api) as url:
         trainer = ApiClient(url, REGISTRATION, patience_s=5, sleep=pauses.append)

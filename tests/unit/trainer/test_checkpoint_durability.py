@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_replaced_is_removed_when_the_new_one_has_its_name_
 ) -> None:
     write_folder(tmp_path / "step_1", write_two_files, 100)
     acts = watch_disk(monkeypatch)
-    write_folder(tmp_path / "step_1", lambda folder: (folder / STATE).write_bytes(b"other moments"), 100)
+    write_folder(tmp_path / "step_1", write_two_files, 100)
     _, named = expect_durable(acts, tmp_path / "step_1")
     still_there = [name for name in acts[named].content.split(b"\0") if b".replaced-" in name]
     assert len(still_there) == 1
