@@ -62,8 +62,8 @@ PAGE = """# What a weight sync costs
 {command} --out docs/benchmarks/weight_sync.md
 ```
 
-That command writes this page. Every mode has a vLLM server and a trainer process of its own; a sync is one fused AdamW step and what the
-bridge does to have the result served.
+That command writes this page. Every mode has a vLLM server and a trainer process of its own; a sync is one
+fused AdamW step and what the bridge does to have the result served.
 
 Model: {model}. Machine: {machine}; {load}.
 Limits of the machine, in the same run: {limits}.
@@ -74,26 +74,27 @@ Median (worst) in ms; under load {clients} generations are in flight:
 |---|---|---|---|---|---|---|---|
 {times}
 
-Update: the optimizer step, part of the stall for single copy only. Transfer: bytes travel, or files are written, and generation goes on.
-Stall: generation stands still. Apply: the part of it in which the weights change. Served after: from the end of update and transfer until
-the trainer knows that the new version is served.
+Update: the optimizer step, part of the stall for single copy only. Transfer: bytes travel, or files are written, and
+generation goes on. Stall: generation stands still. Apply: the part of it in which the weights change. Served after:
+from the end of update and transfer until the trainer knows that the new version is served.
 
 | mode | server alone | both | at the end | weights in memory files | peak extra | files, threads | requests, failed |
 |---|---|---|---|---|---|---|---|
 {memory}
 
-Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is after the first
-step, so with gradients and moments, and "peak extra" is what one more sync takes above that. At the end vLLM also holds the packed
-copies of its weights that it makes while it generates (none beside a single copy), its KV cache, and what else its requests have
-touched. The memory files hold vLLM's live weights, which a single-copy trainer has no copy of, and the staging of a broadcast. Open
-files and threads are those after the first step and at the end.
+Memory is PSS in MB over all processes of server and trainer, in which pages that several share count once; "both" is
+after the first step, so with gradients and moments, and "peak extra" is what one more sync takes above that. At the
+end vLLM also holds the packed copies of its weights that it makes while it generates (none beside a single copy), its
+KV cache, and what else its requests have touched. The memory files hold vLLM's live weights, which a single-copy
+trainer has no copy of, and the staging of a broadcast. Open files and threads are those after the first step and at
+the end.
 
 | goal | measured | limit | |
 |---|---|---|---|
 {goals}
 
-Parity is the root mean square of the differences of log-probabilities between trainer and vLLM on one prompt, the larger one of after the
-first and after the last sync.
+Parity is the root mean square of the differences of log-probabilities between trainer and vLLM on one prompt, the
+larger one of after the first and after the last sync.
 Not shown: NCCL and GPUs, more than one machine.
 """
 
@@ -360,9 +361,9 @@ def _page(
 ) -> str:
     """The benchmark's page, whole."""
     model = options.model.replace(str(Path.home()), "~")
-    some = f" --modes {options.modes}" if options.modes != ",".join(MODES) else ""
+    flags = f"{model} --modes {options.modes}" if options.modes != ",".join(MODES) else model
     return PAGE.format(
-        command=f"python benchmarks/weight_sync.py --model {model}{some} --syncs {options.syncs} --clients {options.clients}",
+        command=f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients {options.clients}",
         model=f"{Path(model).name}, {nbytes / 1e6:.1f} MB of weights in float32",
         machine=f"{_cpu_name()}, {os.cpu_count()} cores; PyTorch {torch.__version__}, vLLM {VERSION}",
         load=f"load average {load:.1f} at the start, {seconds / 60:.0f} minutes in all",

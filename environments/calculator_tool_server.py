@@ -35,7 +35,8 @@ START_LIMIT_S = 60.0
 SYSTEM_PROMPT = (
     "You may use a calculator. To use it, end your message with\n"
     '<tool_call>{"name": "calculator", "arguments": {"expression": "12 * (3 + 4)"}}</tool_call>\n'
-    "and its reply comes as the next message. When you know the result, write it as a number inside <answer> </answer> tags."
+    "and its reply comes as the next message. When you know the result, write it as a number inside <answer> </answer>"
+    " tags."
 )
 NUMBER = re.compile(r"-?[0-9]{1,100}(?:\.[0-9]{1,100})?")
 MIN_RIGHT = 1e-9

@@ -2,8 +2,9 @@
 
     python environments/countdown_server.py                                    API on 8000, vLLM on 9001
     python environments/countdown_server.py serve --env.max_numbers 3 --env.largest_number 20
-    python environments/countdown_server.py process --env.dataset_path puzzles.jsonl      {"nums": [1, 2, 3], "target": 9} a line
+    python environments/countdown_server.py process --env.dataset_path puzzles.jsonl
 
+A line of the file is {"nums": [1, 2, 3], "target": 9}.
 The equation is read from the last <answer> tags, computed exactly by a parser (`atroposlib.grading.arithmetic`), and
 may use each number once. Puzzles are generated, each from the seed and its own number, or come from a file.
 """
@@ -23,7 +24,10 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import ExpressionError, compute
 
-SYSTEM_PROMPT = "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user with the answer."
+SYSTEM_PROMPT = (
+    "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user "
+    "with the answer."
+)
 PREFILL = "Let me solve this step by step.\n<think>"
 
 
@@ -89,10 +93,9 @@ class CountdownEnv(QuestionEnv):
         """The seed's wording: thoughts in <think>, the equation in <answer>."""
         rule = "must be used exactly" if self.config.use_all_numbers else "can only be used"
         question = (
-            f"Using the numbers {list(item.numbers)}, create an equation that equals {item.target}. You can use basic arithmetic "
-            f"operations (+, -, *, /) and each number {rule} once. "
-            "Show your work in <think> </think> tags. And return the final answer in <answer> </answer> tags, for example "
-            "<answer> (1 + 2) / 3 </answer>."
+            f"Using the numbers {list(item.numbers)}, create an equation that equals {item.target}. You can use basic "
+            f"arithmetic operations (+, -, *, /) and each number {rule} once. Show your work in <think> </think> tags. "
+            "And return the final answer in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
         )
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
         return [*messages, {"role": "assistant", "content": PREFILL}] if self.config.prefill else messages

@@ -1,6 +1,6 @@
 """LoRA adapters: putting one into a model to train, and the PEFT folder that it is kept in and handed to vLLM as.
 
-    Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B starts at zero, so the model starts unchanged
+    Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B = 0 at first: the model starts unchanged
 
 LoRA is Hu et al. 2021, arXiv 2106.09685. The model stays the transformers model it was (no PeftModel around it), so
 packed attention and the chunked head work as before. A folder is `adapter_config.json` and

@@ -1,7 +1,7 @@
 """Training bfloat16 weights. A bfloat16 number has 8 significant bits: an update below 1/256 of a weight is rounded
 away, and at RL learning rates nearly all are (0.4 % of the weights ever move). Two ways out, `--bf16-update`:
 
-    master      a float32 copy takes gradients and optimizer steps; its cast is what the model computes with       4 + 4 bytes more
+    master      a float32 copy takes gradients and optimizer steps; the model computes with its cast: 4 + 4 bytes more
     stochastic  the exact new value is rounded up or down by chance, right on average; no copy, some noise
 """
 

@@ -1,10 +1,10 @@
 """Checkpoints that are whole or absent, and that a killed run resumes from to the same bits.
 
     SAVE_PATH/
-      step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on as it is
-                    trainer_state.pt                                   optimizer moments, generators, step, policy version
-                    policy.json                                        the policy version, by which a vLLM server labels what it samples
-                    manifest.json                                      size and SHA-256 of every file, written last
+      step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on
+                    trainer_state.pt     optimizer moments, generators, step, policy version
+                    policy.json          the policy version, by which a vLLM server labels what it samples
+                    manifest.json        size and SHA-256 of every file, written last
       latest        the name of the newest checkpoint folder
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face folder alone, at the end of the run

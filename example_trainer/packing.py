@@ -1,8 +1,8 @@
 """Micro-batches by token budget: sequences are laid end to end in one row, so no padding is ever computed.
 
-    rollouts      [a b c d] [e f g]               micro-batch   a b c   e f        last token predicts nothing: not fed
-    trained           c d      f g                 rows            1 2     3 4      positions that predict a trained token
-                                                   targets         c d     f g
+    rollouts   [a b c d] [e f g]      micro-batch   a b c   e f      the last token predicts nothing: not fed
+    trained        c d      f g       rows            1 2     3 4    positions that predict a trained token
+                                      targets         c d     f g
 
 Tokens behind the last trained one cannot influence the loss and are not fed either.
 """

@@ -1,7 +1,8 @@
 """A child process with a process group of its own, ended with all of its descendants. The restart bridge keeps its
 vLLM server in one.
 
-    trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies ──exec──▶ the command, same pid
+    trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies
+            ──exec──▶ the command, same pid
 
 Promises
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the

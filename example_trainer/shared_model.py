@@ -1,10 +1,10 @@
 """A Hugging Face model whose parameters are views into the memory that vLLM computes with; no weight of its own is
 ever allocated.
 
-    rank 0's arena  ┌ q │ k │ v ┐┌ gate │ up ┐ ...        q_proj.weight, k_proj.weight, ... are slices of fused parameters
-    rank 1's arena  └ q │ k │ v ┘└ gate │ up ┘ ...        with TP > 1 a weight is pieces (sharded.py); what every rank holds alike is
-                                                          one parameter here and copied to the others after each
-                                                          update
+    rank 0's arena  ┌ q │ k │ v ┐┌ gate │ up ┐ ...    q_proj.weight, k_proj.weight, ... are slices of fused parameters
+    rank 1's arena  └ q │ k │ v ┘└ gate │ up ┘ ...    with TP > 1 a weight is pieces (sharded.py); what every rank holds
+                                                      alike is one parameter here and copied to the others after each
+                                                      update
 
 Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
 """

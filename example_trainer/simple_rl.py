@@ -1,7 +1,7 @@
 """Bit-exact on-policy RL in one file: vLLM and the trainer take turns in one process, and every token is checked
 every step.
 
-    python -m example_trainer.simple_rl --steps 15        SmolLM2-135M learns sums and products on the CPU, from nothing but a package
+    python -m example_trainer.simple_rl --steps 15      SmolLM2-135M learns sums and products on the CPU
     tensorboard --logdir runs/simple_rl
 
     problems ─▶ vLLM samples a group of answers each ─▶ rewards ─▶ advantages ─▶ loss ─▶ AdamW ─▶ weights back into vLLM

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Usage: scripts/bridge_doctor.sh --mode broadcast|single_copy|lora|lora_restart|restart [--model M] [--vllm-port
-# P[,P...]] [FLAGS]
+# Usage: scripts/bridge_doctor.sh --mode broadcast|single_copy|lora|lora_restart|restart [--model M]
+#                                 [--vllm-port P[,P...]] [FLAGS]
 #
 # Before a run: checks versions, limits, environment variables, ports and who holds them, running vLLM servers
 # (reachable, bridge on, key right, free of another trainer), ranks against GPUs or cores, memory, shared memory, and
@@ -9,8 +9,9 @@
 #
 #   --model M, --tensor-parallel-size N, --dtype D        what vLLM serves, or will
 #   --vllm-host H, --vllm-port P[,P...], --hosts-file F   its servers; --api-port P   the batching API
-#   --master-addr A, --master-port P                      where the trainer meets vLLM's workers; --save-path DIR   its checkpoints
-#   --flags                                               every flag, with its environment variable's default resolved by --dry-run
+#   --master-addr A, --master-port P                      where the trainer meets vLLM's workers
+#   --save-path DIR                                       its checkpoints
+#   --flags               every flag, with its environment variable's default resolved by --dry-run
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=scripts/lib/common.sh

@@ -61,11 +61,12 @@ check() {
     rows+=("| $name | not run: needs $needs GPUs | | |")
     return
   fi
-  log=$run_dir/${name//[^A-Za-z0-9]/-}.log
+  local last_step log=$run_dir/${name//[^A-Za-z0-9]/-}.log
   say "$name (at most $deadline_s s, log $log): $*"
   timeout --kill-after=20 "$deadline_s" "$@" >"$log" 2>&1 </dev/null || result="FAILED, status $?"
   say "    $result after $((SECONDS - started)) s"
-  rows+=("| $name | $result | $((SECONDS - started)) s | $(grep -oE 'Step [0-9]+/.*' "$log" | tail -n 1 | tr '|' ',' || true) |")
+  last_step=$(grep -oE 'Step [0-9]+/.*' "$log" | tail -n 1 | tr '|' ',' || true)
+  rows+=("| $name | $result | $((SECONDS - started)) s | $last_step |")
   if [[ $result != passed ]]; then failed=true && tail -n 5 "$log" | sed 's/^/    /'; fi
 }
 
@@ -91,8 +92,9 @@ main() {
     check "$needs" "$name" "${words[@]}" </dev/null
   done < <(checks)
   {
-    printf '%s\n\nCommand: `scripts/gpu_check.sh%s`\n' "$(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader)" "${only:+ --only $only}"
-    "$python" -c 'import torch; from vllm_patching.version import VERSION; print(f"PyTorch {torch.__version__}, vLLM {VERSION}\n")'
+    nvidia-smi --query-gpu=name,driver_version --format=csv,noheader
+    printf '\nCommand: `scripts/gpu_check.sh%s`\n' "${only:+ --only $only}"
+    "$python" -c 'import torch, vllm_patching.version as v; print(f"PyTorch {torch.__version__}, vLLM {v.VERSION}\n")'
     printf '| check | result | took | last step |\n|---|---|---|---|\n'
     printf '%s\n' "${rows[@]}"
   } | tee "$run_dir/table.md"

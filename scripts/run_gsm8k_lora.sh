@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Usage: scripts/run_gsm8k_lora.sh [MODEL] [--steps N] [--dataset arithmetic|gsm8k] [--dataset-path FILE] [--run-name NAME]
-#                                  [--seed S] [--api-port P] [--vllm-port P] [--help]
+# Usage: scripts/run_gsm8k_lora.sh [MODEL] [--steps N] [--dataset arithmetic|gsm8k] [--dataset-path FILE]
+#                                  [--run-name NAME] [--seed S] [--api-port P] [--vllm-port P] [--help]
 #
 # GRPO on GSM8K with LoRA adapters (--weight-bridge-mode lora_only): the trainer trains an adapter of rank 16 and saves
 # it after every step; vLLM loads it under a new name, unloads the previous one, and keeps its own weights.
 #
-#   with 3 GPUs or more   vLLM on GPUs 0 and 1 (tensor parallel; the arithmetic task on GPU 0 alone), trainer on the next
+#   with 3 GPUs or more   vLLM on GPUs 0 and 1 (tensor parallel; arithmetic on GPU 0 alone), trainer on the next
 #   with 2 GPUs, with 1   vLLM on GPU 0, trainer on GPU 1; both on the one
 #   without a GPU         both on the CPU, in float32
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Usage: scripts/run_gsm8k_single_copy.sh [MODEL] [--steps N] [--dataset arithmetic|gsm8k] [--dataset-path FILE] [--run-name NAME]
-#                                         [--seed S] [--api-port P] [--vllm-port P] [--help]
+# Usage: scripts/run_gsm8k_single_copy.sh [MODEL] [--steps N] [--dataset arithmetic|gsm8k] [--dataset-path FILE]
+#                                         [--run-name NAME] [--seed S] [--api-port P] [--vllm-port P] [--help]
 #
 # GRPO on GSM8K with one copy of the weights (--weight-bridge-mode shared_vllm --single-copy): the trainer's parameters
 # are vLLM's own tensors, so that the optimizer step, taken while generation is paused, is all there is to a sync and no

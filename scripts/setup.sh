@@ -55,7 +55,9 @@ fingerprint() {
   } | sha256sum
 }
 
-is_current() { [[ -f $work/stamp && -x $venv/bin/python && -f $venv/pyvenv.cfg && $(<"$work/stamp") == "$(fingerprint)" ]]; }
+is_current() {
+  [[ -f $work/stamp && -x $venv/bin/python && -f $venv/pyvenv.cfg && $(<"$work/stamp") == "$(fingerprint)" ]]
+}
 
 # suits PYTHON: whether it runs, is 3.11 or newer, and can make virtual environments.
 suits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
@@ -63,14 +65,15 @@ suits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 
 choose_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
-    suits "$PYTHON" || die "PYTHON=$PYTHON is not a Python of 3.11 or newer with venv and ensurepip; name another or unset PYTHON"
+    suits "$PYTHON" ||
+      die "PYTHON=$PYTHON is not a Python of 3.11 or newer with venv and ensurepip; name another or unset PYTHON"
     echo "$PYTHON" && return
   fi
   for candidate in python3.11 python3.12 python3.13 python3; do
     if suits "$candidate"; then echo "$candidate" && return; fi
   done
-  die "no Python of 3.11 or newer with the venv module found; install one (Debian, Ubuntu: apt install python3.11 python3.11-venv)" \
-    "or set PYTHON=/path/to/python3.11"
+  die "no Python of 3.11 or newer with the venv module found;" \
+    "install one (Debian, Ubuntu: apt install python3.11 python3.11-venv) or set PYTHON=/path/to/python3.11"
 }
 
 # advice LOG: what to do about the commonest failures of pip, by what its log says.
@@ -78,11 +81,14 @@ advice() {
   if grep -q 'No space left on device' "$1"; then
     echo "the disk is full: the environment takes 3 GB (df -h '$root'); free some and run scripts/setup.sh again"
   elif grep -q 'DO NOT MATCH THE HASHES' "$1"; then
-    echo "a package source served a file other than the locked one: do not install it; see 'pip config list' for where packages come from, and SECURITY.md for how to report it"
+    echo "a package source served a file other than the locked one: do not install it;" \
+      "see 'pip config list' for where packages come from, and SECURITY.md for how to report it"
   elif grep -qE 'No matching distribution|Could not find a version' "$1"; then
-    echo "pip's package sources lack that package: see 'pip config list', add an index with PIP_EXTRA_INDEX_URL, and run scripts/setup.sh again"
+    echo "pip's package sources lack that package: see 'pip config list', add an index with PIP_EXTRA_INDEX_URL," \
+      "and run scripts/setup.sh again"
   elif grep -qiE 'connection|timed out|resolve|proxy|certificate|SSL' "$1"; then
-    echo "the package sources cannot be reached: check the network and 'pip config list' (proxy, certificates), then run scripts/setup.sh again; it goes on where it was"
+    echo "the package sources cannot be reached: check the network and 'pip config list' (proxy, certificates)," \
+      "then run scripts/setup.sh again; it goes on where it was"
   else
     echo "read $1, then run scripts/setup.sh again; it goes on where it was (from nothing: rm -r .venv)"
   fi
@@ -118,18 +124,22 @@ step() {
   say "    done after $((SECONDS - started)) s"
 }
 
-pip_install() { echo "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile; }
+pip_install() {
+  echo "$venv/bin/python" -m pip install --no-input --disable-pip-version-check --progress-bar off --no-compile
+}
+
+has_pip() { "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
 
 make_venv() {
   local python
-  if [[ -x $venv/bin/python && -f $work/root && $(<"$work/root") == "$root" ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+  if [[ -x $venv/bin/python && -f $work/root && $(<"$work/root") == "$root" ]] && has_pip; then
     return
   fi
   if [[ -e $venv && ! -d $work && ! -f $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
     die "$venv exists and is not a virtual environment; move it away and run scripts/setup.sh again"
   fi
   python=$(choose_python)
-  if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 && suits "$venv/bin/python"; then
+  if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && has_pip && suits "$venv/bin/python"; then
     say "Using the virtual environment that is there, $venv"
   else
     # A folder that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
@@ -198,14 +208,17 @@ build_from_source() {
   local sources='$1 !~ /^setuptools=/'
   if ! command -v "${CC:-cc}" >/dev/null; then
     sources='$1 !~ /^(setuptools|pycosat)=/'
-    say "    without pycosat, as there is no C compiler (cc) to build it: environments/reasoning_gym_server.py will not run"
+    say "    without pycosat, as there is no C compiler (cc) to build it:" \
+      "environments/reasoning_gym_server.py will not run"
   fi
   locked source.lock '$1 ~ /^setuptools=/' >"$work/setuptools.txt"
   locked source.lock "$sources" >"$work/source.txt"
   # shellcheck disable=SC2046
-  step "Installing setuptools" setuptools.log $(pip_install) --no-deps --require-hashes --only-binary :all: -r "$work/setuptools.txt"
+  step "Installing setuptools" setuptools.log \
+    $(pip_install) --no-deps --require-hashes --only-binary :all: -r "$work/setuptools.txt"
   # shellcheck disable=SC2046
-  step "Building requirements/source.lock" source.log $(pip_install) --no-deps --require-hashes --no-build-isolation -r "$work/source.txt"
+  step "Building requirements/source.lock" source.log \
+    $(pip_install) --no-deps --require-hashes --no-build-isolation -r "$work/source.txt"
 }
 
 install_gpu() {
@@ -220,7 +233,8 @@ install_gpu() {
 check_imports() {
   local started=$SECONDS log=$work/logs/imports server_pid
   local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
-  local others="import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft, transformers.models.llama.modeling_llama"
+  local others="import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft"
+  others+=", transformers.models.llama.modeling_llama"
   if [[ $mode == cpu ]]; then server+=", vllm.v1.worker.cpu_model_runner"; fi
   say "Importing what the services import, once (at most $install_deadline_s s, logs ${log#"$root/"}-*.log)"
   begin "$log-vllm.log" env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "$server"
@@ -238,7 +252,8 @@ main() {
   exec 9>"$root/.venv.lock"
   if ! flock --nonblock 9; then
     say "Waiting for another set-up of $root to end (at most $install_deadline_s s)"
-    flock --wait "$install_deadline_s" 9 || die "another set-up still holds .venv.lock after $install_deadline_s s; end it and try again"
+    flock --wait "$install_deadline_s" 9 ||
+      die "another set-up still holds .venv.lock after $install_deadline_s s; end it and try again"
     if is_current; then return; fi
   fi
   trap end_children EXIT

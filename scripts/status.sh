@@ -13,7 +13,15 @@ source "$root/scripts/lib/services.sh"
 
 # health NAME URL
 health() {
-  if ! is_alive "$1"; then echo dead; elif [[ -z $2 ]]; then echo running; elif http_ok "$2"; then echo healthy; else echo "no answer"; fi
+  if ! is_alive "$1"; then
+    echo dead
+  elif [[ -z $2 ]]; then
+    echo running
+  elif http_ok "$2"; then
+    echo healthy
+  else
+    echo "no answer"
+  fi
 }
 
 # last_line LOG: of a regular file, as much as fits.
@@ -28,8 +36,8 @@ show_run() {
     record_field "$name" url
     url=$REPLY
     port=$(sed -nE 's|^http://[^/]*:([0-9]+).*|\1|p' <<<"$url")
-    printf '  %-8s pid %-8s port %-6s %-10s %s\n' "$name" "${service_pid[$name]}" "${port:--}" "$(health "$name" "$url")" \
-      "$(last_line "${service_log[$name]}")"
+    printf '  %-8s pid %-8s port %-6s %-10s %s\n' \
+      "$name" "${service_pid[$name]}" "${port:--}" "$(health "$name" "$url")" "$(last_line "${service_log[$name]}")"
   done
 }
 
@@ -45,7 +53,8 @@ main() {
       ;;
     *)
       if [[ ! -d $1 ]]; then usage_error "no such run folder: $1"; fi
-      if [[ -d $1/pids ]]; then show_run "$1"; else say "$1 has no services recorded: it ended by itself or never ran"; fi
+      if [[ ! -d $1/pids ]]; then say "$1 has no services recorded: it ended by itself or never ran" && exit; fi
+      show_run "$1"
       ;;
   esac
 }

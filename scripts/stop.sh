@@ -17,7 +17,8 @@ stop_run() {
   if [[ -f $run_dir/pids/launcher ]]; then
     read_record launcher
     if is_alive launcher; then
-      say "Ending the launcher of $(printable "$run_dir") (pid ${service_pid[launcher]}), which ends its services (at most 10 s)"
+      say "Ending the launcher of $(printable "$run_dir") (pid ${service_pid[launcher]})," \
+        "which ends its services (at most 10 s)"
       kill -TERM "${service_pid[launcher]}"
       for ((tenths = 0; tenths < 100; tenths++)); do
         is_alive launcher || break
@@ -46,7 +47,8 @@ main() {
       ;;
     *)
       if [[ ! -d $1 ]]; then usage_error "no such run folder: $1"; fi
-      if [[ -d $1/pids ]]; then stop_run "$1"; else say "$1 has no services recorded: it ended by itself or never ran"; fi
+      if [[ ! -d $1/pids ]]; then say "$1 has no services recorded: it ended by itself or never ran" && exit; fi
+      stop_run "$1"
       ;;
   esac
 }

@@ -18,9 +18,10 @@ install_browser() {
   local started=$SECONDS log=$root/.venv/setup/logs/chromium.log
   if [[ ${CI:-} != true ]] || command -v chromium >/dev/null; then return; fi
   say "Installing Debian's Chromium (at most 600 s, log ${log#"$root/"})"
-  if ! { timeout 600 apt-get update && timeout 600 apt-get install -y --no-install-recommends chromium; } >"$log" 2>&1 </dev/null; then
+  if ! timeout 600 bash -c 'apt-get update && apt-get install -y --no-install-recommends chromium' \
+    >"$log" 2>&1 </dev/null; then
     tail -n 5 "$log" >&2
-    die "Chromium could not be installed (see $log): install a chromium that is found on PATH, or unset CI to skip its tests"
+    die "Chromium could not be installed (see $log): install a chromium that is found on PATH"
   fi
   say "    done after $((SECONDS - started)) s"
 }

@@ -1,8 +1,8 @@
 """The journal: every change of the API's state, on disk before its reply. One SQLite file (WAL), written by one
 thread.
 
-    event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(None or JournalError)
-    start:  open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ from here on the file is written
+    event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(error or None)
+    start: open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ the file may be written
 
 A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. Until
 `keep_only` the file is only read: one that is refused stays as it was found. The lock on the head keeps a second API

@@ -1,7 +1,8 @@
 """The file of a journal, and reading it without changing a byte. What it holds:
 
-    changes      number, change (encoded), the ids and CRCs of its bodies, a hash over these and the hash of the change before, a CRC
-                 over the whole row. A snapshot replaces all changes up to its number and keeps the hash of the last of them
+    changes      number, change (encoded), the ids and CRCs of its bodies, a hash over these and the hash of the
+                 change before, a CRC over the whole row. A snapshot replaces all changes up to its number and keeps
+                 the hash of the last of them
     bodies       id of a group, its bytes, their CRC      removed some time after the group has left
     dead_letters groups that cannot be trained on, with the reason
     identity     the journal's id, which its head names too
@@ -34,13 +35,18 @@ PAGE_BYTES = 16_384  # groups are large
 CHECKPOINT_PAGES = 512  # 8 MiB of log between checkpoints: writes wait while one runs, so it must be short
 BODY_CRC = struct.Struct("<QI")  # a body's id and CRC, in its change's row
 
-CHANGES = """CREATE TABLE changes (number INTEGER PRIMARY KEY, snapshot INTEGER NOT NULL, crc INTEGER NOT NULL, hash BLOB NOT NULL,
-    bodies BLOB NOT NULL, change BLOB NOT NULL)"""
+CHANGES = (
+    "CREATE TABLE changes (number INTEGER PRIMARY KEY, snapshot INTEGER NOT NULL, crc INTEGER NOT NULL, "
+    "hash BLOB NOT NULL,\n    bodies BLOB NOT NULL, change BLOB NOT NULL)"
+)
 BODIES = (
     "CREATE TABLE bodies (id INTEGER PRIMARY KEY, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"
 )
-DEAD_LETTERS = """CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, at REAL NOT NULL, env_id INTEGER, environment TEXT NOT NULL,
-    reason TEXT NOT NULL, packed INTEGER NOT NULL, crc INTEGER NOT NULL, body BLOB NOT NULL)"""
+DEAD_LETTERS = (
+    "CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, at REAL NOT NULL, env_id INTEGER, "
+    "environment TEXT NOT NULL,\n    reason TEXT NOT NULL, packed INTEGER NOT NULL, crc INTEGER NOT NULL, "
+    "body BLOB NOT NULL)"
+)
 IDENTITY = "CREATE TABLE identity (id BLOB NOT NULL)"
 INSERT_CHANGE = "INSERT INTO changes (number, snapshot, crc, hash, bodies, change) VALUES (?, ?, ?, ?, ?, ?)"
 

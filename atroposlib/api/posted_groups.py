@@ -75,8 +75,8 @@ def _fields_type(packed: bool) -> type[msgspec.Struct]:
 _FIELDS = {packed: _fields_type(packed) for packed in (False, True)}
 _split_one = {packed: _CODEC[packed].Decoder(_FIELDS[packed]).decode for packed in (False, True)}
 _split_list = {
-    packed: _CODEC[packed].Decoder(Annotated[list[kind], Meta(max_length=MAX_LISTED)]).decode  # type: ignore[valid-type]
-    for packed, kind in _FIELDS.items()
+    packed: _CODEC[packed].Decoder(Annotated[list[_FIELDS[packed]], Meta(max_length=MAX_LISTED)]).decode  # type: ignore
+    for packed in (False, True)
 }
 _strict = {
     packed: {name: _CODEC[packed].Decoder(kind).decode for name, kind in _TYPES.items()} for packed in (False, True)

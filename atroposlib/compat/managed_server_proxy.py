@@ -1,7 +1,9 @@
 """ManagedServer over HTTP: agents that speak OpenAI's API, in any process, are sampled from with their tokens kept.
 
-    POST /sessions/create ─▶ uuid      POST /<uuid>/v1/chat/completions (OpenAI's form)      GET /<uuid>/nodes ─▶ tokens, masks, logprobs
-    DELETE /<uuid>                     POST /<uuid>/v1/chat/completions/render (the prompt)  GET /sessions /servers /v1/models /health
+    POST /sessions/create ─▶ uuid      POST /<uuid>/v1/chat/completions (OpenAI's form)
+    DELETE /<uuid>                     POST /<uuid>/v1/chat/completions/render (the prompt)
+    GET /sessions /servers             GET /<uuid>/nodes ─▶ tokens, masks, logprobs
+    GET /v1/models /health
 
     python -m atroposlib.envs.server_handling.managed_server_proxy --config servers.json --port 9100
 

@@ -77,7 +77,8 @@ class Watcher:
     def page(self) -> str:
         """The page, which loads itself again."""
         note = self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
-        head = f"<meta http-equiv=refresh content={max(2, round(self.config.interval))}><title>view-run</title><style>{STYLE}</style>"
+        seconds = max(2, round(self.config.interval))
+        head = f"<meta http-equiv=refresh content={seconds}><title>view-run</title><style>{STYLE}</style>"
         body = "".join(group_html(self._with_text(group), group["number"]) for group in self.groups)
         return f"<!doctype html><meta charset=utf-8>{head}<h1>Latest groups</h1><p>{html.escape(note)}</p>{body}"
 

@@ -1,9 +1,11 @@
 """`python environment.py serve | process | evaluate`: one configuration tree from flags and YAML, one command, one
 exit code.
 
-    --env.<field>      the environment's configuration           --slurm, --testing     how the inference servers are found
-    --openai.<field>   that of its one inference server          --config FILE.yaml     keys env, openai (or a list), slurm, testing
-    --teacher.<field>  that of a teacher, for environments with one (`teacher_distillation_env.py`)
+    --env.<field>        the environment's configuration
+    --openai.<field>     that of its one inference server
+    --teacher.<field>    that of a teacher, for environments with one (`teacher_distillation_env.py`)
+    --slurm, --testing   how the inference servers are found
+    --config FILE.yaml   keys env, openai (or a list), slurm, testing
 
 Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree,
 without keys. Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and

@@ -15,7 +15,8 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; }
 details { border: 1px solid #ccc; border-radius: 6px; margin: .5rem 0; padding: .3rem .8rem; }
 details details.good { border-left: 4px solid #2a7; } details details.bad { border-left: 4px solid #c44; }
-summary { cursor: pointer; } .role { color: #666; font-size: 85%; margin: .6rem 0 0; } pre { white-space: pre-wrap; margin: .2rem 0; }
+summary { cursor: pointer; } .role { color: #666; font-size: 85%; margin: .6rem 0 0; }
+pre { white-space: pre-wrap; margin: .2rem 0; }
 img { max-width: 100%; max-height: 24rem; display: block; }
 """
 
@@ -74,7 +75,8 @@ def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -
         for role, message in zip(roles, messages, strict=True)
     ]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
-    return f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>{shown}{''.join(parts)}</details>"
+    kind = "good" if score > 0 else "bad"
+    return f"<details class={kind}><summary>score {score:g}</summary>{shown}{''.join(parts)}</details>"
 
 
 def _content_html(content: Any) -> str:

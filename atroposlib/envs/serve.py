@@ -1,6 +1,7 @@
 """The `serve` command's loop: keep the trainer's queue filled, evaluate when due, end after the last step.
 
-    inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered ─▶ loop ─▶ last evaluation ─▶ disconnect
+    inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered
+                                    ─▶ loop ─▶ last evaluation ─▶ disconnect
 
 A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and
 write figures; start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to

@@ -1,7 +1,8 @@
 """`TeacherDistillationEnv`: groups that carry, beside the samples, what a second model would have said at each of
 their tokens.
 
-    accepted group ──tokens──▶ teacher server (prompt log-probabilities) ──▶ distill_token_ids, distill_logprobs [sequence][position][k]
+    accepted group ──tokens──▶ teacher server (prompt log-probabilities)
+                               ──▶ distill_token_ids, distill_logprobs [sequence][position][k]
 
 The teacher is another server with flags of its own (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have
 the student's vocabulary, since ids are compared with ids. At each position the sequence's own token comes first,

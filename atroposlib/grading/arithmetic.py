@@ -1,6 +1,8 @@
 """Arithmetic on numbers as people write it: parsed and computed exactly, never handed to `eval`.
 
-expression = term (("+" | "-") term)*      term = factor (("*" | "/") factor)*      factor = number | "-" factor | "(" expression ")"
+expression = term (("+" | "-") term)*
+term       = factor (("*" | "/") factor)*
+factor     = number | "-" factor | "(" expression ")"
 """
 
 import re

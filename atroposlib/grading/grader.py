@@ -1,8 +1,8 @@
 """Compare an answer with the known result by math-verify, in child processes that are killed when they take too
 long.
 
-    asyncio task ──▶ Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
-                                        └─ no reply in time: kill, restart on the next call ──▶ grader_failed
+    Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
+                       └─ no reply in time: kill, restart on the next call ──▶ grader_failed
 
 A failure of the grader is an outcome of its own, never "wrong": it says nothing about the answer.
 """

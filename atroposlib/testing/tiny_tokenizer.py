@@ -10,13 +10,16 @@ IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # As reasoning models do it: the thoughts of earlier assistant turns are dropped.
 THINK_DROPPING_CHATML = CHATML.replace(
     "message['content']",
-    "(message['content'] if loop.last or message['role'] != 'assistant' else message['content'].split('</think>')[-1].lstrip('\n'))",
+    "(message['content'] if loop.last or message['role'] != 'assistant'"
+    " else message['content'].split('</think>')[-1].lstrip('\n'))",
 )
 
 

@@ -55,7 +55,9 @@ gpu_count() {
 
 # port_number FLAG VALUE: ends unless VALUE is a TCP port.
 port_number() {
-  if ! [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then usage_error "$1 expects a port from 1 to 65535, got '$2'"; fi
+  if ! [[ $2 =~ ^[1-9][0-9]{0,4}$ ]] || (($2 > 65535)); then
+    usage_error "$1 expects a port from 1 to 65535, got '$2'"
+  fi
 }
 
 # use_python: sets python to ATROPOS_PYTHON as it is (a container's, a cluster's), else to that of .venv, which is set
@@ -64,7 +66,7 @@ use_python() {
   python=${ATROPOS_PYTHON:-$root/.venv/bin/python}
   if [[ -z ${ATROPOS_PYTHON:-} ]]; then
     "$root/scripts/setup.sh"
-  elif ! "$python" -c 'import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("vllm")))'; then
+  elif ! "$python" -c 'from importlib.util import find_spec as f; exit(not (f("torch") and f("vllm")))'; then
     die "ATROPOS_PYTHON=$python does not have torch and vllm; name one that does, or unset it to use .venv"
   fi
 }

@@ -32,7 +32,9 @@ printable() {
 # (they could name our processes with their true start times), links (they would lead elsewhere), odd names and values.
 check_records() {
   local entry name key value
-  if [[ -L $run_dir/pids ]]; then die "$(printable "$run_dir")/pids is a link; no launcher made it, so remove it by hand"; fi
+  if [[ -L $run_dir/pids ]]; then
+    die "$(printable "$run_dir")/pids is a link; no launcher made it, so remove it by hand"
+  fi
   for entry in "$run_dir"/pids/* "$run_dir"/pids/.[!.]*; do
     [[ -e $entry || -L $entry ]] || continue
     name=${entry##*/}
@@ -114,8 +116,8 @@ write_record() {
   read -r boot </proc/sys/kernel/random/boot_id
   process_fields "$pid"
   read -ra fields <<<"$REPLY"
-  printf 'name=%s\npid=%s\nstart=%s\nboot=%s\nlog=%s\nurl=\ncommand=%s\n' "$name" "$pid" "${fields[19]:-none}" "$boot" "$log" "${*@Q}" \
-    >"$run_dir/pids/.$name.new"
+  printf 'name=%s\npid=%s\nstart=%s\nboot=%s\nlog=%s\nurl=\ncommand=%s\n' \
+    "$name" "$pid" "${fields[19]:-none}" "$boot" "$log" "${*@Q}" >"$run_dir/pids/.$name.new"
   mv "$run_dir/pids/.$name.new" "$run_dir/pids/$name"
 }
 
@@ -156,7 +158,9 @@ members() {
   for pid in /proc/[0-9]*; do
     process_fields "${pid#/proc/}"
     read -ra fields <<<"$REPLY" # state, parent, group, session
-    if [[ -n $REPLY && ${fields[0]} != [ZX] && ${fields[2]} == "$group" && ${fields[3]} == "$group" ]]; then echo "${pid#/proc/}"; fi
+    if [[ -n $REPLY && ${fields[0]} != [ZX] && ${fields[2]} == "$group" && ${fields[3]} == "$group" ]]; then
+      echo "${pid#/proc/}"
+    fi
   done
 }
 
@@ -199,7 +203,8 @@ last_lines() { tail -n 20 "$1" 2>/dev/null | sed 's/^/    /'; }
 # report_death NAME: which service died, how, and the last lines of its log.
 report_death() {
   exit_status "$1"
-  printf '\n%s (pid %s) died: %s. Last lines of %s:\n' "$1" "${service_pid[$1]}" "$(describe_status "${service_status[$1]}")" "${service_log[$1]}" >&2
+  printf '\n%s (pid %s) died: %s. Last lines of %s:\n' \
+    "$1" "${service_pid[$1]}" "$(describe_status "${service_status[$1]}")" "${service_log[$1]}" >&2
   last_lines "${service_log[$1]}" >&2
 }
 
@@ -210,8 +215,10 @@ http_ok() {
   [[ $address == */* ]] || path=/
   address=${address%%/*} host=${address%:*} port=${address##*:}
   # shellcheck disable=SC2016  # expanded by the inner shell
-  timeout 3 bash -c 'exec 3<>"/dev/tcp/$0/$1" && printf "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" "$2" "$0" >&3 && read -r _ status _ <&3 && cat <&3 >/dev/null && [[ $status == 200 ]]' \
-    "$host" "$port" "$path" 2>/dev/null
+  timeout 3 bash -c '
+    exec 3<>"/dev/tcp/$0/$1" && printf "GET %s HTTP/1.0\r\nHost: %s\r\n\r\n" "$2" "$0" >&3 &&
+      read -r _ status _ <&3 && cat <&3 >/dev/null && [[ $status == 200 ]]
+  ' "$host" "$port" "$path" 2>/dev/null
 }
 
 # await_http NAME URL SECONDS
@@ -222,7 +229,8 @@ await_http() {
   until http_ok "$url"; do
     dead_service && return 1
     if ((SECONDS - started >= deadline)); then
-      printf '\n%s did not answer at %s within %s s. Last lines of %s:\n' "$name" "$url" "$deadline" "${service_log[$name]}" >&2
+      printf '\n%s did not answer at %s within %s s. Last lines of %s:\n' \
+        "$name" "$url" "$deadline" "${service_log[$name]}" >&2
       last_lines "${service_log[$name]}" >&2
       return 1
     fi
@@ -283,7 +291,8 @@ monitor() {
     done
     if ((${#left[@]} == 0)); then show_followed && return 0; fi
     if [[ -n $first_end ]] && ((SECONDS - first_end > limit)); then
-      printf '\n%s still runs %s s after the others ended. Last lines of %s:\n' "${left[*]}" "$limit" "${service_log[${left[0]}]}" >&2
+      printf '\n%s still runs %s s after the others ended. Last lines of %s:\n' \
+        "${left[*]}" "$limit" "${service_log[${left[0]}]}" >&2
       last_lines "${service_log[${left[0]}]}" >&2
       return 1
     fi
@@ -298,7 +307,8 @@ note_shared_memory() {
   read -r boot </proc/sys/kernel/random/boot_id
   for name in "${service_names[@]}"; do
     for member in $(members "$name"); do
-      { awk -v boot="$boot" 'NF == 6 && $6 ~ "^/dev/shm/[^/]+$" { print boot, $5, $6 }' "/proc/$member/maps" || true; } 2>/dev/null
+      awk -v boot="$boot" 'NF == 6 && $6 ~ "^/dev/shm/[^/]+$" { print boot, $5, $6 }' \
+        "/proc/$member/maps" 2>/dev/null || true
     done
   done | cat - "$run_dir/pids/shared.memory" 2>/dev/null | sort -u >"$run_dir/pids/shared.memory.new" || true
   mv "$run_dir/pids/shared.memory.new" "$run_dir/pids/shared.memory"
@@ -311,8 +321,8 @@ remove_shared_memory() {
   [[ -f $run_dir/pids/shared.memory ]] || return 0
   read -r boot </proc/sys/kernel/random/boot_id
   while IFS=' ' read -r noted inode path; do
-    if [[ $noted == "$boot" && $path =~ ^/dev/shm/[^/]+$ && -f $path && ! -L $path && -O $path && $(stat -c %i "$path") == "$inode" ]] &&
-      ! grep -qsF "$path" /proc/[0-9]*/maps; then
+    if [[ $noted == "$boot" && $path =~ ^/dev/shm/[^/]+$ && -f $path && ! -L $path && -O $path ]] &&
+      [[ $(stat -c %i "$path") == "$inode" ]] && ! grep -qsF "$path" /proc/[0-9]*/maps; then
       rm -f "$path"
     fi
   done <"$run_dir/pids/shared.memory"
@@ -395,7 +405,8 @@ free_port() {
 
 # require_free_port FLAG PORT: ends with who holds it.
 require_free_port() {
-  if port_is_taken "$2"; then die "$1 $2 is taken by $(port_holder "$2"); end that (scripts/stop.sh ends what a launcher started) or choose another port"; fi
+  local remedy="end that (scripts/stop.sh ends what a launcher started) or choose another port"
+  if port_is_taken "$2"; then die "$1 $2 is taken by $(port_holder "$2"); $remedy"; fi
 }
 
 # recorded_runs RUNS_DIR: the run directories below it that hold records, newest first, one per line. A name with

@@ -4,7 +4,8 @@
 # differ and call `train "$@"`.
 #
 #    1 flags   2 set-up   3 ports   4 settings   5 the run's folder, with every service's configuration
-#    6 API, vLLM, trainer, environment: started at once, each waits for whom it needs   7 wait for API and vLLM   8 watch   9 plot, end, sum up
+#    6 API, vLLM, trainer, environment: started at once, each waits for whom it needs   7 wait for API and vLLM
+#    8 watch   9 plot, end, sum up
 #
 # Where the trainer owns vLLM (vllm_owner=trainer), it starts and ends it, and 6 and 7 leave it out.
 
@@ -21,11 +22,13 @@ arithmetic_flags=(--lr 2e-5)                 # the trainer's, for the built-in t
 problems_flags=(--lr 1e-6)                   # and for any other
 show_bridge=true                             # what the bridge says on both sides goes to the console too
 
-known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-invariant --dtype --api-port --vllm-port --help)
+known_flags=(--model --steps --dataset --dataset-path --run-name --seed --batch-invariant --dtype --api-port --vllm-port
+  --help)
 steps='' run_name='' model='' dataset='' dataset_path='' seed=1 dtype='' api_port='' vllm_port=''
 
 show_help() {
-  local steps_help="$default_steps; for --dataset arithmetic 20" model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub" dataset_help=$default_dataset
+  local steps_help="$default_steps; for --dataset arithmetic 20" dataset_help=$default_dataset
+  local model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub"
   if [[ -n $default_gpu_model ]]; then model_help="$default_gpu_model; without a GPU, or for arithmetic, $model_help"; fi
   if ((default_steps == 20)); then steps_help=20; fi
   if [[ $default_dataset == auto ]]; then dataset_help="gsm8k, or arithmetic where the hub cannot be reached"; fi
@@ -34,12 +37,15 @@ show_help() {
 
   --model M, or MODEL      Hugging Face id or local folder (default: $model_help)
   --steps N                training steps (default: $steps_help)
-  --dataset D              arithmetic: generated sums and products; gsm8k: the real one, from the hub (default: $dataset_help)
+  --dataset D              arithmetic: generated sums and products; gsm8k: the real one, from the hub
+                           (default: $dataset_help)
   --dataset-path FILE      jsonl file with question and answer, or a folder with train.jsonl and test.jsonl
   --run-name NAME          all output goes to runs/NAME/ (default: $run_prefix-DATE-TIME)
   --seed S                 seed of sampling, problems and trainer (default 1)
-  --batch-invariant        trainer and vLLM compute the same bits; the first differing token ends the run (docs/bit-exactness.md)
-  --dtype D                what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16 (default: float32, on a GPU bfloat16)
+  --batch-invariant        trainer and vLLM compute the same bits; the first differing token ends the run
+                           (docs/bit-exactness.md)
+  --dtype D                what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16
+                           (default: float32, on a GPU bfloat16)
   --api-port, --vllm-port  default 8000 and 9001, or the next free ones
 
 Ctrl-C, or any service's death, ends all of them within 10 s.
@@ -84,22 +90,27 @@ parse_flags() {
 }
 
 check_flags() {
-  [[ -z $dataset || -z $dataset_path ]] || usage_error "--dataset $dataset and --dataset-path $dataset_path exclude each other"
+  [[ -z $dataset || -z $dataset_path ]] ||
+    usage_error "--dataset $dataset and --dataset-path $dataset_path exclude each other"
   if [[ -n $dataset_path ]]; then
     [[ -e $dataset_path ]] || usage_error "--dataset-path $dataset_path does not exist"
     dataset_path=$(realpath "$dataset_path")
   fi
-  [[ ${dataset:-gsm8k} =~ ^(arithmetic|gsm8k)$ ]] || usage_error "--dataset expects arithmetic or gsm8k, got '$dataset'; local files go to --dataset-path"
+  [[ ${dataset:-gsm8k} =~ ^(arithmetic|gsm8k)$ ]] ||
+    usage_error "--dataset expects arithmetic or gsm8k, got '$dataset'; local files go to --dataset-path"
   : "${dataset:=$default_dataset}"
   if [[ -n $dataset_path ]]; then dataset=''; fi
   if [[ $model == [./~]* ]]; then
-    [[ -f ${model/#\~/$HOME}/config.json ]] || usage_error "--model $model has no config.json; give a Hugging Face id or a model's folder"
+    [[ -f ${model/#\~/$HOME}/config.json ]] ||
+      usage_error "--model $model has no config.json; give a Hugging Face id or a model's folder"
     model=$(realpath "${model/#\~/$HOME}")
   fi
   if [[ -z $steps && $dataset == arithmetic ]]; then steps=20; fi
   : "${steps:=$default_steps}" "${run_name:=$run_prefix-$(date +%Y%m%d-%H%M%S)}"
-  [[ $run_name =~ ^[A-Za-z0-9._-]+$ && $run_name != .* ]] || usage_error "--run-name takes letters, digits, '.', '_' and '-', got '$run_name'"
-  [[ ! -e $root/runs/$run_name ]] || usage_error "runs/$run_name exists; choose another --run-name, or remove that folder"
+  [[ $run_name =~ ^[A-Za-z0-9._-]+$ && $run_name != .* ]] ||
+    usage_error "--run-name takes letters, digits, '.', '_' and '-', got '$run_name'"
+  [[ ! -e $root/runs/$run_name ]] ||
+    usage_error "runs/$run_name exists; choose another --run-name, or remove that folder"
 }
 
 # choose_port FLAG GIVEN DEFAULT OTHER: the port, a free one in place of a taken default. A taken port that was asked
@@ -127,7 +138,7 @@ choose_model() {
 task_settings() {
   env_flags=(--env.group_size 8 --env.max_batches_offpolicy 0 --env.steps_per_eval 5)
   trainer_flags=(--batch-size 8 --gradient-accumulation-steps 8 --adam-betas "0.9,0.95")
-  if [[ -n $dataset_path ]]; then env_flags+=(--env.dataset_path "$dataset_path"); else env_flags+=(--env.dataset "$dataset"); fi
+  env_flags+=("--env.dataset${dataset_path:+_path}" "${dataset_path:-$dataset}")
   if [[ $dataset == arithmetic ]]; then
     vllm_flags+=(--max-model-len 256)
     env_flags+=(--env.max_new_tokens 24)
@@ -181,13 +192,14 @@ service_settings() {
     trainer_flags+=("--vllm-flags=${vllm_flags[*]}")
     if [[ $vllm_gpus != "$trainer_gpus" ]]; then trainer_flags+=(--vllm-gpu "$vllm_gpus"); fi
   fi
-  env_flags+=(--env.rollout_server_url "$api" --env.tokenizer_name default --env.eval_at_start true --env.ensure_scores_are_not_same false
-    --env.total_steps -1 --env.seed "$seed" --env.use_wandb false --env.evaluations_path "$run_dir/evaluations.jsonl"
+  env_flags+=(--env.rollout_server_url "$api" --env.tokenizer_name default --env.eval_at_start true
+    --env.ensure_scores_are_not_same false --env.total_steps -1 --env.seed "$seed" --env.use_wandb false --env.evaluations_path "$run_dir/evaluations.jsonl"
     --env.data_path_to_save_groups "$run_dir/samples.jsonl"
     --openai.model_name default --openai.base_url "$vllm/v1" --openai.server_type vllm)
-  trainer_flags+=(--model-name "$model" --training-steps "$steps" --seed "$seed" --atropos-url "$api" --vllm-host 127.0.0.1
-    --vllm-port "$vllm_port" --vllm-start-timeout 1800 --checkpoint-interval "$checkpoint_interval"
-    --save-path "$run_dir/checkpoints" --log-dir "$run_dir" --metrics-path "$run_dir/metrics.jsonl" "${bridge_flags[@]}")
+  trainer_flags+=(--model-name "$model" --training-steps "$steps" --seed "$seed" --atropos-url "$api"
+    --vllm-host 127.0.0.1 --vllm-port "$vllm_port" --vllm-start-timeout 1800
+    --checkpoint-interval "$checkpoint_interval" --save-path "$run_dir/checkpoints" --log-dir "$run_dir"
+    --metrics-path "$run_dir/metrics.jsonl" "${bridge_flags[@]}")
   export VLLM_ENABLE_SHARED_WEIGHTS=1 VLLM_NO_USAGE_STATS=1 NUM_INFERENCE_NODES=0 MASTER_ADDR=${MASTER_ADDR:-localhost}
   export VLLM_BRIDGE_CONFIG_PATH=$run_dir/vllm_bridge_config.json
 }
@@ -195,8 +207,10 @@ service_settings() {
 # keep_configs: each program's resolved configuration beside its logs. A wrong one ends the run here.
 keep_configs() {
   "$python" -m atroposlib.cli.run_api "${api_flags[@]}" --dry-run >"$run_dir/api.yaml"
-  "$python" -c 'from atroposlib.config import load_config; from example_trainer.config import TrainerConfig; load_config(TrainerConfig, prog="grpo")' \
-    "${trainer_flags[@]}" --dry-run >"$run_dir/trainer.yaml"
+  "$python" -c '
+from atroposlib.config import load_config
+from example_trainer.config import TrainerConfig
+load_config(TrainerConfig, prog="grpo")' "${trainer_flags[@]}" --dry-run >"$run_dir/trainer.yaml"
   "$python" environments/gsm8k_server.py serve "${env_flags[@]}" --dry-run >"$run_dir/env.yaml"
   printf -- '- "%s"\n' "${vllm_flags[@]}" >"$run_dir/vllm.yaml"
 }
@@ -211,9 +225,11 @@ on_gpus() {
 start_services() {
   start_service api "$run_dir/api.log" "$python" -u -m atroposlib.cli.run_api "${api_flags[@]}"
   if [[ $vllm_owner == launcher ]]; then
-    on_gpus "$vllm_gpus" start_service vllm "$run_dir/vllm.log" "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
+    on_gpus "$vllm_gpus" start_service vllm "$run_dir/vllm.log" \
+      "$python" -u example_trainer/vllm_api_server.py "${vllm_flags[@]}"
   fi
-  on_gpus "$trainer_gpus" start_service trainer "$run_dir/trainer.log" "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
+  on_gpus "$trainer_gpus" start_service trainer "$run_dir/trainer.log" \
+    "$python" -u example_trainer/grpo.py "${trainer_flags[@]}"
   start_service env "$run_dir/env.log" "$python" -u environments/gsm8k_server.py serve "${env_flags[@]}"
 }
 
@@ -251,7 +267,8 @@ train() {
   keep_configs
   start_services
   watch_services
-  "$python" -m example_trainer.plot "$run_dir/metrics.jsonl" --evaluations "$run_dir/evaluations.jsonl" --out "$run_dir/reward.png" --title "$run_name"
+  "$python" -m example_trainer.plot "$run_dir/metrics.jsonl" --evaluations "$run_dir/evaluations.jsonl" \
+    --out "$run_dir/reward.png" --title "$run_name"
   stop_services
   "$python" scripts/lib/summary.py "$run_dir" --seconds "$SECONDS"
 }

@@ -1,8 +1,12 @@
 """Reward functions: completions in, one number each out; made by name from a registry, and combined.
 
-    @registry.register                       class ShortReward(RewardFunction): def compute(self, completions, **kwargs) -> list[float]
-    registry.create("short", weight=0.5)     or {"type": "short", "weight": 0.5, "params": {...}}; names ignore case, "_" and "reward"
+    @registry.register
+    class ShortReward(RewardFunction):
+        def compute(self, completions, **kwargs) -> list[float]: ...
 
+    registry.create("short", weight=0.5)     or {"type": "short", "weight": 0.5, "params": {...}}
+
+Names ignore case, "_" and "reward".
 One file a built-in reward; the registry loads it when it is first asked for.
 """
 

@@ -2,8 +2,8 @@
 ids.
 
     chat_completion(messages) ──template──▶ text ──longest known prefix──▶ ids carried over + ids of the added text
-                                                                                │  /generate
-    get_state()["nodes"] ◀── SequenceNode(tokens, masked_tokens, logprobs) ◀────┘  sampled ids, log-probabilities, policy versions
+                                                                                │  /generate: sampled ids,
+    get_state()["nodes"] ◀── SequenceNode(tokens, masked_tokens, logprobs) ◀────┘  log-probabilities, policy versions
 
 Sampled ids are never made from text: a conversation that goes on carries the ids of its earlier turns and tokenises
 only what was added. A prompt that continues no known sequence (another conversation, an edited turn, thoughts that

@@ -1,7 +1,8 @@
 """An SGLang server: token ids by its own /generate, chat and text completions as any OpenAI server.
 
 POST <base_url without /v1>/generate   {"input_ids", "sampling_params", "return_logprob": true}
-reply (a list when n > 1)              {"meta_info": {"output_token_logprobs": [[logprob, id, text], ...], "finish_reason": {"type": ...}}}
+reply (a list when n > 1)              {"meta_info": {"output_token_logprobs": [[logprob, id, text], ...],
+                                                      "finish_reason": {"type": ...}}}
 """
 
 from typing import Any, ClassVar
@@ -82,7 +83,8 @@ class SGLangServer(VLLMServer):
         return ids
 
     async def _sequences(self, body: dict[str, Any]) -> list[Sequence]:
-        reply: list[Sequence] | Sequence = self._decode(await self._generate(body), list[Sequence] | Sequence)  # type: ignore[arg-type]
+        shape: Any = list[Sequence] | Sequence
+        reply: list[Sequence] | Sequence = self._decode(await self._generate(body), shape)
         return reply if isinstance(reply, list) else [reply]
 
     def _sampled(self, info: MetaInfo) -> SampledSequence:

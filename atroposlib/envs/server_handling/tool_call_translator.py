@@ -1,6 +1,7 @@
 """Tool calls between the text that a model writes and OpenAI's `tool_calls`; needs no vLLM.
 
-    reply text ──parse_model_output──▶ content, tool_calls          messages with tool_calls ──convert_messages_for_template──▶ text
+    reply text               ──parse_model_output─────────────▶ content, tool_calls
+    messages with tool_calls ──convert_messages_for_template──▶ text
 
 The text that a call was parsed from is kept by the call's id, so that the conversation is rendered back to exactly
 what the model wrote, and a ManagedServer recognises it as the continuation of what it sampled.

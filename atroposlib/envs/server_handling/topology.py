@@ -3,7 +3,8 @@
 list of configs                 one server each
 one APIServerConfig             that server
 ServerBaseline (no address)     http://localhost:9004/v1 ... 9007/v1
-slurm=True, no list             http://<node>:9000+i/v1, i < 8 / INFER_TP, on the nodes after the first NUM_TRAINING_NODES
+slurm=True, no list             http://<node>:9000+i/v1, i < 8 / INFER_TP, on the nodes after the first
+                                NUM_TRAINING_NODES
 """
 
 import re

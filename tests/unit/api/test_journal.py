@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,7 @@ def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
     journal._db.execute(f"PRAGMA max_page_count={pages + 2}")
     outcomes: dict[int, JournalError | None] = {}
     for number, size in ((1, 100), (2, 1_000_000), (3, 100)):
-        journal.write(number, b"x" * size, (), lambda error, number=number: outcomes.update({number: error}))  # type: ignore[misc]
+        journal.write(number, b"x" * size, (), partial(outcomes.__setitem__, number))
     journal.close()
     assert {number: error is None for number, error in outcomes.items()} == {1: True, 2: False, 3: True}
     again = Journal(path)

@@ -116,7 +116,8 @@ def test_second_transfer_reuses_the_former_live_buffer() -> None:
     again = {name: value + 1 for name, value in new_weights().items()}
     image = wire_image(again)
     for bucket in manifest().buckets(1 << 20):
-        staging.receive(bucket, lambda buffer, bucket=bucket: buffer.copy_(image[bucket.start : bucket.end]))  # type: ignore[attr-defined]
+        part = image[bucket.start : bucket.end]
+        staging.receive(bucket, lambda buffer, part=part: buffer.copy_(part))  # type: ignore[attr-defined]
     arena.commit(staging)
     assert model.qkv.data_ptr() == first
     assert torch.equal(model.qkv, torch.cat([again["q"], again["k"], again["v"]]))

@@ -24,7 +24,8 @@ class Tree(Config):
 
 
 def resolve(*argv: str, **layers: object) -> Tree:
-    return resolve_config(Tree, argv, prog="t", env=layers.get("env", {}), defaults=layers.get("defaults"))[0]  # type: ignore[arg-type]
+    env, defaults = layers.get("env", {}), layers.get("defaults")
+    return resolve_config(Tree, argv, prog="t", env=env, defaults=defaults)[0]  # type: ignore[arg-type]
 
 
 def test_dashes_underscores_and_equals_are_the_same_flag() -> None:

@@ -59,7 +59,8 @@ async def test_what_the_model_said_is_trained_over_all_turns_and_the_tool_is_not
         assert [logprob == 1.0 for logprob in logprobs] == [token == -100 for token in mask]
     assert group["scores"] == [1.0] * 4
     assert group["policy_versions"] == [[2, 2]] * 4
-    assert [message["role"] for message in group["messages"][0]] == ["system", "user", "assistant", "tool", "assistant"]  # type: ignore[index]
+    roles = [message["role"] for message in group["messages"][0]]  # type: ignore[index]
+    assert roles == ["system", "user", "assistant", "tool", "assistant"]
 
 
 async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:

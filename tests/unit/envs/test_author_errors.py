@@ -150,7 +150,8 @@ async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
 async def test_group_that_the_api_refuses_counts_against_the_budget(tmp_path: Path) -> None:
     class HugeIdEnv(MalformedEnv):
         async def collect_trajectories(self, item: Any) -> Any:
-            return ScoredDataGroup(tokens=[["x"]] * 4, masks=[[1]] * 4, scores=[0.0, 1.0, 2.0, 3.0]), []  # type: ignore[list-item]
+            text: Any = [["x"]] * 4
+            return ScoredDataGroup(tokens=text, masks=[[1]] * 4, scores=[0.0, 1.0, 2.0, 3.0]), []
 
     async with running_api() as api, FakeInferenceServer() as server:
         env = HugeIdEnv(config(tmp_path, api.url, max_failed_items=0), server_config(server))

@@ -6,7 +6,8 @@ from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 
 PROGRAM = """
 import sys
-import environments.gsm8k_server, atroposlib.envs.base, atroposlib.envs.serve, atroposlib.envs.cli, atroposlib.envs.process
+import environments.gsm8k_server
+from atroposlib.envs import base, cli, process, serve
 from atroposlib.envs.base import *
 from atroposlib.utils.tokenizers import load_tokenizer
 load_tokenizer(sys.argv[1]).encode("1 + 1")

@@ -88,7 +88,8 @@ def test_monitor_shows_followed_lines_and_ends_well_when_the_named_services_do(t
         start_service web $1/web.log {WEB} {port}
         await_http web http://127.0.0.1:{port}/ 20
         follow trainer $1/work.log 'Step [0-9]+/'
-        start_service work $1/work.log bash -c 'echo "INFO Step 1/2 | reward 0.5"; echo noise; printf Step; sleep 1; echo " 2/2 | late"'
+        start_service work $1/work.log bash -c '
+          echo "INFO Step 1/2 | reward 0.5"; echo noise; printf Step; sleep 1; echo " 2/2 | late"'
         monitor 10 work
         """,
         tmp_path,

@@ -35,9 +35,13 @@ def settings(script: str, *flags: str, gpus: int = 0) -> dict[str, str]:
     plan = """
     parse_flags "$@"; check_flags
     gpus=$GPUS api_port=8000 vllm_port=9001 run_dir=/run
-    [[ -n $model ]] || { if ((gpus)) && [[ $dataset != arithmetic ]]; then model=$default_gpu_model; else model=/quickstart; fi; }
+    if [[ -z $model ]]; then
+      if ((gpus)) && [[ $dataset != arithmetic ]]; then model=$default_gpu_model; else model=/quickstart; fi
+    fi
     choose_model; vllm_flags=(); task_settings; device_settings; service_settings
-    echo "vllm $vllm_gpus: ${vllm_flags[*]}"; echo "trainer $trainer_gpus: ${trainer_flags[*]}"; echo "env ${env_flags[*]}"
+    echo "vllm $vllm_gpus: ${vllm_flags[*]}"
+    echo "trainer $trainer_gpus: ${trainer_flags[*]}"
+    echo "env ${env_flags[*]}"
     """
     done = subprocess.run(
         ["bash", "-c", launcher + plan, script, *flags],

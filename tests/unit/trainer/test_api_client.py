@@ -194,7 +194,8 @@ def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() 
         trainer._heartbeat._interval_s = 0.05
         trainer.register(0)
         beats: list[None] = []
-        beat, trainer._heartbeat._beat = trainer._heartbeat._beat, lambda: beats.append(beat())  # type: ignore[func-returns-value]
+        beat = trainer._heartbeat._beat
+        trainer._heartbeat._beat = lambda: beats.append(beat())  # type: ignore[func-returns-value]
         trainer.fetch_batch(5)
         thread, end = trainer._heartbeat._thread, time.monotonic() + 30
         while len(beats) < 2:

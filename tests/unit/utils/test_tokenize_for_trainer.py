@@ -99,11 +99,12 @@ sys.exit(", ".join({{"torch", "vllm"}} & sys.modules.keys()) or 0)
 
 
 def test_threads_that_ask_at_once_get_one_tokenizer(tmp_path: Path) -> None:
+    folder = str(save_tiny_tokenizer(tmp_path))
     code = f"""
 from concurrent.futures import ThreadPoolExecutor
 from atroposlib.utils.tokenizers import load_tokenizer
 with ThreadPoolExecutor(8) as pool:
-    print(len({{id(tokenizer) for tokenizer in pool.map(load_tokenizer, [{str(save_tiny_tokenizer(tmp_path))!r}] * 8)}}))
+    print(len({{id(tokenizer) for tokenizer in pool.map(load_tokenizer, [{folder!r}] * 8)}}))
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert ended.stdout == "1\n", ended.stderr
