@@ -32,7 +32,7 @@ import psutil
 from atroposlib.files import expect_regular
 from atroposlib.http_guard import plain_name
 from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
-from vllm_patching.gate import ENGINE_DEADLINE_S
+from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"

@@ -12,8 +12,8 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Depends, HTTPException, Request
 from fastapi.responses import JSONResponse
 
-from vllm_patching.adapters import Adapters
-from vllm_patching.replies import BodyName, BodyNameOrNone, BodyVersion, add_session_routes, answer
+from vllm_patching.engines.adapters import Adapters
+from vllm_patching.http.replies import BodyName, BodyNameOrNone, BodyVersion, add_session_routes, answer
 
 
 def _adapters(request: Request) -> Adapters:

@@ -8,8 +8,9 @@ through `collective_rpc`.
 
 from typing import Any
 
-from vllm_patching import adapter_rows, compat, mapping
-from vllm_patching.adapter_files import Pairs
+from vllm_patching import adapter_rows, compat
+from vllm_patching.engines.adapter_files import Pairs
+from vllm_patching.memory import mapping
 
 log = compat.init_logger("vllm.atropos_bridge")
 

@@ -15,10 +15,11 @@ import msgspec
 from atroposlib.wire.bridge import BroadcastOffer, Manifest, parse_offer, read_policy_version
 from atroposlib.wire.processes import Process, is_alive
 from atroposlib.wire.typed import WrongValue, brief, printable
-from vllm_patching import compat, single_copy
+from vllm_patching import compat
 from vllm_patching.batch_invariant import switch
-from vllm_patching.gate import Gate
-from vllm_patching.replies import Refused
+from vllm_patching.engines import single_copy
+from vllm_patching.http.gate import Gate
+from vllm_patching.http.replies import Refused
 
 log = compat.init_logger("vllm.atropos_bridge")
 

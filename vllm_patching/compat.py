@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from vllm_patching import packed
+from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
 __all__ = [

@@ -31,12 +31,12 @@ from starlette.types import Scope
 from atroposlib.http_guard import HostGuard, OwnHosts
 from vllm_patching import compat
 from vllm_patching.adapter_routes import adapter_routes
-from vllm_patching.adapters import Adapters
 from vllm_patching.bridge_state import BridgeState
-from vllm_patching.engine_watch import EngineWatch, EngineWatchMiddleware
-from vllm_patching.gate import ENGINE_DEADLINE_S, Gate, GateMiddleware
-from vllm_patching.generate import run_generate
-from vllm_patching.replies import BodyName, BodyVersion, BodyVersionOrNone, add_session_routes, answer
+from vllm_patching.engines.adapters import Adapters
+from vllm_patching.http.engine_watch import EngineWatch, EngineWatchMiddleware
+from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, GateMiddleware
+from vllm_patching.http.generate import run_generate
+from vllm_patching.http.replies import BodyName, BodyVersion, BodyVersionOrNone, add_session_routes, answer
 
 log = compat.init_logger("vllm.atropos_bridge")
 

@@ -21,10 +21,11 @@ from torch.nn.functional import linear
 from atroposlib.files import write_whole
 from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank, WorkerStatus
 from atroposlib.wire.processes import this_process
-from vllm_patching import compat, cuda_ipc, mapping, packed
-from vllm_patching.arena import Arena
-from vllm_patching.shared_buffer import SharedBuffer
-from vllm_patching.updater import WeightUpdater
+from vllm_patching import compat
+from vllm_patching.engines.updater import WeightUpdater
+from vllm_patching.memory import cuda_ipc, mapping, packed
+from vllm_patching.memory.arena import Arena
+from vllm_patching.memory.shared_buffer import SharedBuffer
 
 log = compat.init_logger("vllm.atropos_bridge")
 

@@ -264,7 +264,7 @@ class LoraRestartBridge(RestartBridge):
 
 
 def _adapter_name(policy_version: int) -> str:
-    """By which the server knows the version of an adapter that it was started with (vllm_patching/adapters.py)."""
+    """By which the server knows the version of an adapter that it was started with (engines/adapters.py in vllm_patching)."""
     return f"policy-v{policy_version}"
 
 

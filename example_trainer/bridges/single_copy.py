@@ -1,7 +1,7 @@
 """`--weight-bridge-mode shared_vllm --single-copy`: the trainer's parameters are vLLM's own memory, so nothing is
 sent.
 
-    pause ──▶ optimizer step on the live weights ──▶ resume          (vllm_patching/single_copy.py watches us in between)
+    pause ──▶ optimizer step on the live weights ──▶ resume          (vllm_patching/engines/single_copy.py watches us in between)
 
 Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc.
 GPU: CUDA IPC. With TP > 1 what every rank holds alike (norms, biases of row-split layers, shared key/value heads) is
@@ -31,8 +31,8 @@ from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_memory, free_bytes, memory_table, needs
 from example_trainer.model import check_packed_forward
 from example_trainer.shared_model import StartWeights, bind, copy_replicas, meta_model, shared_tensors
-from vllm_patching import cuda_ipc
-from vllm_patching.shared_buffer import SharedBufferError, open_buffer
+from vllm_patching.memory import cuda_ipc
+from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
 
 log = get_logger(__name__)
 

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from vllm_patching import packed
 from vllm_patching.batch_invariant import hooks, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
 from vllm_patching.batch_invariant.self_check import check_weight, packing_is_exact
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+from vllm_patching.memory import packed
 
 ROWS = [1, 2, 3, 7, 8, 9, 16, 33, 64, 100]
 

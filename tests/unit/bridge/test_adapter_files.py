@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_patching.adapter_files import CONFIG, WEIGHTS, AdapterFault, read_config, read_pairs
+from vllm_patching.engines.adapter_files import CONFIG, WEIGHTS, AdapterFault, read_config, read_pairs
 
 LAYER = "base_model.model.model.layers.0.self_attn"
 Q, OUT = f"{LAYER}.q_proj", f"{LAYER}.o_proj"

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from atroposlib.wire.bridge import Manifest, Shard, lay_out
-from vllm_patching.arena import Arena
+from vllm_patching.memory.arena import Arena
 
 
 class Fused(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 
 from atroposlib.wire.bridge import IpcHandle
-from vllm_patching.cuda_ipc import CudaIpcError, open_handle
+from vllm_patching.memory.cuda_ipc import CudaIpcError, open_handle
 
 
 def test_weights_on_a_gpu_that_the_trainer_does_not_see_are_refused_by_name() -> None:

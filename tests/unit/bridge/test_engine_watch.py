@@ -8,8 +8,9 @@ import pytest
 from fastapi import FastAPI
 
 from tests.waiting import until
-from vllm_patching import compat, engine_watch
-from vllm_patching.engine_watch import EngineWatch, EngineWatchMiddleware
+from vllm_patching import compat
+from vllm_patching.http import engine_watch
+from vllm_patching.http.engine_watch import EngineWatch, EngineWatchMiddleware
 
 ROUTES = ("/generate", "/v1/completions", "/v1/bridge/session/s/heartbeat", "/v1/bridge/commit")
 

@@ -7,7 +7,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from vllm_patching.gate import Gate, GateMiddleware
+from vllm_patching.http.gate import Gate, GateMiddleware
 
 gate = Gate()
 

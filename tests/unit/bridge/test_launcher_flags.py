@@ -4,7 +4,7 @@ import pytest
 
 from example_trainer.vllm_api_server import own_flags
 from vllm_patching import compat
-from vllm_patching.gate import ENGINE_DEADLINE_S
+from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
 
 def test_own_flags_and_those_of_vllm_share_one_namespace() -> None:

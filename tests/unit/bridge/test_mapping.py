@@ -5,7 +5,8 @@ parallelism.
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_patching import compat, mapping
+from vllm_patching import compat
+from vllm_patching.memory import mapping
 
 
 def layer(kind: type, **sizes: Any) -> Any:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vllm_patching import packed
-from vllm_patching.packed import PackedLinear, Product
+from vllm_patching.memory import packed
+from vllm_patching.memory.packed import PackedLinear, Product
 
 
 class Clock:

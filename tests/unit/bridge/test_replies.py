@@ -6,7 +6,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.testclient import TestClient
 
 from atroposlib.wire.typed import typed_value
-from vllm_patching.replies import Refused, add_session_routes
+from vllm_patching.http.replies import Refused, add_session_routes
 
 
 class OneSession:

@@ -12,13 +12,13 @@ import torch
 from msgspec.structs import replace
 
 from atroposlib.wire.processes import Process, is_alive, this_process
-from vllm_patching.shared_buffer import SharedBuffer, SharedBufferError, open_buffer
+from vllm_patching.memory.shared_buffer import SharedBuffer, SharedBufferError, open_buffer
 
 HOLDER = """
 import json, sys, time
 from msgspec.structs import asdict
 from atroposlib.wire.processes import this_process
-from vllm_patching.shared_buffer import SharedBuffer
+from vllm_patching.memory.shared_buffer import SharedBuffer
 buffer = SharedBuffer(8192)
 print(json.dumps([asdict(this_process()), buffer.fd]), flush=True)
 sys.stdin.readline()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, WorkerStatus, ack_key, go_key
 from vllm_patching import transport
-from vllm_patching.arena import Arena, Staging
 from vllm_patching.compat import init_logger
+from vllm_patching.memory.arena import Arena, Staging
 
 log = init_logger("vllm.atropos_bridge")
 

@@ -21,8 +21,8 @@ from atroposlib.wire.bridge import AdapterOffer, parse_offer
 from atroposlib.wire.processes import is_alive, this_process
 from atroposlib.wire.typed import WrongValue, brief, printable
 from vllm_patching import compat
-from vllm_patching.adapter_files import Pairs, read_config, read_pairs
-from vllm_patching.replies import Refused
+from vllm_patching.engines.adapter_files import Pairs, read_config, read_pairs
+from vllm_patching.http.replies import Refused
 
 log = compat.init_logger("vllm.atropos_bridge")
 

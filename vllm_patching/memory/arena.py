@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from atroposlib.wire.bridge import Bucket, Manifest, Shard, align
-from vllm_patching.shared_buffer import SharedBuffer
+from vllm_patching.memory.shared_buffer import SharedBuffer
 
 DEVICE_RESERVE = 256 << 20  # bytes that stay free on a GPU when the arena is made
 

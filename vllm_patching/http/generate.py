@@ -18,9 +18,9 @@ from fastapi import Request
 
 from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
 from vllm_patching import compat
-from vllm_patching.adapters import Adapters
-from vllm_patching.replies import Refused
-from vllm_patching.sampling import sampling_params
+from vllm_patching.engines.adapters import Adapters
+from vllm_patching.http.replies import Refused
+from vllm_patching.http.sampling import sampling_params
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 

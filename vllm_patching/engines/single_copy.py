@@ -17,7 +17,7 @@ from atroposlib.wire.bridge import SingleCopyOffer, parse_offer
 from atroposlib.wire.processes import is_alive, this_process
 from atroposlib.wire.typed import WrongValue, brief
 from vllm_patching import compat
-from vllm_patching.replies import Refused
+from vllm_patching.http.replies import Refused
 
 if TYPE_CHECKING:
     from vllm_patching.bridge_state import BridgeState, Session

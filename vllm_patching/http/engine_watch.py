@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from vllm_patching import compat
-from vllm_patching.gate import App, Message, generates, unavailable
+from vllm_patching.http.gate import App, Message, generates, unavailable
 
 log = compat.init_logger("vllm.atropos_bridge")
 
