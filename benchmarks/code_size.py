@@ -1,0 +1,71 @@
+"""The size of the code in a few counts, so that a refactoring can be compared with what it replaced.
+
+    python benchmarks/code_size.py [FOLDER]      a checkout of this project, by default the one that this file is in
+
+Product code is every tracked Python file outside tests/, benchmarks/ and docs/. Statements are counted by the parser,
+so wrapping a line changes nothing; a circle is a set of modules that import each other, on whatever way.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+
+PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
+OUTSIDE = {"tests", "benchmarks", "docs"}
+WIDEST = 120
+# In brackets, so that this file is not one of those that it counts.
+MODES = re.compile(r"shared_vll[m]|lora_onl[y]|lora_restar[t]")
+
+
+def circles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """The sets of modules that import each other when they are loaded or later."""
+    found = set()
+    for module in graph.modules:
+        circle = graph.find_downstream_modules(module) & graph.find_upstream_modules(module)
+        if circle:
+            found.add(frozenset({module, *circle}))
+    return sorted(sorted(circle) for circle in found)
+
+
+def counts(root: Path) -> Iterator[tuple[str, str]]:
+    """Name and value of each count."""
+    texts = dict(_tracked(root))
+    product = {path: text for path, text in texts.items() if path.suffix == ".py" and path.parts[0] not in OUTSIDE}
+    nodes = [node for text in product.values() for node in ast.walk(ast.parse(text))]
+    tries = sum(isinstance(node, ast.Try) for node in nodes)
+    lines = sum(text.count("\n") for text in product.values())
+    wide = [line for text in texts.values() for line in text.splitlines() if len(line) > WIDEST]
+    naming = [str(path) for path, text in texts.items() if path.parts[0] != "tests" and MODES.search(text)]
+    yield "files of product code", f"{len(product)}"
+    yield "lines", f"{lines}"
+    yield "statements", f"{sum(isinstance(node, ast.stmt) for node in nodes)}"
+    yield "try", f"{tries}, {1000 * tries / lines:.1f} per 1,000 lines"
+    yield "dict[str, Any]", f"{sum(text.count('dict[str, Any]') for text in product.values())}"
+    yield "files that name a bridge mode", f"{len(naming)}: {' '.join(naming)}"
+    yield f"lines wider than {WIDEST}, Python and shell, with tests", f"{len(wide)}"
+
+
+def _tracked(root: Path) -> Iterator[tuple[Path, str]]:
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout
+    for name in map(Path, listed.splitlines()):
+        if name.parts[0] != "docs" and (name.suffix in {".py", ".sh", ".toml"} or name.parts[0] == ".ci"):
+            yield name, (root / name).read_text()
+
+
+def main() -> None:
+    """Print one count per line."""
+    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+    for name, value in counts(root):
+        print(f"{name}: {value}")
+    sys.path.insert(0, str(root))
+    found = circles(grimp.build_graph(*PACKAGES, cache_dir=None))
+    print(f"import circles: {len(found)}", *map(" ".join, found), sep="\n    ")
+
+
+if __name__ == "__main__":
+    main()
