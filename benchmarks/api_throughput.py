@@ -392,8 +392,10 @@ def measure(
                 )
     figures: dict[str, dict[str, str]] = {}
     for server in servers:
-        client = Client(server.port, settings.accept_encoding)
         times = asyncio.run(write_at_once(server.port, bodies, settings))
+        client = Client(
+            server.port, settings.accept_encoding
+        )  # after the writers: a server closes a connection that idles
         figures[server.name] = {
             f"post by {settings.writers} writers, median": f"{1000 * percentile(times, 0.5):.1f} ms",
             f"post by {settings.writers} writers, p99": f"{1000 * percentile(times, 0.99):.1f} ms",
