@@ -57,6 +57,7 @@ SAMPLING = [command for command in COMMANDS if re.match(r"python environments/\w
 ONCE = [command for command in COMMANDS if re.match(r"python \S+\.py (process|evaluate)", command)]
 GENERATORS = [command for command in COMMANDS if command.endswith("-gen FILE")]
 WATCHERS = [command for command in COMMANDS if command.startswith("inference-node")]
+PAGES = [command for command in COMMANDS if "jsonl2html" in command]
 # Where a service answers.
 SERVICES = {
     command: health
@@ -78,7 +79,7 @@ WITH_MODEL = {
 
 
 def test_every_command_is_tried_below() -> None:
-    assert sorted(COMMANDS) == sorted([*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *SERVICES, *WITH_MODEL])
+    assert sorted(COMMANDS) == sorted([*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *PAGES, *SERVICES, *WITH_MODEL])
     for command, test in WITH_MODEL.items():
         assert (
             next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1]
@@ -159,6 +160,45 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
     assert groups.read_text().count("\n") == count == groups.with_suffix(".html").read_text().count("Group ")
 
 
+def renumbered_tokenizer(folder: Path) -> str:
+    """The tiny tokenizer's symbols under other ids than the fake server's own has."""
+    file = save_tiny_tokenizer(folder) / "tokenizer.json"
+    backend = json.loads(file.read_text())
+    backend["model"]["vocab"] = {symbol: 255 - index for symbol, index in backend["model"]["vocab"].items()}
+    file.write_text(json.dumps(backend))
+    return str(folder)
+
+
+async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answer(tmp_path: Path) -> None:
+    """With its own tokenizer, the server would send ids that the environment decodes to other text."""
+    serve, process = (
+        next(command for command in commands(GUIDE) if word in command)
+        for word in ("fake_inference_server", " process ")
+    )
+    tokenizer = renumbered_tokenizer(tmp_path / "tokenizer")
+    port = str(free_port())
+    served = python_arguments(serve.replace("9001", port).replace("path/to/a/tokenizer", tokenizer))
+    child = await started(*served, cwd=tmp_path)
+    try:
+        async with aiohttp.ClientSession() as session:
+            await answers(session, f"http://127.0.0.1:{port}/health", child)
+        tried = python_arguments(process.replace("path/to/a/tokenizer", tokenizer))
+        await run(*tried, "--openai.base_url", f"http://127.0.0.1:{port}/v1", cwd=tmp_path)
+    finally:
+        child.terminate()
+        await asyncio.wait_for(child.communicate(), 30)
+    page = (tmp_path / "data/larger_number.html").read_text()
+    assert page.count(shlex.split(serve)[shlex.split(serve).index("--answer") + 1]) == page.count("score ") - 2 > 0
+
+
+@pytest.mark.parametrize("command", PAGES)
+async def test_command_of_the_page_makes_a_page_of_groups(tmp_path: Path, command: str) -> None:
+    record = {"messages": [[{"role": "user", "content": "Red or blue?"}]], "scores": [1.0]}
+    (tmp_path / "FILE.jsonl").write_text(json.dumps(record) + "\n")
+    await run(*python_arguments(command), cwd=tmp_path)
+    assert "Red or blue?" in (tmp_path / "FILE.html").read_text()
+
+
 async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> None:
     (tmp_path / "colours.py").write_text(code(PAGE))
     tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
@@ -172,7 +212,8 @@ async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> N
 @pytest.mark.parametrize("command", SERVICES)
 async def test_service_of_the_page_answers(tmp_path: Path, command: str) -> None:
     port = free_port()
-    arguments = python_arguments(re.sub(r" --port \d+", "", command))
+    tokenizer = str(save_tiny_tokenizer(tmp_path / "given"))
+    arguments = python_arguments(re.sub(r" --port \d+", "", command).replace("path/to/a/tokenizer", tokenizer))
     model = {"model_name": "m", "tokenizer_name": str(save_tiny_tokenizer(tmp_path / "tokenizer"))}
     server = {"base_url": "http://127.0.0.1:1/v1", "server_type": "vllm", "health_check": False}
     (tmp_path / "servers.json").write_text(json.dumps(model | {"servers": [server]}))
