@@ -37,7 +37,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import write_policy_version
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
-from example_trainer.sharded import whole_parameters
+from example_trainer.weights.sharded import whole_parameters
 
 MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"

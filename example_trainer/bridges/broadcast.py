@@ -14,7 +14,7 @@ off, named in a warning and left out, and let in again when it answers. Training
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -23,13 +23,14 @@ import torch
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import Bucket, Manifest, ManifestMismatch, align, compare
-from example_trainer.bridges import BridgeError, SyncReport
+from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
+from example_trainer.bridges.base import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import LinkSettings, Rendezvous, ServerLink
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model
+from example_trainer.weights.flat import FlatWeights
 from vllm_patching import transport
 
 log = get_logger(__name__)
@@ -61,7 +62,7 @@ class BroadcastBridge:
         manifests = [self._matching_manifest(vllm) for vllm in self._servers]
         count = len(self._manifest.tensors)
         log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
-        self._image = FlatParameters(self._manifest, dict(model.named_parameters()))
+        self._image = FlatWeights(self._manifest, dict(model.named_parameters()))
         self._settings = self._link_settings()
         self._rendezvous = Rendezvous(address, self._config.master_port, self._config.bridge_timeout_s)
         for vllm, manifest in zip(self._servers, manifests, strict=True):
@@ -214,45 +215,3 @@ def _resolve(host: str, what: str) -> str:
         return socket.gethostbyname(host)
     except OSError as error:
         raise BridgeError(f"{what} {host} cannot be resolved to an address: {error}") from error
-
-
-class FlatParameters:
-    """The model's parameters as views into one flat fp32 buffer in wire order; `bucket` gives the bytes to send."""
-
-    def __init__(self, manifest: Manifest, parameters: dict[str, torch.nn.Parameter]) -> None:
-        self._parameters = parameters
-        tensors = manifest.tensors
-        self._as_is = all(tensor.dtype == "float32" for tensor in tensors)
-        device = next(iter(parameters.values())).device
-        # same order as the wire; with fp32 on the wire also the same offsets
-        starts = (
-            [tensor.offset // 4 for tensor in tensors]
-            if self._as_is
-            else _compact_starts([parameters[t.name].numel() for t in tensors])
-        )
-        self.buffer = torch.zeros(starts[-1] + parameters[tensors[-1].name].numel(), dtype=torch.float32, device=device)
-        for start, tensor in zip(starts, tensors, strict=True):
-            parameter = parameters[tensor.name]
-            view = self.buffer[start : start + parameter.numel()].view(parameter.shape)
-            view.copy_(parameter.data)
-            parameter.data = view
-
-    def bucket(self, bucket: Bucket) -> torch.Tensor:
-        """Flat uint8 [end - start]: a view of the parameters themselves, or their cast to vLLM's dtype."""
-        if self._as_is:
-            return self.buffer.view(torch.uint8)[bucket.start : bucket.end]
-        packed = torch.zeros(bucket.end - bucket.start, dtype=torch.uint8, device=self.buffer.device)
-        for tensor in bucket.tensors:
-            start = tensor.offset - bucket.start
-            target = packed[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype))
-            target.copy_(self._parameters[tensor.name].detach().reshape(-1))
-        return packed
-
-
-def _compact_starts(sizes: Sequence[int]) -> list[int]:
-    starts, end = [], 0
-    for size in sizes:
-        end = align(4 * end) // 4
-        starts.append(end)
-        end += size
-    return starts

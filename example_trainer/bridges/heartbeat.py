@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from atroposlib.logs import get_logger
-from example_trainer.bridges import BridgeError
+from example_trainer.bridges.base import BridgeError
 
 log = get_logger(__name__)
 

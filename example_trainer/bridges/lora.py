@@ -22,7 +22,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.processes import this_process
 from example_trainer.adapters import adapter_nbytes, load_adapted_model, write_adapter
-from example_trainer.bridges import BridgeError, SyncReport
+from example_trainer.bridges.base import BridgeError, SyncReport
 from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient

@@ -28,7 +28,7 @@ from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.adapters import ADAPTER, load_adapted_model
-from example_trainer.bridges import BridgeError, SyncReport
+from example_trainer.bridges.base import BridgeError, SyncReport
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.checkpoint import WHOLE_MODEL, save_served_model

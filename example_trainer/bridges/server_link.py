@@ -19,7 +19,7 @@ import torch.distributed as dist
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
-from example_trainer.bridges import BridgeError
+from example_trainer.bridges.base import BridgeError
 from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.vllm_client import VllmClient
 from vllm_patching import transport

@@ -23,14 +23,14 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest, ManifestMismatch, SharedRank, SingleCopyOffer, compare
 from atroposlib.wire.processes import this_process
 from example_trainer.bf16 import MasteredParameter
-from example_trainer.bridges import BridgeError, SyncReport
+from example_trainer.bridges.base import BridgeError, SyncReport
 from example_trainer.bridges.heartbeat import Heartbeat
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_memory, free_bytes, memory_table, needs
 from example_trainer.model import check_packed_forward
-from example_trainer.shared_model import StartWeights, bind, copy_replicas, meta_model, shared_tensors
+from example_trainer.weights.shared import StartWeights, bind, copy_replicas, meta_model, shared_tensors
 from vllm_patching.memory import cuda_ipc
 from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
 

@@ -13,7 +13,7 @@ import requests
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
 from atroposlib.wire.bridge import AdapterOffer, Attached, BroadcastOffer, Manifest, SingleCopyOffer
-from example_trainer.bridges import BridgeError
+from example_trainer.bridges.base import BridgeError
 
 log = get_logger(__name__)
 

@@ -13,8 +13,8 @@ from example_trainer.checkpoint import WHOLE_MODEL, CheckpointError, Checkpoints
 from example_trainer.config import TrainerConfig
 from example_trainer.model import ModelError, check_packed_forward
 from example_trainer.optimizer import make_optimizer
-from example_trainer.sharded import whole_parameters
-from example_trainer.shared_model import SharedTensor, StartWeights, bind, copy_replicas, meta_model, shared_tensors
+from example_trainer.weights.sharded import whole_parameters
+from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, meta_model, shared_tensors
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import VOCAB, tiny_model
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from atroposlib.wire.bridge import Manifest, lay_out
-from example_trainer.bridges.broadcast import FlatParameters
+from example_trainer.weights.flat import FlatWeights
 
 
 def model_and_manifest(dtype: str) -> tuple[dict[str, nn.Parameter], Manifest]:
@@ -17,7 +17,7 @@ def model_and_manifest(dtype: str) -> tuple[dict[str, nn.Parameter], Manifest]:
 def test_float32_buckets_are_the_parameters_themselves() -> None:
     parameters, manifest = model_and_manifest("float32")
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    flat = FlatParameters(manifest, parameters)
+    flat = FlatWeights(manifest, parameters)
     (bucket,) = manifest.buckets(1 << 20)
     sent = flat.bucket(bucket)
     for tensor in manifest.tensors:
@@ -34,7 +34,7 @@ def test_float32_buckets_are_the_parameters_themselves() -> None:
 
 def test_bfloat16_buckets_are_the_parameters_cast() -> None:
     parameters, manifest = model_and_manifest("bfloat16")
-    flat = FlatParameters(manifest, parameters)
+    flat = FlatWeights(manifest, parameters)
     (bucket,) = manifest.buckets(1 << 20)
     sent = flat.bucket(bucket)
     for tensor in manifest.tensors:
@@ -47,6 +47,6 @@ def test_bfloat16_buckets_are_the_parameters_cast() -> None:
 
 def test_parameters_do_not_overlap() -> None:
     parameters, manifest = model_and_manifest("bfloat16")
-    FlatParameters(manifest, parameters)
+    FlatWeights(manifest, parameters)
     spans = sorted((p.data_ptr(), p.data_ptr() + 4 * p.numel()) for p in parameters.values())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

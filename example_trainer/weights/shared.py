@@ -10,7 +10,7 @@ Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from atroposlib.wire.bridge import Shard, SharedRank
+from atroposlib.wire.bridge import Bucket, Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError, prepare_for_training
 from example_trainer.packed_attention import PACKED_SDPA
-from example_trainer.sharded import ShardedEmbedding, ShardedLinear
+from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
+from example_trainer.weights.source import WeightSource, pack
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,25 @@ class SharedTensor:
     dim: int
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+class SharedWeights(WeightSource):
+    """The shared weights as one process sees them: pieces in the memory of every rank of vLLM, put together on demand."""
+
+    def __init__(self, tensors: Mapping[str, SharedTensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    def bucket(self, bucket: Bucket) -> Tensor:
+        device = self._tensors[bucket.tensors[0].name].pieces[0].parameter.device
+        return pack(bucket, lambda name: _put_together(self._tensors[name], device), device)
+
+
+def _put_together(tensor: SharedTensor, device: torch.device) -> Tensor:
+    parts = [piece.parameter.detach().to(device) for piece in tensor.pieces]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, tensor.dim)
 
 
 def shared_tensors(
