@@ -8,23 +8,21 @@ A flag is the field's name with dashes or underscores, nested trees with dots (`
 stands alone (`--use-wandb`), takes a value (`--use-wandb false`) or is negated (`--no-use-wandb`). `--dry-run`
 prints the resolved tree as YAML and exits 0. Wrong input is one line on stderr and exit code 2: it names the value,
 what was expected, and the nearest known key. The value of a secret, which is a SecretStr or has `repr=False`, is
-never named, and a variable for one is not empty. pydantic-settings parses the flags, pydantic checks the values.
+never named, and a variable for one is not empty. flags.py makes the flags and the help, pydantic checks the values.
 """
 
-import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, NoReturn, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import yaml
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, SecretStr, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict, SettingsError
+from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
 
+from atroposlib import flags
 from atroposlib.files import expect_regular, open_regular
+from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 
 
 def _regular_text(path: str) -> str:
@@ -43,11 +41,12 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True, hide_input_in_errors=True)
 
 
+class Ambient(str):
+    """The value of an environment variable, which other programs may have set: a choice of trees may leave it out."""
+
+
 C = TypeVar("C", bound=BaseModel)
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one line for the person who typed it."""
+Tree = dict[str, Any]
 
 
 def load_config(
@@ -57,17 +56,23 @@ def load_config(
     prog: str,
     env: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    epilog: str = "",
 ) -> C:
     """Resolve `config_cls` from `argv` (default: the process's own), YAML, `env` (default: os.environ) and `defaults`.
 
-    Exits 0 after `--help` or `--dry-run`, 2 on wrong input.
+    Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help.
     """
     try:
         config, dry_run = resolve_config(
-            config_cls, sys.argv[1:] if argv is None else argv, prog=prog, env=env, defaults=defaults
+            config_cls,
+            sys.argv[1:] if argv is None else argv,
+            prog=prog,
+            env=env,
+            defaults=defaults,
+            epilog=epilog,
         )
     except ConfigError as error:
-        _exit(f"{prog}: error: {error}")
+        exit_usage(f"{prog}: error: {error}")
     if dry_run:
         print(config_yaml(config), end="")
         raise SystemExit(0)
@@ -81,22 +86,23 @@ def resolve_config(
     prog: str,
     env: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    epilog: str = "",
 ) -> tuple[C, bool]:
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
-    flags = dict(_flag_fields(config_cls))
-    arguments, yaml_path, dry_run = _normalise(argv, flags)
-    tree: dict[str, Any] = {}
+    keys = keys_of(config_cls)
+    values, typed = flags.parse(keys, argv, prog=prog, about=config_cls.__doc__ or "", epilog=epilog, defaults=defaults)
+    tree: Tree = {}
     for layer in (
         defaults or {},
-        _from_environment(config_cls, os.environ if env is None else env),
-        _from_yaml(yaml_path),
+        _from_environment(keys, os.environ if env is None else env),
+        _from_yaml(getattr(typed, "config", None)),
+        _nested(values),
     ):
-        tree = _merge(tree, layer, config_cls)
-    tree = _merge(tree, _from_flags(config_cls, arguments, prog), config_cls)
+        tree = _merge(tree, in_place(layer, config_cls))
     try:
-        return config_cls.model_validate(tree), dry_run
+        return config_cls.model_validate(tree), "dry_run" in typed
     except ValidationError as error:
-        raise ConfigError(_explain(error, config_cls)) from None
+        raise ConfigError(_explain(error, keys)) from None
 
 
 def config_yaml(config: BaseModel) -> str:
@@ -111,133 +117,59 @@ def write_config(config: BaseModel, path: Path) -> None:
         file.write(config_yaml(config))
 
 
-def known_keys(config_cls: type[BaseModel]) -> list[str]:
+def exit_usage(message: str) -> NoReturn:
+    """One line on stderr, exit code 2."""
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def in_place(values: Mapping[str, Any], *trees: type[BaseModel]) -> Tree:
+    """`values` with every key at its own place: an alias becomes the field's name, a hoisted one goes down into its
+    tree, so that no layer holds two spellings of a value.
+    """
+    fields = {name: field for tree in trees for name, field in tree.model_fields.items()}
+    canonical = {spelling: name for name, field in fields.items() for spelling in flags.names(name, field)}
+    hoisted = {key.spellings[0]: key.path for tree in trees for key in keys_of(tree) if "." not in key.spellings[0]}
+    placed: Tree = {}
+    for key, value in values.items():
+        name = canonical.get(key, key)
+        if name not in fields and key in hoisted:
+            name, inner = hoisted[key]
+            value = {inner: value}
+        below = subtrees(fields[name]) if name in fields else []
+        if below and isinstance(value, Mapping):
+            value = in_place(value, *below)
+        placed = _merge(placed, {name: value})
+    return placed
+
+
+def known_keys(tree: type[BaseModel]) -> list[str]:
     """Every spelling of the keys at the top of a tree."""
-    return [spelling for name, field in config_cls.model_fields.items() for spelling in _names(name, field)]
+    return [spelling for name, field in tree.model_fields.items() for spelling in flags.names(name, field)]
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """`; did you mean 'x'?` for the closest known key, or an empty string."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean '{found[0]}'?" if found else ""
+# --- the layers -----------------------------------------------------------------------------------------------------
 
 
-# --- flags ----------------------------------------------------------------------------------------------------------
-
-
-def _names(name: str, field: FieldInfo) -> list[str]:
-    alias = field.validation_alias
-    choices = (
-        [str(choice) for choice in alias.choices]
-        if isinstance(alias, AliasChoices)
-        else [alias]
-        if isinstance(alias, str)
-        else []
-    )
-    return list(dict.fromkeys([name, *choices]))
-
-
-def _subtree(field: FieldInfo) -> type[BaseModel] | None:
-    annotation = field.annotation
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return next((option for option in options if isinstance(option, type) and issubclass(option, BaseModel)), None)
-
-
-def _flag_fields(config_cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in config_cls.model_fields.items():
-        subtree = _subtree(field)
-        for spelling in _names(name, field):
-            if subtree is not None:
-                yield from _flag_fields(subtree, f"{prefix}{spelling}.")
-            yield prefix + spelling, field
-
-
-def _is_bool(field: FieldInfo) -> bool:
-    return field.annotation is bool or bool in get_args(field.annotation)
-
-
-def _normalise(argv: Sequence[str], flags: Mapping[str, FieldInfo]) -> tuple[list[str], Path | None, bool]:
-    """Flags spelled with underscores and explicit values, the YAML path, and whether it is a dry run."""
-    arguments: list[str] = []
-    yaml_path: Path | None = None
-    dry_run = False
-    rest = list(argv)
-    while rest:
-        token = rest.pop(0)
-        if token in ("-h", "--help"):
-            arguments.append("--help")
-            continue
-        if not token.startswith("--"):
-            raise ConfigError(f"unexpected argument {token!r}: flags start with '--'")
-        spelled, has_value, value = token[2:].partition("=")
-        key = spelled.replace("-", "_")
-        if key == "dry_run" and key not in flags:
-            dry_run = True
-            continue
-        if key == "config" and key not in flags:
-            if not has_value and not rest:
-                raise ConfigError("--config expects a YAML file")
-            yaml_path = Path(value if has_value else rest.pop(0))
-            continue
-        leading, _, leaf = key.rpartition(".")
-        positive = f"{leading}.{leaf[3:]}".lstrip(".") if leaf.startswith("no_") else ""
-        if key not in flags and positive in flags and _is_bool(flags[positive]) and not has_value:
-            arguments += [f"--{positive}", "false"]
-            continue
-        if key not in flags:
-            raise ConfigError(f"unknown flag --{spelled}{nearest(key, list(flags))} (--help lists all)")
-        if not has_value:
-            if _is_bool(flags[key]) and (not rest or rest[0].startswith("--")):
-                value = "true"
-            elif not rest or (rest[0].startswith("--") and rest[0][2:3].isalpha() and " " not in rest[0]):
-                raise ConfigError(f"--{spelled} expects a value; one that starts with -- is given as --{spelled}=VALUE")
-            else:
-                value = rest.pop(0)
-        arguments.append(f"--{key}={value}")
-    return arguments, yaml_path, dry_run
-
-
-def _from_flags(config_cls: type[BaseModel], arguments: list[str], prog: str) -> dict[str, Any]:
-    settings = type(
-        config_cls.__name__,
-        (config_cls, BaseSettings),
-        {
-            "__doc__": config_cls.__doc__,
-            "model_config": SettingsConfigDict(
-                extra="forbid", cli_prog_name=prog, env_prefix="UNUSED__", cli_avoid_json=True
-            ),
-        },
-    )
-    try:
-        source = CliSettingsSource[Any](settings, cli_parse_args=arguments, cli_parse_none_str="None")
-        return source()
-    except SettingsError as error:  # a list is also read as JSON; this one is neither
-        raise ConfigError(f"{error} ({error.__cause__})") from None
-
-
-# --- the other layers -----------------------------------------------------------------------------------------------
-
-
-def _from_environment(config_cls: type[BaseModel], env: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, field in config_cls.model_fields.items():
-        subtree = _subtree(field)
-        extra = field.json_schema_extra
+def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
+    found: Tree = {}
+    for key in keys:
+        extra = key.field.json_schema_extra
         variable = extra.get("env") if isinstance(extra, dict) else None
-        if isinstance(variable, str) and env.get(variable):
-            found[name] = env[variable]
-        elif isinstance(variable, str) and variable in env and _is_secret(field) and field.default is None:
+        if not isinstance(variable, str) or variable not in env:
+            continue
+        if env[variable]:
+            found[".".join(key.path)] = Ambient(env[variable])
+        elif key.is_secret and key.field.default is None:
             raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
-        elif subtree is not None and (nested := _from_environment(subtree, env)):
-            found[name] = nested
-    return found
+    return _nested(found)
 
 
-def _from_yaml(path: Path | None) -> dict[str, Any]:
+def _from_yaml(path: str | None) -> Tree:
     if path is None:
         return {}
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -256,51 +188,65 @@ def _where(error: yaml.YAMLError) -> str:
     return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
 
 
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any], config_cls: type[BaseModel] | None) -> dict[str, Any]:
-    """`above` over `below`, keys brought to the field's own name so that an alias cannot stand beside it."""
-    fields = config_cls.model_fields if config_cls is not None else {}
-    canonical = {spelling: name for name, field in fields.items() for spelling in _names(name, field)}
-    merged = dict(below)
-    for key, value in above.items():
-        name = canonical.get(key, key)
-        subtree = _subtree(fields[name]) if name in fields else None
-        if isinstance(value, Mapping):
-            under = merged.get(name)
-            merged[name] = _merge(under if isinstance(under, Mapping) else {}, value, subtree)
-        else:
-            merged[name] = value
-    return merged
+def _nested(values: Mapping[str, Any]) -> Tree:
+    """`{"env.steps": 5}` as `{"env": {"steps": 5}}`."""
+    tree: Tree = {}
+    for path, value in values.items():
+        *above, leaf = path.split(".")
+        here = tree
+        for name in above:
+            here = here.setdefault(name, {})
+        here[leaf] = value
+    return tree
 
 
-def _explain(error: ValidationError, config_cls: type[BaseModel]) -> str:
-    fields = dict(_flag_fields(config_cls))
-    known = list(fields)
-    secrets = {key for key, field in fields.items() if _is_secret(field)}
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """`above` over `below`, tree by tree."""
+    return {**below} | {
+        name: _merge(below[name], value)
+        if isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
+        else value
+        for name, value in above.items()
+    }
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, keys: Sequence[Key]) -> str:
+    shown = {key.path: key.spellings[0] for key in keys}
+    trees = {key.path[:depth] for key in keys for depth in range(len(key.path))}
+    known = [spelling for key in keys for spelling in key.spellings] + [".".join(tree) for tree in trees]
+    secrets = {key.path for key in keys if key.is_secret}
     problems = []
     for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"]) or "configuration"
+        path = _without_tags(problem["loc"], trees, shown)
+        key = shown.get(path) or ".".join(path) or "configuration"
         if problem["type"] == "extra_forbidden":
             problems.append(f"unknown key '{key}'{nearest(key, known)}")
         elif problem["type"] == "missing":
             problems.append(f"--{key.replace('_', '-')} is required")
         else:
-            is_closed = isinstance(problem["input"], (dict, list, SecretStr)) or _may_hold(problem["loc"], secrets)
-            shown = "" if is_closed else f" (got {problem['input']!r})"
-            problems.append(f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}")
+            is_closed = isinstance(problem["input"], (dict, list, SecretStr)) or _may_hold(path, secrets)
+            value = "" if is_closed else f" (got {problem['input']!r})"
+            of_tree = problem["type"] == "value_error" and path in trees  # its message names the keys
+            message = problem["msg"].removeprefix("Value error, ")
+            problems.append(message if of_tree else f"{key}: {message}{value}")
     return "; ".join(problems)
 
 
-def _is_secret(field: FieldInfo) -> bool:
-    return field.repr is False or SecretStr in (field.annotation, *get_args(field.annotation))
+def _without_tags(
+    location: tuple[int | str, ...], trees: Set[tuple[str, ...]], leaves: Mapping[tuple[str, ...], str]
+) -> tuple[str, ...]:
+    """The path of a value: pydantic puts the name of the chosen tree between a choice and its keys."""
+    path: tuple[str, ...] = ()
+    for depth, part in enumerate(map(str, location), start=1):
+        longer = (*path, part)
+        if depth == len(location) or path not in trees or longer in trees or longer in leaves:
+            path = longer
+    return path
 
 
-def _may_hold(location: tuple[int | str, ...], secrets: Set[str]) -> bool:
+def _may_hold(path: tuple[str, ...], secrets: Set[tuple[str, ...]]) -> bool:
     """Whether a value at this place is a secret, is inside of one, or is a tree that has one."""
-    names = [str(part) for part in location if not isinstance(part, int)]
-    inner = {".".join(names[: count + 1]) for count in range(len(names))}
-    return bool(inner & secrets) or any(secret.startswith(".".join(names) + ".") for secret in secrets) or not names
-
-
-def _exit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
+    return any(path[: len(secret)] == secret or secret[: len(path)] == path for secret in secrets) or not path

@@ -22,6 +22,7 @@ from example_trainer.checkpoint import Form, write_folder
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.model import load_model
+from example_trainer.modes import Adapter
 
 NAME = "default"  # PEFT's name of the one adapter in the model; not part of what is saved
 CONFIG = "adapter_config.json"
@@ -53,7 +54,7 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig) -> None:
     exist.
     """
     present = adaptable_modules(model)
-    unknown = [name for name in config.lora_target_modules if name not in present]
+    unknown = [name for name in config.mode(Adapter).target_modules if name not in present]
     if unknown:
         raise AdapterError(
             f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has"
@@ -64,11 +65,12 @@ def add_adapter(model: PreTrainedModel, config: TrainerConfig) -> None:
 
 def peft_config(config: TrainerConfig) -> LoraConfig:
     """PEFT's form of the --lora-* flags."""
+    mode = config.mode(Adapter)
     return LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=list(config.lora_target_modules),
+        r=mode.r,
+        lora_alpha=mode.alpha,
+        lora_dropout=mode.dropout,
+        target_modules=list(mode.target_modules),
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model_name,
     )
@@ -141,20 +143,21 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
 
 def _check_settings(folder: Path, config: TrainerConfig) -> None:
     """Raise AdapterError unless the folder was made with these --model-name and --lora-* flags; dropout may change."""
+    mode = config.mode(Adapter)
     if not (folder / CONFIG).is_file():
         raise AdapterError(
-            f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {config.weight_bridge_mode} trains one: "
+            f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {mode.typed} trains one: "
             "resume from an adapter_step_N folder, or start afresh"
         )
     saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
     for flag, then, given in [
         ("--model-name", saved["base_model_name_or_path"], config.model_name),
-        ("--lora-r", saved["r"], config.lora_r),
-        ("--lora-alpha", saved["lora_alpha"], config.lora_alpha),
+        ("--lora-r", saved["r"], mode.r),
+        ("--lora-alpha", saved["lora_alpha"], mode.alpha),
         (
             "--lora-target-modules",
             ",".join(sorted(saved["target_modules"])),
-            ",".join(sorted(config.lora_target_modules)),
+            ",".join(sorted(mode.target_modules)),
         ),
     ]:
         if then != given:

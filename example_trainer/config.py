@@ -1,27 +1,28 @@
-"""The trainer's configuration: every flag of `example_trainer/grpo.py`, its bounds and its default.
+"""The trainer's configuration: every flag of `example_trainer/grpo.py`, its bounds and its default, by section of
+`--help`. The weight bridge modes and their own settings are in modes.py.
 
 Filled by `atroposlib.config.load_config` from flags, a YAML file and environment variables before a socket or a
 device is touched. This module imports neither torch nor vLLM, so that launchers can read it cheaply.
 """
 
 import importlib.util
-import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, SecretStr, field_validator, model_validator
 
-from atroposlib.config import Config, OutputFile
+from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.names import Name
-from example_trainer.inference_servers import Address, server_addresses
+from example_trainer.inference_servers import VllmServers
+from example_trainer.modes import AnyBridge, Mode, Restart, choose
 
-Port = Annotated[int, Field(ge=1, le=65535)]
+M = TypeVar("M", bound=Mode)
 
 
-class TrainerConfig(Config):
-    """GRPO on batches from the Atropos API, new weights to vLLM after every step."""
+class ModelSettings(Config):
+    """Model"""
 
-    # --- model -------------------------------------------------------------------------------------------------------
     model_name: str = Field(
         min_length=1,
         validation_alias=AliasChoices("model_name", "model"),
@@ -39,7 +40,10 @@ class TrainerConfig(Config):
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
 
-    # --- optimization ------------------------------------------------------------------------------------------------
+
+class OptimizationSettings(Config):
+    """Optimization"""
+
     training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="sequences per accumulation slot")
     gradient_accumulation_steps: int = Field(
@@ -73,7 +77,24 @@ class TrainerConfig(Config):
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this L2 norm")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the trainer's generators")
 
-    # --- GRPO --------------------------------------------------------------------------------------------------------
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in one batch, as registered with the API."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @field_validator("optimizer")
+    @classmethod
+    def _optimizer_is_here(cls, value: str) -> str:
+        if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError(
+                "adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor"
+            )
+        return value
+
+
+class GrpoSettings(Config):
+    """GRPO"""
+
     clip_eps: float = Field(
         0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]"
     )
@@ -86,7 +107,10 @@ class TrainerConfig(Config):
         True, description="divide group-relative advantages by the group's standard deviation + 1e-4"
     )
 
-    # --- bad data ----------------------------------------------------------------------------------------------------
+
+class BadDataSettings(Config):
+    """Bad data"""
+
     max_rejected_groups: int = Field(
         32, ge=0, le=100, description="groups of the last 100 that may be set aside as untrainable; more end the run"
     )
@@ -99,7 +123,10 @@ class TrainerConfig(Config):
     )
     max_bad_batches: int = Field(3, ge=0, description="bad batches in a row that are skipped; one more ends the run")
 
-    # --- exactness ---------------------------------------------------------------------------------------------------
+
+class ExactnessSettings(Config):
+    """Exactness"""
+
     batch_invariant: bool = Field(
         False,
         description=(
@@ -116,7 +143,10 @@ class TrainerConfig(Config):
         description="nats by which the sampler's log-probabilities may differ from the trainer's, on average of a step",
     )
 
-    # --- services ----------------------------------------------------------------------------------------------------
+
+class ApiSettings(Config):
+    """Batching API"""
+
     atropos_url: str = Field("http://localhost:8000", pattern=r"^https?://.+", description="the batching API")
     atropos_token: SecretStr | None = Field(
         None, description="the API's token", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
@@ -134,74 +164,12 @@ class TrainerConfig(Config):
         300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits"
     )
 
-    # --- weight bridge -----------------------------------------------------------------------------------------------
-    weight_bridge_mode: Literal["none", "shared_vllm", "lora_only", "lora_restart"] = Field(
-        "none", description="how new weights reach vLLM"
-    )
-    use_shared_memory: bool = Field(False, description="shared_vllm by broadcast to vLLM's weight updater threads")
-    single_copy: bool = Field(False, description="shared_vllm with one copy of the weights")
-    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
-    vllm_ports: tuple[Port, ...] = Field(
-        (9001,),
-        validation_alias=AliasChoices("vllm_port", "vllm_ports"),
-        description="port of the vLLM server; several with commas are several servers, e.g. 9001,9002",
-    )
+
+class SyncSettings(Config):
+    """Weight sync"""
+
     vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to come up")
-    vllm_restart_interval: int = Field(
-        3, ge=1, description="mode none: policy versions between two restarts of vLLM; the last version is served too"
-    )
-    vllm_flags: str = Field(
-        "",
-        description=(
-            "mode none: more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096"
-            " --enforce-eager'"
-        ),
-    )
-    vllm_gpu: str | None = Field(
-        None,
-        pattern=r"^\d+(,\d+)*$",
-        description=(
-            "mode none: CUDA_VISIBLE_DEVICES of that server; unset, it shares the trainer's GPU and takes 0.45 of its"
-            " memory"
-        ),
-    )
-    vllm_api_key: SecretStr | None = Field(
-        None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
-    )
-    master_addr: str = Field(
-        "localhost",
-        min_length=1,
-        description="address at which the trainer meets vLLM's workers",
-        json_schema_extra={"env": "MASTER_ADDR"},
-    )
-    master_port: int = Field(
-        0, ge=0, le=65535, description="its port; 0 takes a free one", json_schema_extra={"env": "MASTER_PORT"}
-    )
-    num_inference_nodes: int = Field(
-        0,
-        ge=0,
-        description=(
-            "machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone"
-        ),
-        json_schema_extra={"env": "NUM_INFERENCE_NODES"},
-    )
-    hosts_file: Path | None = Field(
-        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
-    )
-    slurm_job_nodelist: str | None = Field(
-        None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
-    )
     bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
-    bridge_lease_s: float = Field(
-        30.0, gt=0, le=300, description="seconds without a sign of life after which another trainer may take the bridge"
-    )
-    bridge_backend: Literal["auto", "gloo", "nccl"] = Field(
-        "auto",
-        description=(
-            "what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
-        ),
-    )
-    bridge_bucket_mb: int = Field(16, ge=1, le=4096, description="MiB per packed bucket of a broadcast")
     parity_tolerance: float | None = Field(
         None,
         gt=0,
@@ -210,34 +178,12 @@ class TrainerConfig(Config):
             "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
         ),
     )
+    bridge: AnyBridge = Field(default_factory=Restart, description="how new weights reach vLLM (modes.py)")
 
-    # --- LoRA: lora_only and lora_restart ----------------------------------------------------------------------------
-    lora_r: int = Field(
-        16, ge=1, le=512, description="rank of the adapter; vLLM's --max-lora-rank must be at least this"
-    )
-    lora_alpha: int = Field(32, ge=1, description="the adapter's output is scaled by lora_alpha / lora_r")
-    lora_dropout: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios",
-    )
-    lora_target_modules: tuple[str, ...] = Field(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        min_length=1,
-        description="names of the linear layers that get an adapter, comma-separated",
-    )
 
-    # --- single copy ------------------------------------------------------------------------------------------------
-    bf16_update: Literal["master", "stochastic"] = Field(
-        "master",
-        description=(
-            "how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a"
-            " float32 copy in the trainer, or by stochastic rounding without one"
-        ),
-    )
+class OutputSettings(Config):
+    """Checkpoints and metrics"""
 
-    # --- checkpoints, metrics ----------------------------------------------------------------------------------------
     save_path: Path = Field(
         Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`"
     )
@@ -258,62 +204,47 @@ class TrainerConfig(Config):
     tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
 
     @property
-    def sequences_per_step(self) -> int:
-        """Sequences in one batch, as registered with the API."""
-        return self.batch_size * self.gradient_accumulation_steps
-
-    @property
-    def trains_adapter(self) -> bool:
-        """Only a LoRA adapter is trained; the model's own weights stay."""
-        return self.weight_bridge_mode in ("lora_only", "lora_restart")
-
-    @property
-    def vllm_servers(self) -> list[Address]:
-        """Every vLLM server that is fed."""
-        return server_addresses(
-            self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist
-        )
-
-    @property
-    def vllm_port(self) -> int:
-        """Port of the one server, for the bridges that feed one (`make_bridge` refuses them more)."""
-        return self.vllm_ports[0]
-
-    @property
     def metrics_file(self) -> Path:
         """Where the metrics rows go."""
         return self.metrics_path or self.log_dir / "metrics.jsonl"
 
-    @field_validator("vllm_flags")
-    @classmethod
-    def _flags_are_whole(cls, value: str) -> str:
-        shlex.split(value)  # its ValueError names an open quotation
-        return value
 
-    @field_validator("vllm_ports", mode="before")
-    @classmethod
-    def _one_port_or_several(cls, value: Any) -> Any:
-        """From Python and YAML also 9001 and "9001,9002"."""
-        return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
+class TrainerConfig(
+    # pydantic lists the fields of the last class first
+    OutputSettings,
+    SyncSettings,
+    VllmServers,
+    ApiSettings,
+    ExactnessSettings,
+    BadDataSettings,
+    GrpoSettings,
+    OptimizationSettings,
+    ModelSettings,
+):
+    """GRPO on batches from the Atropos API, new weights to vLLM after every step."""
 
-    @field_validator("optimizer")
-    @classmethod
-    def _optimizer_is_here(cls, value: str) -> str:
-        if value == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-            raise ValueError(
-                "adamw_8bit needs the package bitsandbytes (GPU only), which is not installed; use adamw or adafactor"
-            )
-        return value
+    def mode(self, kind: type[M]) -> M:
+        """The settings of the bridge, for the code of that mode."""
+        assert isinstance(self.bridge, kind), f"the bridge is {self.bridge.kind}"
+        return self.bridge
 
-    @field_validator("bf16_update", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _bf16_is_never_stepped_as_it_is(cls, value: object) -> object:
-        if value in ("plain", "none"):
-            raise ValueError(
-                "plain bfloat16 steps do not train: at RL learning rates nearly all of each update is rounded away; "
-                "choose master (a float32 copy) or stochastic (rounding by chance)"
-            )
-        return value
+    def _flags_choose_the_bridge(cls, values: Any) -> Any:
+        """The guide's flags for a mode stand at the top; they go down into `bridge`."""
+        if not isinstance(values, Mapping):
+            return values
+        bridge = values.get("bridge")
+        given = {"bridge": bridge.model_dump()} if isinstance(bridge, BaseModel) else {}
+        placed = in_place({**values, **given}, cls)
+        placed["bridge"] = choose(placed.get("bridge", {}))
+        return placed
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> "TrainerConfig":
+        if not self.vllm_servers:
+            raise ValueError("--vllm-port names no port: give one, or several with commas")
+        return self
 
     @model_validator(mode="after")
     def _strict_is_about_exactness(self) -> "TrainerConfig":
@@ -322,23 +253,9 @@ class TrainerConfig(Config):
                 "--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch"
                 " differs"
             )
-        if self.batch_invariant and self.trains_adapter:
+        if self.batch_invariant and self.bridge.trains_adapter:
             raise ValueError(
                 "--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the"
                 " flag"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_way_to_share(self) -> "TrainerConfig":
-        if self.use_shared_memory and self.single_copy:
-            raise ValueError(
-                "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _servers_are_named(self) -> "TrainerConfig":
-        if not self.vllm_servers:
-            raise ValueError("--vllm-port names no port: give one, or several with commas")
         return self

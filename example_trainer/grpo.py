@@ -97,7 +97,7 @@ def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
             )
 
         metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
-        form = ADAPTER if config.trains_adapter else WHOLE_MODEL
+        form = ADAPTER if config.bridge.trains_adapter else WHOLE_MODEL
         checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
         bridge.sync(progress.policy_version, keep_weights)
         check_parity(bridge, config)

@@ -10,10 +10,61 @@ Called by the trainer's configuration, which turns the ValueErrors raised here i
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import AliasChoices, Field, SecretStr, field_validator
+
+from atroposlib.config import Config
 from atroposlib.envs.server_handling.topology import expand_nodelist
 
 Address = tuple[str, int]  # host, port
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class VllmServers(Config):
+    """vLLM servers"""
+
+    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM server")
+    vllm_ports: tuple[Port, ...] = Field(
+        (9001,),
+        validation_alias=AliasChoices("vllm_port", "vllm_ports"),
+        description="port of the vLLM server; several with commas are several servers, e.g. 9001,9002",
+    )
+    vllm_api_key: SecretStr | None = Field(
+        None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
+    )
+    num_inference_nodes: int = Field(
+        0,
+        ge=0,
+        description=(
+            "machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone"
+        ),
+        json_schema_extra={"env": "NUM_INFERENCE_NODES"},
+    )
+    hosts_file: Path | None = Field(
+        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
+    )
+    slurm_job_nodelist: str | None = Field(
+        None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
+    )
+
+    @property
+    def vllm_servers(self) -> list[Address]:
+        """Every vLLM server that is fed. Raises ValueError where flags, hosts file and nodes contradict each other."""
+        return server_addresses(
+            self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist
+        )
+
+    @property
+    def vllm_port(self) -> int:
+        """Port of the one server, for the bridges that feed one (`make_bridge` refuses them more)."""
+        return self.vllm_ports[0]
+
+    @field_validator("vllm_ports", mode="before")
+    @classmethod
+    def _one_port_or_several(cls, value: Any) -> Any:
+        """From Python and YAML also 9001 and "9001,9002"."""
+        return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
 
 def server_addresses(

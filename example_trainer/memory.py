@@ -12,6 +12,7 @@ from torch import Tensor
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.modes import SingleCopy
 
 FLOAT32 = 4  # bytes
 MOMENTS = {
@@ -37,7 +38,8 @@ def needs(weights: Iterable[Tensor], config: TrainerConfig, *, reference: bool) 
     tensors = list(weights)
     count = sum(tensor.numel() for tensor in tensors)
     halves = sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.bfloat16)
-    mastered = halves if config.bf16_update == "master" else 0
+    mode = config.bridge
+    mastered = 0 if isinstance(mode, SingleCopy) and mode.bf16_update == "stochastic" else halves
     lines = [
         Need("weights, vLLM's own", sum(tensor.nbytes for tensor in tensors), shared=True),
         Need("float32 masters of bfloat16 weights", FLOAT32 * mastered),

@@ -1,4 +1,4 @@
-"""`--weight-bridge-mode shared_vllm --use-shared-memory`: broadcast to one updater thread per vLLM worker, of one
+"""Mode broadcast: to one updater thread per vLLM worker, of one
 server or of several.
 
     parameters ─(views)─▶ flat buffer in wire order ──Gloo/NCCL broadcast──▶ staging on every worker ──commit──▶ served
@@ -30,6 +30,7 @@ from example_trainer.bridges.server_link import LinkSettings, Rendezvous, Server
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model
+from example_trainer.modes import Broadcast
 from example_trainer.weights.flat import FlatWeights
 from vllm_patching import transport
 
@@ -44,6 +45,7 @@ class BroadcastBridge:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
+        self._mode = config.mode(Broadcast)
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         self._servers = [VllmClient(host, port, key, config.bridge_timeout_s) for host, port in config.vllm_servers]
         self._links: list[ServerLink] = []
@@ -64,7 +66,7 @@ class BroadcastBridge:
         log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
         self._image = FlatWeights(self._manifest, dict(model.named_parameters()))
         self._settings = self._link_settings()
-        self._rendezvous = Rendezvous(address, self._config.master_port, self._config.bridge_timeout_s)
+        self._rendezvous = Rendezvous(address, self._mode.master_port, self._config.bridge_timeout_s)
         for vllm, manifest in zip(self._servers, manifests, strict=True):
             self._links.append(ServerLink(vllm, manifest, self._rendezvous, self._settings))
         log.info("[Bridge] ✓ All ranks synchronized and ready")
@@ -187,16 +189,17 @@ class BroadcastBridge:
         return manifest
 
     def _link_settings(self) -> LinkSettings:
-        config = self._config
-        backend = config.bridge_backend
+        backend = self._mode.backend
         if backend == "auto":
             backend = "nccl" if self._image.buffer.is_cuda else "gloo"
-        return LinkSettings(backend, config.bridge_bucket_mb << 20, config.bridge_timeout_s, config.bridge_lease_s)
+        timeout_s = self._config.bridge_timeout_s
+        return LinkSettings(backend, self._mode.bucket_mb << 20, timeout_s, self._mode.lease_s)
 
 
 def _reachable_address(config: TrainerConfig) -> str:
     """The address that the trainer listens at. Raises BridgeError if a server on another machine could not reach it."""
-    address = _resolve(config.master_addr, "MASTER_ADDR")
+    master = config.mode(Broadcast).master_addr
+    address = _resolve(master, "MASTER_ADDR")
     if not ipaddress.ip_address(address).is_loopback:
         return address
     for host, _ in config.vllm_servers:
@@ -204,7 +207,7 @@ def _reachable_address(config: TrainerConfig) -> str:
         own = transport.address_towards(server)
         if own != server and not ipaddress.ip_address(server).is_loopback:
             raise BridgeError(
-                f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={config.master_addr}"
+                f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={master}"
                 f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
             )
     return address

@@ -1,4 +1,4 @@
-"""`--weight-bridge-mode lora_only`: a LoRA adapter in a folder that vLLM loads while it goes on generating.
+"""Mode lora: a LoRA adapter in a folder that vLLM loads while it goes on generating.
 
     A, B ──▶ SAVE_PATH/adapters/policy-v7-3f2a91/ ──POST /v1/bridge/adapter──▶ served; requests that run keep the adapter they have
 
@@ -28,6 +28,7 @@ from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.checkpoint import CheckpointError, remove_leftovers
 from example_trainer.config import TrainerConfig
+from example_trainer.modes import Lora
 
 log = get_logger(__name__)
 
@@ -37,6 +38,7 @@ class LoraBridge:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
+        self._mode = config.mode(Lora)
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         self._vllm = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
         self._session = uuid.uuid4().hex
@@ -45,17 +47,17 @@ class LoraBridge:
         self._heart: Heartbeat | None = None
 
     def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        config = self._config
+        config, mode = self._config, self._mode
         status = self._vllm.wait_until_ready(config.vllm_start_timeout, lora=True)
         self.served_dtype = str(status["dtype"])
         self._open_session()
-        if config.lora_dropout > 0:
+        if mode.dropout > 0:
             log.warning("--lora-dropout %g: vLLM samples without dropout, so probability ratios carry its noise even on-policy "
-                        "(logprob_diff_mean shows how much); 0 is exact", config.lora_dropout)  # fmt: skip
+                        "(logprob_diff_mean shows how much); 0 is exact", mode.dropout)  # fmt: skip
         self._model = load_adapted_model(source, config, device)
         remove_leftovers(self._folder)
         log.info("[Bridge] Training a LoRA adapter of %.1f MB (rank %d, alpha %d, on %s)", adapter_nbytes(self._model) / 1e6,
-                 config.lora_r, config.lora_alpha, ", ".join(config.lora_target_modules))  # fmt: skip
+                 mode.r, mode.alpha, ", ".join(mode.target_modules))  # fmt: skip
         return self._model
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
@@ -108,13 +110,13 @@ class LoraBridge:
             AdapterOffer(
                 session=self._session,
                 trainer=f"{socket.gethostname()}:{os.getpid()}",
-                lease_s=config.bridge_lease_s,
+                lease_s=self._mode.lease_s,
                 model=config.model_name,
-                rank=config.lora_r,
+                rank=self._mode.r,
                 process=this_process(),
             )
         )
-        self._heart = Heartbeat(lambda: self._vllm.adapter_heartbeat(self._session), config.bridge_lease_s / 3)
+        self._heart = Heartbeat(lambda: self._vllm.adapter_heartbeat(self._session), self._mode.lease_s / 3)
 
     def _write(self, policy_version: int) -> Path:
         folder = self._folder / f"policy-v{policy_version}-{self._session[:6]}"

@@ -1,4 +1,4 @@
-"""`--weight-bridge-mode none` and `lora_restart`: a checkpoint every `--vllm-restart-interval` policy versions, vLLM
+"""Restarts, of a whole model or of an adapter: a checkpoint every `--vllm-restart-interval` policy versions, vLLM
 started anew from it.
 
     parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served, labelled policy version N
@@ -34,6 +34,7 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.checkpoint import WHOLE_MODEL, save_served_model
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model, load_tokenizer
+from example_trainer.modes import LoraRestart, Restarting
 from example_trainer.server_process import ServerProcess
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
@@ -53,6 +54,7 @@ class RestartBridge:
 
     def __init__(self, config: TrainerConfig, launcher: Path = LAUNCHER) -> None:
         self._config = config
+        self._mode = config.mode(Restarting)
         self._launcher = launcher
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         self._vllm = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
@@ -111,7 +113,7 @@ class RestartBridge:
         """Every multiple of the interval, and the last version, whose evaluation environments wait for."""
         config = self._config
         return policy_version != self._served and (
-            policy_version % config.vllm_restart_interval == 0 or policy_version == config.training_steps
+            policy_version % self._mode.restart_interval == 0 or policy_version == config.training_steps
         )
 
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
@@ -154,7 +156,7 @@ class RestartBridge:
             "-u",
             *self._command(source, policy_version, config.model_name),
             *self._defaults(),
-            *shlex.split(config.vllm_flags),
+            *shlex.split(self._mode.vllm_flags),
         ]
         self._server = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
         log.info(
@@ -191,7 +193,7 @@ class RestartBridge:
     def _defaults(self) -> list[str]:
         """Flags of our own server that --vllm-flags may replace."""
         words = ["--max-model-len", "auto"]  # as long as the model allows and the KV cache holds
-        shares_gpu = self._device.type == "cuda" and self._config.vllm_gpu is None
+        shares_gpu = self._device.type == "cuda" and self._mode.vllm_gpu is None
         return [*words, "--gpu-memory-utilization", SHARED_GPU_FRACTION] if shares_gpu else words
 
     def _environment(self) -> dict[str, str]:
@@ -199,8 +201,8 @@ class RestartBridge:
         changes = {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}
         if config.vllm_api_key is not None:
             changes["VLLM_API_KEY"] = config.vllm_api_key.get_secret_value()
-        if config.vllm_gpu is not None:
-            changes["CUDA_VISIBLE_DEVICES"] = config.vllm_gpu
+        if self._mode.vllm_gpu is not None:
+            changes["CUDA_VISIBLE_DEVICES"] = self._mode.vllm_gpu
         return os.environ | changes
 
     def _await_server(self, wanted: tuple[str, int] | None) -> dict[str, Any]:
@@ -252,7 +254,7 @@ class LoraRestartBridge(RestartBridge):
         return load_adapted_model(source, self._config, device)
 
     def _model_flags(self, source: str, policy_version: int) -> list[str]:
-        rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self._config.lora_r)
+        rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self._config.mode(LoraRestart).r)
         flags = ["--model", self._config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
         adapter = (
             [] if source == self._config.model_name else ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]

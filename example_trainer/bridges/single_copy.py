@@ -1,4 +1,4 @@
-"""`--weight-bridge-mode shared_vllm --single-copy`: the trainer's parameters are vLLM's own memory, so nothing is
+"""Mode single copy: the trainer's parameters are vLLM's own memory, so nothing is
 sent.
 
     pause ──▶ optimizer step on the live weights ──▶ resume          (vllm_patching/engines/single_copy.py watches us in between)
@@ -30,6 +30,7 @@ from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_memory, free_bytes, memory_table, needs
 from example_trainer.model import check_packed_forward
+from example_trainer.modes import SingleCopy
 from example_trainer.weights.shared import StartWeights, bind, copy_replicas, meta_model, shared_tensors
 from vllm_patching.memory import cuda_ipc
 from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
@@ -44,6 +45,7 @@ class SingleCopyBridge:
 
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
+        self._mode = config.mode(SingleCopy)
         key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         self._vllm = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
         self._session = uuid.uuid4().hex
@@ -64,7 +66,7 @@ class SingleCopyBridge:
         except ManifestMismatch as mismatch:
             raise BridgeError(f"trainer and vLLM do not hold the same model: {mismatch}") from mismatch
         workers = self._attach(manifest)
-        self._heartbeat = Heartbeat(partial(self._vllm.heartbeat, self._session), self._config.bridge_lease_s / 3)
+        self._heartbeat = Heartbeat(partial(self._vllm.heartbeat, self._session), self._mode.lease_s / 3)
         buffers = [_open(worker) for worker in workers]
         if buffers[0].device.type != device.type:
             raise BridgeError(
@@ -135,14 +137,14 @@ class SingleCopyBridge:
         offer = SingleCopyOffer(
             session=self._session,
             manifest_digest=manifest.digest(),
-            lease_s=self._config.bridge_lease_s,
+            lease_s=self._mode.lease_s,
             trainer=f"{socket.gethostname()}:{os.getpid()}",
             process=this_process(),
         )
         return self._vllm.attach(offer).workers
 
     def _as_parameter(self, storage: torch.Tensor) -> nn.Parameter:
-        if storage.dtype == torch.bfloat16 and self._config.bf16_update == "master":
+        if storage.dtype == torch.bfloat16 and self._mode.bf16_update == "master":
             return MasteredParameter.over(storage)
         return nn.Parameter(storage)
 

@@ -1,0 +1,266 @@
+"""The keys of a configuration tree as flags: what `config.py` parses a command line with, and what `--help` prints.
+
+`keys_of` lists every key of a tree once: where it stands, how people spell it, and the section of the help it belongs
+to, which is the first line of the docstring of the class that declares it. argparse splits the command line and
+formats the help; values stay text here, and pydantic checks them.
+"""
+
+import argparse
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import AliasChoices, BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from atroposlib.errors import reading
+
+COLLECTIONS = (list, tuple, set, frozenset, Sequence)
+PLACEHOLDERS = {int: "N", float: "X"}
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one line for the person who typed it."""
+
+
+class Hoisted:
+    """Mark of a tree whose aliases are keys of the tree above it: `--lora-r` for `bridge.r`."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One value of a tree."""
+
+    path: tuple[str, ...]
+    spellings: tuple[str, ...]  # with underscores and dots; the first is the one that is shown
+    field: FieldInfo
+    section: str
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """What the value may be: the members of a union, or the one type."""
+        return _members(self.field)
+
+    @property
+    def is_secret(self) -> bool:
+        return self.field.repr is False or SecretStr in self.kinds
+
+    @property
+    def flags(self) -> list[str]:
+        return [_flag(spelling) for spelling in self.spellings]
+
+    @property
+    def negations(self) -> list[str]:
+        """`--no-x`, `--env.no-x`: of a boolean."""
+        if bool not in self.kinds:
+            return []
+        return [_flag(f"{tree}{dot}no_{leaf}") for tree, dot, leaf in (name.rpartition(".") for name in self.spellings)]
+
+    def value(self, texts: Sequence[str]) -> Any:
+        """What was typed, repeated flags included, as pydantic takes it: the last text, a list or a mapping."""
+        text = texts[-1]
+        if text == "None" and (NoneType in self.kinds or self.field.default is None):
+            return None
+        enums = [kind for kind in self.kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+        if enums and text in enums[0].__members__:
+            return enums[0][text]
+        origins = [get_origin(kind) or kind for kind in self.kinds]
+        if text[:1] in ("[", "{") and any(origin in (*COLLECTIONS, dict, Mapping) for origin in origins):
+            with reading(f"{self.flags[0]}: not JSON", ConfigError):
+                return json.loads(text)
+        if any(origin in COLLECTIONS for origin in origins):
+            return [part.strip() for typed in texts for part in typed.split(",")]
+        return text
+
+
+def aliases(field: FieldInfo) -> list[str]:
+    alias = field.validation_alias
+    return [str(choice) for choice in (alias.choices if isinstance(alias, AliasChoices) else [alias] if alias else [])]
+
+
+def names(name: str, field: FieldInfo) -> list[str]:
+    """Every spelling of a field, its own name first."""
+    return list(dict.fromkeys([name, *aliases(field)]))
+
+
+def subtrees(field: FieldInfo) -> list[type[BaseModel]]:
+    """The trees that a field may be: none for a plain value, several for a choice."""
+    return [kind for kind in _members(field) if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def keys_of(tree: type[BaseModel], above: tuple[str, ...] = ()) -> list[Key]:
+    """Every key of `tree`, those of its subtrees in their place."""
+    found: dict[tuple[str, ...], Key] = {}
+    for name, field in tree.model_fields.items():
+        path = (*above, name)
+        below = [key for subtree in subtrees(field) for key in keys_of(subtree, path)]
+        for key in below or [_key(tree, path, field)]:
+            found.setdefault(key.path, key)
+    return list(found.values())
+
+
+def parse(
+    keys: Sequence[Key],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    about: str,
+    epilog: str = "",
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], argparse.Namespace]:
+    """The values of `argv` by path, joined by dots, and `config` and `dry_run`. Exits 0 after `--help` and `--version`.
+
+    Raises ConfigError.
+    """
+    parser = _parser(keys, prog, about, epilog, defaults or {})
+    try:
+        typed, rest = parser.parse_known_args([_dashed(token) for token in argv])
+    except argparse.ArgumentError as error:
+        flag = str(error.argument_name).split("/")[0]
+        if "expected" not in error.message:
+            raise ConfigError(f"{flag}: {error.message}") from None
+        raise ConfigError(f"{flag} expects a value; one that starts with -- is given as {flag}=VALUE") from None
+    if rest and not rest[0].startswith("--"):
+        raise ConfigError(f"unexpected argument {rest[0]!r}: flags start with '--'")
+    if rest:
+        spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
+        known = [spelling for key in keys for spelling in key.spellings]
+        raise ConfigError(f"unknown flag --{spelled}{nearest(spelled.replace('-', '_'), known)} (--help lists all)")
+    by_path = {".".join(key.path): key for key in keys}
+    values = {
+        path: text if isinstance(text, bool) else by_path[path].value([text] if isinstance(text, str) else text)
+        for path, text in vars(typed).items()
+        if path in by_path
+    }
+    return values, typed
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """`; did you mean 'x'?` for the closest known key, or an empty string."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
+# --- the parser -----------------------------------------------------------------------------------------------------
+
+
+class _Help(argparse.HelpFormatter):
+    """A flag's spellings, then its placeholder once."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
+
+
+def _parser(
+    keys: Sequence[Key], prog: str, about: str, epilog: str, defaults: Mapping[str, Any]
+) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
+        description=about,
+        epilog=epilog,
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+        conflict_handler="resolve",  # a field may be called config or version
+        formatter_class=_Help,
+    )
+    general = parser.add_argument_group("Every command")
+    general.add_argument("-h", "--help", action="help", help="show this help")
+    general.add_argument("--version", action="version", version=f"{prog} {_version()}", help="show the version")
+    general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; flags beat it")
+    general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
+    sections = {key.section: parser.add_argument_group(key.section) for key in keys}
+    for key in keys:
+        text = {"dest": ".".join(key.path), "help": _help(key, defaults)}
+        if key.negations:
+            sections[key.section].add_argument(*key.flags, nargs="?", const=True, metavar="[BOOL]", **text)
+            sections[key.section].add_argument(
+                *key.negations, dest=text["dest"], action="store_const", const=False, help=argparse.SUPPRESS
+            )
+        else:
+            sections[key.section].add_argument(*key.flags, action="append", metavar=_placeholder(key), **text)
+    return parser
+
+
+def _version() -> str:
+    return next((found.version for found in metadata.distributions(name="atropos")), "(not installed)")
+
+
+def _help(key: Key, defaults: Mapping[str, Any]) -> str:
+    """What the flag does, and what holds without it: of `defaults`, else of the field."""
+    value: Any = defaults
+    for part in key.path:
+        value = value.get(part, PydanticUndefined) if isinstance(value, Mapping) else PydanticUndefined
+    default = key.field.default if value is PydanticUndefined else value
+    notes = ["required"] if key.field.is_required() and value is PydanticUndefined else []
+    is_shown = default is not PydanticUndefined and default not in (None, "", (), [])
+    if is_shown and not key.is_secret and not key.field.exclude:
+        notes = [f"default: {_shown(default)}"]
+    extra = key.field.json_schema_extra
+    if isinstance(extra, dict) and "env" in extra:
+        notes.append(f"variable {extra['env']}")
+    notes += key.negations
+    noted = f" ({'; '.join(notes)})" if notes else ""
+    return f"{key.field.description or ''}{noted}".replace("%", "%%")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_shown, value))
+    return str(value.value if isinstance(value, Enum) else value).lower() if isinstance(value, bool) else str(value)
+
+
+def _placeholder(key: Key) -> str:
+    kind = next((kind for kind in key.kinds if kind is not NoneType), str)
+    if get_origin(kind) is Literal:
+        return "{" + ",".join(map(str, get_args(kind))) + "}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "{" + ",".join(str(member.value) for member in kind) + "}"
+    if (get_origin(kind) or kind) in COLLECTIONS:
+        return "A,B,..."
+    return PLACEHOLDERS.get(kind, "FILE" if kind is Path else "TEXT")
+
+
+# --- spelling -------------------------------------------------------------------------------------------------------
+
+
+def _key(tree: type[BaseModel], path: tuple[str, ...], field: FieldInfo) -> Key:
+    """`field` of `tree`; the class that declares it first gives the section, and where trees are a choice the
+    description.
+    """
+    *above, name = path
+    owners = [cls for cls in reversed(tree.__mro__) if issubclass(cls, BaseModel) and name in cls.model_fields]
+    title = (owners[0].__doc__ or owners[0].__name__).strip().splitlines()[0].rstrip(".")
+    if issubclass(tree, Hoisted):
+        field = owners[0].model_fields[name]
+        hoisted = [".".join([*above[:-1], alias]) for alias in aliases(field)]
+        return Key(path, (*hoisted, ".".join(path)), field, title)
+    section = f"--{'.'.join(above)}.*: {title}" if above else title
+    return Key(path, tuple(".".join([*above, spelling]) for spelling in names(name, field)), field, section)
+
+
+def _flag(spelling: str) -> str:
+    return "--" + spelling.replace("_", "-")
+
+
+def _dashed(token: str) -> str:
+    """`--lora_r=8` as `--lora-r=8`; values and quoted flags of another program stay."""
+    flag, equals, value = token.partition("=")
+    return token if not token.startswith("--") or " " in flag else flag.replace("_", "-") + equals + value
+
+
+def _members(field: FieldInfo) -> tuple[Any, ...]:
+    annotation = field.annotation
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

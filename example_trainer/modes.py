@@ -1,0 +1,291 @@
+"""The weight bridge modes: one class a mode, with its settings, what people type for it, and what it needs.
+
+`TrainerConfig.bridge` is one of these classes, told apart by `kind`. The guide's flags are a translation onto it:
+
+    --weight-bridge-mode shared_vllm --use-shared-memory --bridge-bucket-mb 8     what people type
+    bridge: {kind: broadcast, bucket_mb: 8}                                       what it resolves to
+
+An alias of a field below is its flag (`--bridge-bucket-mb`, and the key of that name in YAML). A new mode is a class
+here, listed in `Bridge`. Doctor, launchers and benchmarks take the modes and their needs from `MODES`. This module
+imports neither torch nor vLLM.
+"""
+
+import shlex
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
+
+from atroposlib.config import Ambient, Config
+from atroposlib.flags import Hoisted
+
+SWITCHES = ("use_shared_memory", "single_copy")  # which of the two shared_vllm modes
+
+
+class Mode(Config, Hoisted):
+    """Weight bridge"""
+
+    typed: ClassVar[str]  # what follows --weight-bridge-mode
+    feeds_several: ClassVar[bool] = False  # vLLM servers at once
+    # what doctor counts with; memory in bytes per parameter
+    trainer: ClassVar[int] = 16  # float32 weights 4, gradients 4, AdamW's moments 8
+    vllm_copies: ClassVar[int] = 1  # of the weights in vLLM, in the dtype that it serves
+    packed_copies: ClassVar[int] = 0  # of the weights, which vLLM multiplies by on CPUs
+    same_devices: ClassVar[bool] = False  # trainer and vLLM on the same GPUs
+    switched: ClassVar[bool] = False  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
+    owns_vllm: ClassVar[bool] = False  # the trainer starts it
+    adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
+    trains_adapter: ClassVar[bool] = False  # the model's own weights stay
+
+    kind: str = Field(
+        "restart",
+        validation_alias="weight_bridge_mode",
+        description="how new weights reach vLLM: none, shared_vllm (with one of the two switches), lora_only or"
+        " lora_restart; as bridge.kind: one of the kinds that the sections below name",
+    )
+
+    @classmethod
+    def shown(cls) -> str:
+        """For a message: its kind, and what people type for it."""
+        return f"{cls.model_fields['kind'].default} (--weight-bridge-mode {cls.typed})"
+
+
+class _Session(Mode):
+    """Weight bridge: modes that hold a session with a running vLLM"""
+
+    lease_s: float = Field(
+        30.0,
+        gt=0,
+        le=300,
+        validation_alias="bridge_lease_s",
+        description="seconds without a sign of life after which another trainer may take the bridge",
+    )
+
+
+class Broadcast(_Session):
+    """Weight bridge: broadcast (shared_vllm --use-shared-memory)"""
+
+    typed = "shared_vllm --use-shared-memory"
+    feeds_several = True
+    vllm_copies = 2
+    packed_copies = 1
+    switched = True
+
+    kind: Literal["broadcast"] = "broadcast"
+    use_shared_memory: bool = Field(
+        True,
+        exclude=True,
+        validation_alias="use_shared_memory",
+        description="shared_vllm by broadcast to vLLM's weight updater threads",
+    )
+    backend: Literal["auto", "gloo", "nccl"] = Field(
+        "auto",
+        validation_alias="bridge_backend",
+        description=(
+            "what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
+        ),
+    )
+    bucket_mb: int = Field(
+        16,
+        ge=1,
+        le=4096,
+        validation_alias="bridge_bucket_mb",
+        description="MiB per packed bucket of a broadcast",
+    )
+    master_addr: str = Field(
+        "localhost",
+        min_length=1,
+        validation_alias="master_addr",
+        description="address at which the trainer meets vLLM's workers",
+        json_schema_extra={"env": "MASTER_ADDR"},
+    )
+    master_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        validation_alias="master_port",
+        description="its port; 0 takes a free one",
+        json_schema_extra={"env": "MASTER_PORT"},
+    )
+
+
+class SingleCopy(_Session):
+    """Weight bridge: single_copy (shared_vllm --single-copy)"""
+
+    typed = "shared_vllm --single-copy"
+    trainer = 12
+    same_devices = True
+    switched = True
+
+    kind: Literal["single_copy"] = "single_copy"
+    single_copy: bool = Field(
+        True,
+        exclude=True,
+        validation_alias="single_copy",
+        description="shared_vllm with one copy of the weights",
+    )
+    bf16_update: Literal["master", "stochastic"] = Field(
+        "master",
+        validation_alias="bf16_update",
+        description=(
+            "how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a"
+            " float32 copy in the trainer, or by stochastic rounding without one"
+        ),
+    )
+
+    @field_validator("bf16_update", mode="before")
+    @classmethod
+    def _bf16_is_never_stepped_as_it_is(cls, value: object) -> object:
+        if value in ("plain", "none"):
+            raise ValueError(
+                "plain bfloat16 steps do not train: at RL learning rates nearly all of each update is rounded away; "
+                "choose master (a float32 copy) or stochastic (rounding by chance)"
+            )
+        return value
+
+
+class Adapter(Mode):
+    """Weight bridge: LoRA adapters (lora_only, lora_restart)"""
+
+    trainer = 5
+    trains_adapter = True
+
+    r: int = Field(
+        16,
+        ge=1,
+        le=512,
+        validation_alias="lora_r",
+        description="rank of the adapter; vLLM's --max-lora-rank must be at least this",
+    )
+    alpha: int = Field(
+        32,
+        ge=1,
+        validation_alias="lora_alpha",
+        description="the adapter's output is scaled by lora_alpha / lora_r",
+    )
+    dropout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        validation_alias="lora_dropout",
+        description="dropout before the adapter; vLLM samples without, so above 0 it adds noise to probability ratios",
+    )
+    target_modules: tuple[str, ...] = Field(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        min_length=1,
+        validation_alias="lora_target_modules",
+        description="names of the linear layers that get an adapter, comma-separated",
+    )
+
+
+class Lora(Adapter, _Session):
+    """Weight bridge: lora (lora_only)"""
+
+    typed = "lora_only"
+    adapters = True
+
+    kind: Literal["lora"] = "lora"
+
+
+class Restarting(Mode):
+    """Weight bridge: restarts of vLLM (none, lora_restart)"""
+
+    owns_vllm = True
+
+    restart_interval: int = Field(
+        3,
+        ge=1,
+        validation_alias="vllm_restart_interval",
+        description="policy versions between two restarts of vLLM; the last version is served too",
+    )
+    vllm_flags: str = Field(
+        "",
+        validation_alias="vllm_flags",
+        description=(
+            "more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096 --enforce-eager'"
+        ),
+    )
+    vllm_gpu: str | None = Field(
+        None,
+        pattern=r"^\d+(,\d+)*$",
+        validation_alias="vllm_gpu",
+        description=(
+            "CUDA_VISIBLE_DEVICES of that server; unset, it shares the trainer's GPU and takes 0.45 of its memory"
+        ),
+    )
+
+    @field_validator("vllm_flags")
+    @classmethod
+    def _flags_are_whole(cls, value: str) -> str:
+        shlex.split(value)  # its ValueError names an open quotation
+        return value
+
+
+class Restart(Restarting):
+    """Weight bridge: restart (none)"""
+
+    typed = "none"
+
+    kind: Literal["restart"] = "restart"
+
+
+class LoraRestart(Adapter, Restarting):
+    """Weight bridge: lora_restart"""
+
+    typed = "lora_restart"
+
+    kind: Literal["lora_restart"] = "lora_restart"
+
+
+Bridge = Restart | LoraRestart | Broadcast | Lora | SingleCopy
+AnyBridge = Annotated[Bridge, Field(discriminator="kind")]
+MODES: dict[str, type[Mode]] = {mode.model_fields["kind"].default: mode for mode in get_args(Bridge)}
+
+
+def choose(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The `bridge` tree of what was typed: the guide's mode and switches become `kind`, and variables of the
+    environment that belong to another mode are left out. Raises ValueError for a flag of another mode.
+    """
+    values = {name: value for name, value in values.items() if name not in SWITCHES or _is_on(name, value)}
+    switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if name in values]
+    if len(switches) == len(SWITCHES):
+        raise ValueError(
+            "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one"
+        )
+    kind = _kind_of(str(values.get("kind", "none")), switches)
+    mode = MODES[kind]
+    foreign = [name for name in values if name not in mode.model_fields and _owners(name)]
+    typed = [name for name in foreign if not isinstance(values[name], Ambient)]
+    if typed:
+        raise ValueError("; ".join(_belongs_elsewhere(name, mode) for name in typed))
+    return {name: value for name, value in values.items() if name not in foreign} | {"kind": kind}
+
+
+def _kind_of(name: str, switches: list[str]) -> str:
+    """The kind of that name, or what the guide calls `name`, with the switches where those tell modes apart."""
+    kinds = {mode.typed: kind for kind, mode in MODES.items()} | {kind: kind for kind in MODES}
+    chosen = name if name in kinds else " ".join([name, *switches])
+    if chosen not in kinds:
+        raise ValueError(
+            f"--weight-bridge-mode {chosen} is not available; choose:"
+            f" {', '.join('--weight-bridge-mode ' + mode.typed for mode in MODES.values())}"
+        )
+    return kinds[chosen]
+
+
+def _owners(name: str) -> list[type[Mode]]:
+    return [mode for mode in MODES.values() if name in mode.model_fields]
+
+
+def _belongs_elsewhere(name: str, mode: type[Mode]) -> str:
+    owners = _owners(name)
+    flag = "--" + str(owners[0].model_fields[name].validation_alias).replace("_", "-")
+    modes = " and ".join(owner.shown() for owner in owners)
+    return f"{flag} belongs to {modes}, and the mode is {mode.shown()}: drop {flag}, or choose such a mode"
+
+
+def _is_on(name: str, value: object) -> bool:
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        raise ValueError(f"{name}: expected true or false (got {value!r})") from None
