@@ -73,10 +73,12 @@ class Key:
             return enums[0][text]
         origins = [get_origin(kind) or kind for kind in self.kinds]
         if text[:1] in ("[", "{") and any(origin in (*COLLECTIONS, dict, Mapping) for origin in origins):
-            with reading(f"{self.flags[0]}: not JSON", ConfigError):
+            with reading(f"{'.'.join(self.path)}: not a JSON list", ConfigError):
                 return json.loads(text)
         if any(origin in COLLECTIONS for origin in origins):
-            return [part.strip() for typed in texts for part in typed.split(",")]
+            items = {getattr(item, "__origin__", item) for kind in self.kinds for item in get_args(kind)}
+            parts = [part.strip() for typed in texts for part in typed.split(",")]
+            return [int(part) if int in items and part.removeprefix("-").isdigit() else part for part in parts]
         return text
 
 

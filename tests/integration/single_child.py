@@ -41,9 +41,10 @@ def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> N
 
 def _training(model: PreTrainedModel, model_name: str, bf16_update: str) -> Callable[[], None]:
     """Steps of the configured optimizer on the gradients of a backward pass."""
-    optimizer = make_optimizer(
-        model.parameters(), TrainerConfig(model_name=model_name, lr=1e-2, bf16_update=bf16_update)
+    config = TrainerConfig.model_validate(
+        {"model_name": model_name, "lr": 1e-2, "bridge": {"kind": "single_copy", "bf16_update": bf16_update}}
     )
+    optimizer = make_optimizer(model.parameters(), config)
     tokens = torch.arange(5, 45)[None]
 
     def update() -> None:

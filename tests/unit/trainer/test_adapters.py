@@ -15,6 +15,7 @@ from example_trainer import grpo
 from example_trainer.adapters import AdapterError, adapter_tensors, load_adapted_model, write_adapter
 from example_trainer.checkpoint import CheckpointError
 from example_trainer.config import TrainerConfig
+from example_trainer.modes import Lora
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 
 CPU = torch.device("cpu")
@@ -115,10 +116,8 @@ def test_flags_are_read_and_bounded() -> None:
     found, _ = resolve_config(
         TrainerConfig, [*base, "--lora-target-modules", "q_proj,v_proj", "--lora-alpha", "32"], prog="grpo", env={}
     )
-    assert found.lora_target_modules == ("q_proj", "v_proj")
-    assert found.lora_alpha == 32
-    assert found.lora_r == 16
-    assert found.trains_adapter
+    assert found.bridge == Lora(target_modules=("q_proj", "v_proj"), alpha=32, r=16)
+    assert found.bridge.trains_adapter
     for flag, value, says in [
         ("r", "0", "greater than or equal to 1"),
         ("dropout", "1", "less than 1"),

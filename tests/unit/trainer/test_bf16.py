@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, stochastic_round
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import clip_gradients, make_optimizer
 
 LR, STEPS = 1e-6, 100
@@ -48,7 +49,9 @@ def test_a_master_keeps_every_step() -> None:
 def test_stochastic_rounding_is_right_on_average() -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(start())
-    optimizer = make_optimizer([parameter], TrainerConfig(model_name="m", lr=LR, bf16_update="stochastic"))
+    optimizer = make_optimizer(
+        [parameter], TrainerConfig(model_name="m", lr=LR, bridge=SingleCopy(bf16_update="stochastic"))
+    )
     assert isinstance(optimizer, StochasticAdamW)
     assert travelled(parameter, optimizer).mean().item() == pytest.approx(1, abs=0.1)
 
@@ -93,11 +96,11 @@ def test_moments_of_the_stochastic_optimizer_resume_to_the_same_bits() -> None:
 
 
 def test_what_stochastic_rounding_cannot_do_is_refused() -> None:
-    config = TrainerConfig(model_name="m", bf16_update="stochastic", optimizer="adafactor")
+    config = TrainerConfig(model_name="m", bridge=SingleCopy(bf16_update="stochastic"), optimizer="adafactor")
     with pytest.raises(TrainerError, match="use adamw, or --bf16-update master"):
         make_optimizer([nn.Parameter(start())], config)
 
 
 def test_plain_steps_cannot_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"nearly all of each update is rounded away; choose master"):
-        TrainerConfig(model_name="m", bf16_update="plain")  # type: ignore[arg-type]
+        SingleCopy(bf16_update="plain")  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from atroposlib.config import ConfigError, config_yaml, resolve_config
 from example_trainer.bridges import BridgeError, make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.inference_servers import Address
+from example_trainer.modes import MODES, Mode
 
 BROADCAST = ["--model", "m", "--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
 
@@ -82,11 +83,9 @@ def test_wrong_servers_are_refused_before_anything_is_loaded(flags: list[str], s
     assert says in str(caught.value)
 
 
-def test_a_bridge_that_feeds_one_server_refuses_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("example_trainer.bridges.FEEDS_SEVERAL", ("another",))
-    config = TrainerConfig(
-        model_name="m", weight_bridge_mode="shared_vllm", use_shared_memory=True, vllm_port="9001,9002"
-    )
+@pytest.mark.parametrize("mode", [mode for mode in MODES.values() if not mode.feeds_several])
+def test_a_bridge_that_feeds_one_server_refuses_two(mode: type[Mode]) -> None:
+    config = TrainerConfig.model_validate({"model_name": "m", "bridge": mode(), "vllm_port": "9001,9002"})
     with pytest.raises(
         BridgeError, match="feeds the one vLLM server of --vllm-host, not localhost:9001, localhost:9002"
     ):

@@ -6,6 +6,7 @@ import torch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory import check_memory, memory_table, needs
+from example_trainer.modes import SingleCopy
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def private_bytes(dtype: torch.dtype, **flags: object) -> int:
 def test_bytes_a_weight() -> None:
     assert private_bytes(torch.float32) == 4 + 8
     assert private_bytes(torch.bfloat16) == 4 + 4 + 8
-    assert private_bytes(torch.bfloat16, bf16_update="stochastic") == 2 + 8
+    assert private_bytes(torch.bfloat16, bridge=SingleCopy(bf16_update="stochastic")) == 2 + 8
     assert private_bytes(torch.float32, optimizer="adafactor") == 4
     assert private_bytes(torch.float32, kl_coef=0.1) == 4 + 8 + 4
 

@@ -404,5 +404,5 @@ def test_a_resumed_run_takes_a_changed_learning_rate(model: str, tmp_path: Path)
 
 
 def test_a_bridge_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(TrainerError, match="mode shared_vllm is not available; choose: --weight-bridge-mode none, "):
-        grpo.run(config("no/such/model", tmp_path, "http://127.0.0.1:1", weight_bridge_mode="shared_vllm"))
+    with pytest.raises(ValueError, match="mode shared_vllm is not available; choose: --weight-bridge-mode none, "):
+        config("no/such/model", tmp_path, "http://127.0.0.1:1", weight_bridge_mode="shared_vllm")
