@@ -1,7 +1,7 @@
-"""Files that a flag names: written and replaced only where there is a regular file, or nothing.
+"""Writes files that a flag names, and only where there is a regular file or nothing yet.
 
-Whoever runs as root, in a container say, would otherwise rename /dev/null for `--metrics-path /dev/null`, and a link
-in a directory that others write to would choose the file. Directories on the way may be links.
+Otherwise root, for example in a container, would rename /dev/null for `--metrics-path /dev/null`, and a link in a
+directory that others can write to would choose the file. Directories on the way may be links.
 """
 
 import errno
@@ -21,7 +21,7 @@ _KINDS = {
 
 
 class NotRegularFile(OSError, ValueError):
-    """There is something else than a regular file at a path that is to be written."""
+    """The path to write is something other than a regular file."""
 
     def __init__(self, path: str | Path, kind: str) -> None:
         super().__init__(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
@@ -67,7 +67,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a directory, to the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,15 +1,15 @@
-"""Whom our HTTP servers answer: requests for their own names, and no web page but their own.
+"""Limits our HTTP servers to requests for their own names, and to no web page but their own.
 
 The batching API, vLLM's server, the managed-server proxy and view-run mount `HostGuard` in front of all their routes.
-A browser sends requests for any page, and lets the page of a name that was rebound to 127.0.0.1 read the replies. But
-no page chooses the headers by which the browser tells on whose behalf it asks:
+A browser sends requests on behalf of any page, and a page whose name was rebound to 127.0.0.1 may read the replies. But
+no page controls the headers that name the page behind a request:
 
     Host            one of the server's own names, with any port: a tunnel has another one
     Origin          none, or that very Host
     Sec-Fetch-Site  none or same-origin, where the browser sends it (to loopback and over TLS)
     Sec-Fetch-Mode  a navigation may only GET
 
-A request that bears the server's token and none of the last three comes from no page: it is answered under any Host.
+A request with the server's token and none of the last three does not come from a page: it is answered under any Host.
 """
 
 import ipaddress

@@ -1,7 +1,7 @@
-"""What a run bears: groups that cannot be trained on, and batches whose gradient cannot be used.
+"""How much bad data a run tolerates: groups that cannot be trained on, and batches whose gradient cannot be used.
 
-Either is set aside and the run continues, since one bad group must not end it, nor every resume after it. When many
-come the cause is not in the data: then the run ends with a line that names it.
+Either is set aside and the run continues: one bad group must not end it, nor every resume after it. If there are many,
+the cause is not in the data, and the run ends with a line that names it.
 """
 
 from collections import Counter, deque
@@ -34,11 +34,11 @@ class RejectionBudget:
         self.total = 0
 
     def note_trainable(self, groups: int) -> None:
-        """So many groups came that can be trained on."""
+        """Count groups that can be trained on."""
         self._recent.extend([None] * min(groups, WINDOW))
 
     def note(self, rejections: Sequence[Rejection]) -> None:
-        """These were set aside. Raises TrainerError when that is more than is borne."""
+        """Count groups that were set aside. Raises TrainerError when there are too many."""
         for rejection in rejections:
             self.total += 1
             self._recent.append(rejection.environment)
@@ -71,7 +71,7 @@ class BadBatches:
         self._in_row = 0
 
     def note(self, error: BadBatch, step: int) -> None:
-        """This one does not. Raises an error of the same kind when that ends the run."""
+        """A batch made none. Raises an error of the same kind when that ends the run."""
         self.total += 1
         self._in_row += 1
         if self._action == "stop":

@@ -1,4 +1,4 @@
-"""The policy's log-probabilities of trained tokens, and their gradients, without ever holding all logits.
+"""The policy's log-probabilities of trained tokens, and their gradients, without ever storing all logits.
 
     packed row [1, T] ── body ──▶ hidden [T, d] ── rows ──▶ [R, d] ── head, a chunk at a time ──▶ logits [chunk, vocab]
 

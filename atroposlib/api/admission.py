@@ -1,11 +1,11 @@
-"""How much is taken in at a time: requests of one client in a second, bytes of all bodies that are held, and of one's.
+"""Limits on load: requests per second of one client, and bytes of bodies in memory, per client and in all.
 
-A client is an address, and the role of its token where the API has two. Bytes count from their arrival until the reply:
-compressed and decompressed ones, whether the body is complete or not. How long a body may take is limited where the
-bytes come from, in connections.py.
+A client is an address, together with the role of its token where the API has two. Bytes count from their arrival until
+the reply, compressed and decompressed, whether the body is complete or not. connections.py limits how long a body may
+take.
 
-    429 with Retry-After    this client asks too often, or has too much under way
-    503 with Retry-After    all clients together have too much under way
+    429 with Retry-After    this client sends too many requests, or has too many bytes in progress
+    503 with Retry-After    all clients together have too many bytes in progress
 """
 
 import math
@@ -28,7 +28,7 @@ Client = tuple[str, str | None]
 
 
 class Overloaded(Exception):
-    """Too much for now, of this client (429) or of all (503): the same request may succeed later."""
+    """This client (429) or all clients together (503) are above a limit; the same request may succeed later."""
 
     def __init__(self, status: int, message: str, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Overloaded(Exception):
         self.retry_after_s = math.ceil(retry_after_s)
 
     def reply(self) -> JSONResponse:
-        """What the client is told."""
+        """The message for the client."""
         return JSONResponse({"detail": str(self)}, self.status, {"Retry-After": str(self.retry_after_s)})
 
 
@@ -49,17 +49,17 @@ class Held:
         self._bytes = 0
 
     def add(self, count: int) -> None:
-        """Raises Overloaded, with nothing added."""
+        """Count more bytes. Raises Overloaded, and then counts nothing."""
         self._admission.hold(self._client, count)
         self._bytes += count
 
     def release(self) -> None:
-        """The request is answered."""
+        """Stop counting: the request has its reply."""
         self._admission.let_go(self._client, self._bytes)
 
 
 class Admission:
-    """ASGI middleware. See the module's head."""
+    """The limits as ASGI middleware."""
 
     def __init__(self, app: ASGIApp, settings: ApiSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -92,7 +92,7 @@ class Admission:
             held.release()
 
     def _count(self, client: Client) -> None:
-        """Note a request. Raises Overloaded (429)."""
+        """Count a request. Raises Overloaded (429)."""
         rate, now = self._settings.max_requests_per_second, self._clock()
         due = max(now, self._due.get(client, now))
         if due - now > BURST_S:
@@ -104,7 +104,7 @@ class Admission:
             self._due.popitem(last=False)
 
     def hold(self, client: Client, count: int) -> None:
-        """Raises Overloaded (429 or 503)."""
+        """Count bytes of a body that is being read. Raises Overloaded (429 or 503)."""
         limits, total = self._settings, self._held.total() + count
         if self._held[client] + count > limits.max_client_bytes:
             message = f"this client has bodies of {limits.max_client_bytes} bytes under way (--max-client-mb)"
@@ -115,7 +115,7 @@ class Admission:
         self._held[client] += count
 
     def let_go(self, client: Client, count: int) -> None:
-        """Bytes of a request that is answered."""
+        """Stop counting the bytes of a request that has its reply."""
         self._held[client] -= count
         if not self._held[client]:
             del self._held[client]

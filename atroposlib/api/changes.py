@@ -1,9 +1,8 @@
-"""Every change of the batching API's state as a value: what the journal keeps, and what `RolloutState.apply` makes
-happen.
+"""Every change of the batching API's state as a value. The journal keeps it; `RolloutState.apply` carries it out.
 
-A change holds what was decided (which groups left, in which lease), never the rule that decided it, so that a
-journal written by one version of the rules is replayed by another to the same state. Fields are only ever added at
-the end, with a default.
+A change contains the decision (which groups left, in which lease), never the rule behind it. So a journal written
+under one version of the rules replays to the same state under another. Fields are only ever added at the end, with a
+default.
 """
 
 from typing import NamedTuple
@@ -38,7 +37,7 @@ class Change(Struct, tag=True, array_like=True):
 
 
 class Founded(Change):
-    """A state without anything. `instance` tells it from every other."""
+    """An empty state. `instance` distinguishes it from every other."""
 
     instance: str
 
@@ -55,7 +54,7 @@ class TrainerPolled(Change):
 
 
 class TrainerReported(Change):
-    """A step is done, and a policy version is served."""
+    """The trainer finished a step, and vLLM serves a policy version."""
 
     step: int
     policy_version: int
@@ -74,7 +73,7 @@ class EnvironmentLeft(Change):
 
 
 class EnvironmentsForgotten(Change):
-    """These environments gave no sign of life for so long that their ids are not known any more."""
+    """These environments were silent for so long that their ids are no longer known."""
 
     env_ids: list[int]
 

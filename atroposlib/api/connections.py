@@ -1,6 +1,6 @@
-"""Connections to the API: none waits for ever, and none keeps others out.
+"""Deadlines and a limit for connections to the API, so that none waits for ever and none keeps others out.
 
-uvicorn closes a connection that is idle after its first reply. This adds what it leaves open:
+uvicorn closes a connection that is idle after its first reply. This module handles the other cases:
 
     nothing sent, or half a head     closed after `head_s`
     a head that does not end         400 after `MAX_HEAD_BYTES`
@@ -8,7 +8,7 @@ uvicorn closes a connection that is idle after its first reply. This adds what i
     a reply that nobody reads        cut after `stall_s` without progress, once the connection would be closed
     more than `most` connections     those that wait for a request are closed, of the busiest address and oldest first
 
-So a process that has fewer file descriptors than a client can open still answers `/health` to others.
+So the API still answers `/health` when one client opens more connections than the process has file descriptors.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, and a number of connections."""
+    """Deadlines in seconds, and the largest number of connections."""
 
     head_s: float = 15.0
     body_s: float = 120.0
@@ -39,7 +39,7 @@ class Limits:
 
 
 def connections_allowed(wanted: int) -> int:
-    """`wanted`, or what the limit on open files leaves, which is raised as far as it may be."""
+    """`wanted`, or fewer if the limit on open files, raised as far as allowed, leaves fewer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = wanted + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -62,7 +62,7 @@ class Connections:
         return Connection(self, **uvicorns)
 
     def opened(self, connection: "Connection") -> None:
-        """Keep it, at the cost of others that wait; refuse it where all others are being answered."""
+        """Keep the connection and close one that waits; refuse it if all others are being answered."""
         self._open[connection] = None
         if len(self._open) <= self.limits.most:
             return
@@ -75,11 +75,11 @@ class Connections:
             self.note(f"closed, as more than {self.limits.most} were open")
 
     def closed(self, connection: "Connection") -> None:
-        """It is gone."""
+        """The connection has ended."""
         self._open.pop(connection, None)
 
     def note(self, what: str) -> None:
-        """Count what happened to a connection; one line every few seconds tells."""
+        """Count what happened to a connection; a log line every few seconds reports the counts."""
         self._unlogged[what] += 1
         now = asyncio.get_running_loop().time()
         if now - self._logged_at >= LOG_EVERY_S:
@@ -90,7 +90,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with deadlines."""
+    """uvicorn's connection, with deadlines."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
@@ -102,12 +102,12 @@ class Connection(HttpToolsProtocol):
 
     @property
     def address(self) -> str:
-        """Of the client."""
+        """The client's address."""
         return self.client[0] if self.client else ""
 
     @property
     def patience(self) -> int | None:
-        """How much it is worth to keep it waiting; None while it is being answered."""
+        """How long it may still wait for a request; None while it is being answered."""
         if self._receiving is not None:
             return 0 if self._receiving == "head" else 2
         return 1 if self.cycle is None or self.cycle.response_complete else None

@@ -28,7 +28,7 @@ _GZIP_STEP = 512  # compressed bytes of a member that are tried first
 
 
 class RefusedBody(Exception):
-    """A request body that is not taken: HTTP status, position, explanation and (shortened) value."""
+    """A request body that is refused: HTTP status, position, explanation and (shortened) value."""
 
     def __init__(
         self, status: int, message: str, *, location: Location = (), value: str | None = None, kind: str = "value_error"
@@ -41,7 +41,7 @@ class RefusedBody(Exception):
         self.kind = kind
 
     def within(self, *outer: str | int) -> "RefusedBody":
-        """The same refusal seen from further out, such as from a list."""
+        """The same refusal, with its position in the enclosing value, such as a list."""
         return RefusedBody(
             self.status, self.message, location=(*outer, *self.location), value=self.value, kind=self.kind
         )
@@ -61,7 +61,7 @@ class RefusedBody(Exception):
 
 
 class BodyDecoder(Generic[T]):
-    """Decodes a small JSON body to one type: strictly first, then with what older clients send taken as numbers."""
+    """Decodes a small JSON body to one type: strictly first, then accepting as numbers what older clients send."""
 
     def __init__(self, of: type[T]) -> None:
         self._type = of
@@ -114,7 +114,7 @@ class BodyDecoder(Generic[T]):
 
 
 def booleans_counted(node: Any) -> Any:
-    """With 0 and 1 in place of booleans. Raises RecursionError where a sender nests too deep."""
+    """The value with 0 and 1 in place of booleans. Raises RecursionError if it nests too deep."""
     if isinstance(node, list):
         return [booleans_counted(inner) for inner in node] if _MAY_HOLD_BOOLEANS & set(map(type, node)) else node
     if isinstance(node, dict):
@@ -160,7 +160,7 @@ def check_names(**names: str) -> None:
 
 
 def too_large(limit: int) -> RefusedBody:
-    """A body of more than `limit` bytes."""
+    """The refusal of a body of more than `limit` bytes."""
     return RefusedBody(
         413, f"the body is larger than {limit} bytes; post its groups in several requests", kind="too_large"
     )
@@ -186,7 +186,7 @@ def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
 
 
 def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
-    """Of msgspec's complaint: what sort it is, in its words, and where."""
+    """The kind, the text and the position of msgspec's error."""
     message, _, path = str(error).partition(" - at `$")
     location = tuple(field or (int(index) if index else "...") for field, index, _ in _PATH_PART.findall(path))
     missing = _MISSING.search(message)
@@ -198,7 +198,7 @@ def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
 
 
 def not_msgpack(error: Exception) -> RefusedBody:
-    """A body that ends too early, or has bytes that mean nothing."""
+    """The refusal of a body that is not MessagePack: it ends too early, or has meaningless bytes."""
     return RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid")
 
 
@@ -226,7 +226,7 @@ def _leniently(body: bytes) -> Any:
 
 
 def not_finite(number: str, location: Location = ()) -> RefusedBody:
-    """`number` is nan, inf or -inf."""
+    """The refusal of `number`: nan, inf or -inf."""
     return RefusedBody(422, f"{number} is not a finite number", location=location, value=number, kind="finite_number")
 
 

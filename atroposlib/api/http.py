@@ -38,7 +38,7 @@ def service_of(request: Request) -> RolloutService:
 
 
 async def _refuse_browsers(request: Request) -> None:
-    """A GET that changes state is for older clients: a link that somebody follows in a browser must not do it."""
+    """Refuse a state-changing GET that a browser sent: these GETs exist for older clients, not for links."""
     if is_from_browser(request.headers.raw):
         raise HTTPException(403, f"GET {request.url.path} changes state, so no browser may send it")
 
@@ -85,12 +85,12 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 
 async def beside(request: Request, work: Callable[[], T]) -> T:
-    """Do heavy work on a thread, one piece at a time: two would keep the event loop waiting twice as long."""
+    """Run heavy work on a thread, one piece at a time: two would block the event loop for twice as long."""
     return await anyio.to_thread.run_sync(_uncollected, work, limiter=request.app.state.heavy_work)
 
 
 def _uncollected(work: Callable[[], T]) -> T:
-    """The collector would walk through all that is being built, again and again, and everything waits for it."""
+    """Pause garbage collection: the collector would walk through everything under construction again and again."""
     gc.disable()
     try:
         return work()
@@ -104,7 +104,7 @@ def reply(content: Any, status: int = 200) -> Response:
 
 
 async def large_reply(request: Request, body: bytes, media_type: str = "application/json") -> Response:
-    """Bytes, compressed for a distant client that accepts it. On loopback compression only costs time."""
+    """A reply of bytes, compressed for a remote client that accepts it. On loopback compression only costs time."""
     wanted = "gzip" in request.headers.get("accept-encoding", "").lower()
     vary = {"Vary": "Accept, Accept-Encoding"}
     if not wanted or len(body) < MIN_COMPRESSED_BYTES or _is_loopback(request):
@@ -138,7 +138,7 @@ def say_once(request: Request, warning: str | None) -> None:
 
 
 async def refused(request: Request, error: Exception) -> Response:
-    """4xx with the reason; broken gzip is answered in plain text, as ever."""
+    """4xx with the reason; for broken gzip as plain text, as the ancestor did."""
     assert isinstance(error, RefusedBody)
     log.info("Refused %s %s with %d: %s", request.method, request.url.path, error.status, error.line())
     if error.status == 400:
@@ -165,13 +165,13 @@ async def busy(request: Request, error: Exception) -> Response:
 
 
 async def overloaded(request: Request, error: Exception) -> Response:
-    """429 or 503: more than is taken in at a time, of this client or of all."""
+    """429 or 503: this client, or all together, are above a limit on load."""
     assert isinstance(error, Overloaded)
     return error.reply()
 
 
 async def not_journalled(request: Request, error: Exception) -> Response:
-    """507: nothing was changed, since it could not be written down."""
+    """507: the journal could not be written, so nothing was changed."""
     return reply({"detail": str(error)}, 507)
 
 
@@ -181,7 +181,7 @@ async def not_the_trainer(request: Request, error: Exception) -> Response:
 
 
 async def too_late(request: Request, error: Exception) -> Response:
-    """422: it was right when it came, but a trainer registered with a smaller batch before it was stored."""
+    """422: valid on arrival, but a trainer registered with a smaller batch before the group was stored."""
     return reply(RefusedBody(422, str(error), location=("tokens",), kind="too_large").reply(), 422)
 
 

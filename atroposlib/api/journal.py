@@ -4,9 +4,9 @@ thread.
     event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(error or None)
     start: open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ the file may be written
 
-A write is whole or absent, whenever the process dies; what fails (a full disk) leaves the file as it was. Until
-`keep_only` the file is only read: one that is refused stays as it was found. The lock on the head keeps a second API
-out. What a change means is not known here.
+A write is complete or absent, whenever the process dies. A failed one (a full disk) leaves the file as it was. Until
+`keep_only` the file is only read, so a refused journal stays as it was found. The lock on the head keeps out a second
+API. This module does not interpret changes.
 """
 
 import queue
@@ -29,7 +29,7 @@ Done = Callable[[JournalError | None], None]
 
 @dataclass
 class _Write:
-    """One entry of the writer's queue. `replaces`: the change is a snapshot, and earlier ones go."""
+    """One entry of the writer's queue. `replaces`: the change is a snapshot, so earlier changes are removed."""
 
     number: int
     change: bytes
@@ -129,7 +129,7 @@ class Journal:
         return self._head.record.newest, self._head.record.journal_id
 
     def damaged(self, what: str) -> JournalDamaged:
-        """An error that says what is wrong, and what to do."""
+        """An error with the damage and the remedy."""
         return journal_file.damaged(self.path, what)
 
     # --- service -----------------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class Journal:
         self._writes.put(_Write(number, change, bodies, done, replaces, letters))
 
     def forget(self, ids: Iterable[int]) -> None:
-        """The bodies of these groups may go, with some later write."""
+        """Let the bodies of these groups be removed, together with some later write."""
         for identity in ids:
             self._forgotten.put(identity)
 
@@ -184,7 +184,7 @@ class Journal:
                 return
 
     def _commit(self, together: list[_Write]) -> None:
-        """One transaction for all; if that fails one for each, so that what still fits is taken."""
+        """One transaction for all; if that fails, one for each, so that what still fits is written."""
         forgotten = [(self._forgotten.get(),) for _ in range(self._forgotten.qsize())]
         error = self._transaction(together, forgotten)
         if error is not None:
@@ -234,7 +234,7 @@ class Journal:
         return max(newest, mark, key=lambda one: one.number)
 
     def _note_newest(self) -> JournalError | None:
-        """Tell the head. If that fails the file has a change that nobody was told of, and takes no more."""
+        """Update the head. If that fails, the file has a change without a reply, and accepts no more."""
         record = self._head.record
         assert record is not None
         if record.newest == self._newest:

@@ -1,5 +1,4 @@
-"""`NAME.head`: which change of a journal is the newest, kept outside SQLite so that a lost end of the journal is
-noticed.
+"""`NAME.head` names the newest change of a journal, outside SQLite, so that a truncated journal is noticed.
 
     commit to SQLite (fsync) ──▶ Head.write(newest) ──▶ the replies
 
@@ -59,7 +58,7 @@ def new_id() -> bytes:
 
 
 def chain_start(journal_id: bytes) -> Mark:
-    """What the first change of a journal follows."""
+    """The mark that precedes the first change of a journal."""
     return Mark(0, blake2b(journal_id, digest_size=HASH_BYTES).digest())
 
 
@@ -117,7 +116,7 @@ class Head:
         sync_folder(self.path)
 
     def close(self) -> None:
-        """Give the lock back. A head that this process made and never wrote goes."""
+        """Release the lock. Remove a head that this process created and never wrote."""
         if self.created and self.record is None:
             self.path.unlink(missing_ok=True)
         os.fsync(self._file)

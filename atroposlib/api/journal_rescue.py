@@ -1,9 +1,9 @@
-"""`--journal-accept-loss`: make a damaged journal one that an API opens, with as much of it as is whole.
+"""`--journal-accept-loss`: repair a damaged journal so that an API opens it, with everything in it that is intact.
 
     copies of all files (NAME.damaged-TIME...) ──▶ the file with its log, else alone, else nothing ──▶ a head that fits
 
-What is kept is the state after one of the journal's changes, without the groups whose bytes are damaged: never a
-mixture of two moments.
+The result is the state after one of the journal's changes, without the groups whose bytes are damaged. It never mixes
+two moments.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def _set_aside(path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What is left. `head` is the one that fits it; a journal of the first format has none."""
+    """The rescued part. `head` is the matching one; a journal of the first format has none."""
 
     head: HeadRecord | None
     newest: int
@@ -68,7 +68,7 @@ class _Kept:
 
 
 def _keep_what_is_whole(path: Path) -> _Kept | None:
-    """Remove what stands in the way of reading the rest."""
+    """Remove whatever prevents the rest from being read."""
     while path.exists():
         try:
             return _without_damaged_bodies(path)

@@ -6,7 +6,7 @@
        or replaced)     ▼  │
                        returned ── dissolve (batch size changed, too old) ──▶ waiting
 
-A returned batch stays together, so that a run that goes on from its checkpoint trains on the same batches.
+A returned batch stays together, so that a run that resumes from its checkpoint trains on the same batches.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Set
@@ -18,7 +18,7 @@ from atroposlib.api.selection import Group, R
 
 
 class Lease(Struct, Generic[R]):
-    """One delivered batch. `trainer` is who has it, or had it last if it is `returned`."""
+    """One delivered batch. `trainer` has it, or had it last if it is `returned`."""
 
     lease_id: int
     trainer: int
@@ -53,7 +53,7 @@ class LeaseBook(Generic[R]):
         return [lease for lease in self if not lease.returned and trainer in (None, lease.trainer)]
 
     def lost_in_transit(self, trainer: int, holding: Collection[int]) -> Lease[R] | None:
-        """The oldest batch that the trainer was given and says it does not have: the reply never reached it."""
+        """The oldest batch that was sent to the trainer but that it does not list: the reply never arrived."""
         return next((lease for lease in self.held(trainer) if lease.lease_id not in holding), None)
 
     def reclaimable(self, trainer: int) -> list[int]:
@@ -71,24 +71,24 @@ class LeaseBook(Generic[R]):
         ]
 
     def give_back(self, leases: Iterable[int]) -> list[Lease[R]]:
-        """These batches wait again; those that were held come back."""
+        """Queue these batches again. Returns those that were held."""
         given = [self._leases[lease] for lease in leases if lease in self._leases and not self._leases[lease].returned]
         for lease in given:
             lease.returned = True
         return given
 
     def hand_over(self, lease_id: int, trainer: int) -> Lease[R]:
-        """The trainer has a returned batch."""
+        """Lease a returned batch to the trainer."""
         lease = self._leases[lease_id]
         lease.trainer, lease.returned = trainer, False
         return lease
 
     def close(self, leases: Iterable[int]) -> list[Lease[R]]:
-        """These batches are done with; those that were known come back."""
+        """End these leases. Returns those that were known."""
         return [self._leases.pop(lease) for lease in leases if lease in self._leases]
 
     def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:
-        """Take groups out of the batches that a trainer holds: the groups, and how many batches are closed as empty."""
+        """Take groups out of the batches that a trainer holds. Returns them, and the number of batches closed as empty."""
         removed: list[Group[R]] = []
         for lease in self.held():
             removed += [group for group in lease.groups if group.order in orders]
@@ -96,5 +96,5 @@ class LeaseBook(Generic[R]):
         return removed, len(self.close([lease.lease_id for lease in self.held() if not lease.groups]))
 
     def dissolve(self, leases: Iterable[int]) -> list[Group[R]]:
-        """The groups of returned batches, which are batches no more."""
+        """Break up returned batches. Returns their groups."""
         return [group for lease in self.close(leases) for group in lease.groups]

@@ -1,5 +1,5 @@
-"""Who gave a sign of life when. Pure: the clock is the caller's. Every question costs time in the number of newly
-silent ones.
+"""When each peer was last heard from. Pure: the caller passes the time. Every call takes time in proportion to the
+number of newly silent peers.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ class Liveness:
         self._silent: set[int] = set()
 
     def heard(self, peer: int, now: float) -> bool:
-        """Note a sign of life; whether the peer was silent before."""
+        """Record a sign of life. Returns whether the peer had been silent."""
         self._heard[peer] = now
         self._heard.move_to_end(peer)
         was_silent = peer in self._silent
@@ -30,11 +30,11 @@ class Liveness:
         return found
 
     def is_silent(self, peer: int) -> bool:
-        """Whether it was told as silent and has given no sign since."""
+        """Whether the peer was reported as silent and not heard from since."""
         return peer in self._silent
 
     def forget(self, peer: int) -> None:
-        """It will not come back."""
+        """Remove a peer that will not return."""
         self._heard.pop(peer, None)
         self._silent.discard(peer)
 

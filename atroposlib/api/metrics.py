@@ -14,7 +14,7 @@ TIMED_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 
 
 class ServiceCollector(Collector):
-    """Reads the figures of a service."""
+    """Reads the counts of a service."""
 
     def __init__(self, service: RolloutService) -> None:
         self._service = service

@@ -4,9 +4,9 @@ framework.
     environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── next_batch ──▶ trainer
                                                               └── a subset fills the size ──┘
 
-A group travels as its number of sequences and an opaque record; what the record is (encoded bytes, a row id) is its
-owner's business. Every method is one state change, so that whoever calls them from one thread needs no lock. Nothing
-accepted is ever lost but by `reset` and by `clear_groups`. `dump` and `load` carry the state across a restart.
+A group is a number of sequences and an opaque record (encoded bytes, a row id) that only its owner interprets. Every
+method is one state change, so calls from one thread need no lock. Accepted groups are lost only by `reset` and
+`clear_groups`. `dump` and `load` carry the state across a restart.
 """
 
 import heapq
@@ -71,7 +71,7 @@ class Environment:
 
 @dataclass
 class _Buffer(Generic[R]):
-    """Groups of one environment that wait to fill its group size together."""
+    """Groups of one environment that together will fill its group size."""
 
     groups: list[Group[R]] = field(default_factory=list)
     sizes: Counter[int] = field(default_factory=Counter)
@@ -93,7 +93,7 @@ class _Buffer(Generic[R]):
         return taken
 
     def drop(self, orders: Set[int]) -> list[Group[R]]:
-        """Remove groups by their orders; those that are found come back."""
+        """Remove groups by their orders. Returns those that were found."""
         gone = [group for group in self.groups if group.order in orders]
         self.groups = [group for group in self.groups if group.order not in orders]
         self.sizes.subtract(group.sequences for group in gone)
@@ -182,7 +182,7 @@ class BatchQueue(Generic[R]):
         return environment
 
     def _claims_changed(self) -> None:
-        """Another set of environments counts."""
+        """Note that another set of environments counts."""
         self._shares = None
         self._exhausted = False
 
@@ -208,7 +208,7 @@ class BatchQueue(Generic[R]):
         return queued
 
     def _note_name(self, environment: Environment) -> None:
-        """The next of the same name gets a higher number."""
+        """Give the next environment of this name a higher number."""
         name, number = environment.request.desired_name, int(environment.name.rpartition("_")[2])
         self._namesakes[name] = max(self._namesakes[name], number + 1)
 
@@ -225,7 +225,7 @@ class BatchQueue(Generic[R]):
         self._claims_changed()
 
     def environment(self, env_id: int) -> Environment:
-        """Raises UnknownEnvironment."""
+        """The registered environment. Raises UnknownEnvironment."""
         if (found := self._environments.get(env_id)) is None:
             raise UnknownEnvironment(
                 f"no environment has env_id {env_id}: {len(self.environments)} are registered; POST /register-env first"
@@ -237,7 +237,7 @@ class BatchQueue(Generic[R]):
         return env_id in self._environments
 
     def name_of(self, env_id: int | None) -> str:
-        """Of an environment, as far as it is known."""
+        """The name of an environment, as far as it is known."""
         environment = None if env_id is None else self._environments.get(env_id)
         return "unknown" if environment is None else environment.name
 
@@ -323,12 +323,12 @@ class BatchQueue(Generic[R]):
         return chosen
 
     def put_back(self, groups: Iterable[Group[R]]) -> None:
-        """Delivered groups wait again, where they stood. The step is the caller's business."""
+        """Return delivered groups to their old places in the queue. The caller corrects the step."""
         self._lanes.put_back(groups)
         self._exhausted = False
 
     def drop(self, orders: Set[int]) -> list[Group[R]]:
-        """Remove groups that wait or are buffered, named by their orders; those that are found come back."""
+        """Remove queued or buffered groups by their orders. Returns those that were found."""
         dropped = self._lanes.drop(orders)
         for buffer in self._buffers.values():
             dropped += buffer.drop(orders)
@@ -340,7 +340,7 @@ class BatchQueue(Generic[R]):
         return iter(self._lanes)
 
     def clear_groups(self) -> list[Group[R]]:
-        """Remove every group; they come back."""
+        """Remove and return every group."""
         gone = [*self._lanes, *(group for buffer in self._buffers.values() for group in buffer.groups)]
         self._lanes, self._buffers = Lanes(), {}
         return gone

@@ -1,4 +1,4 @@
-"""A journal read back: the state that its changes lead to, and the bytes of the groups in it.
+"""Replays a journal: the state that its changes lead to, and the bytes of the groups in it.
 
 For the API at its start, and for the commands of `run-api journal`.
 """
@@ -14,7 +14,7 @@ from atroposlib.api.state import REFUSALS, RolloutState
 
 
 class Source(Protocol):
-    """What can be replayed: a journal that is open, or a reader of one."""
+    """What can be replayed: an open journal, or a reader of one."""
 
     def changes(self) -> Iterator[tuple[int, bytes]]: ...
     def bodies(self) -> Iterator[Body]: ...

@@ -29,7 +29,7 @@ MAX_ANSWER_CHARS = 1000
 
 
 class Outcome(StrEnum):
-    """What became of one answer."""
+    """The verdict on one answer."""
 
     RIGHT = "right"
     WRONG = "wrong"

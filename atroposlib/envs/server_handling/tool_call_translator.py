@@ -136,7 +136,7 @@ class ToolCallTranslator:
         return content.strip() or None, calls, "tool_calls"
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Mapping[str, Any]]) -> str:
-        """What the model wrote to make these calls; those of unknown origin in the form of Hermes."""
+        """The text that the model wrote to make these calls; for calls of unknown origin, in Hermes's form."""
         texts: list[str] = []
         for call in tool_calls:
             text = self.call_id_to_raw_text.get(call.get("id", "")) or _hermes_text(call["function"])
