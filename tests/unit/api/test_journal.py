@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 
 from atroposlib.api import service
 from atroposlib.api.journal import Journal, JournalError
-from atroposlib.api.journal_file import JournalDamaged
+from atroposlib.api.journal_file import Body, JournalDamaged
 from atroposlib.api.journal_head import Head, head_path, read_head
 from atroposlib.api.server import create_app
 from tests.unit.api.support import group, marks, register, register_env, registration
@@ -185,6 +185,42 @@ def test_a_new_journal_is_named_by_its_head_on_the_disk_before_it_has_its_name(
     head = next(at for at, act in enumerate(before) if act.path == head_path(path) and act.content)
     assert any(act.path == path.parent and b"groups.db.head" in act.content for act in before[head:])
     assert any(act.path == path.parent and b"groups.db\0" in act.content for act in acts[made + 1 :])
+
+
+def test_a_snapshot_that_is_older_than_the_newest_change_leaves_what_came_after_it(path: Path) -> None:
+    journal = opened(path)
+    for number in (1, 2, 3):
+        journal.write(number, b"change", (), lambda error: None)
+    journal.write(2, b"snapshot", (), lambda error: None, replaces=True)
+    journal.write(4, b"change", (), lambda error: None)
+    journal.close()
+    head = read_head(path)
+    assert head is not None
+    assert head.newest.number == 4
+    again = Journal(path)
+    assert list(again.changes()) == [(2, b"snapshot"), (3, b"change"), (4, b"change")]
+    again.close()
+
+
+def test_what_may_go_goes_with_the_first_write_that_the_disk_takes(path: Path) -> None:
+    journal, outcomes = opened(path), list[JournalError | None]()
+
+    def write(number: int, change: bytes, bodies: tuple[Body, ...] = ()) -> None:
+        journal.write(number, change, bodies, outcomes.append)
+        while len(outcomes) < number:
+            time.sleep(0.001)
+
+    write(1, b"change", (Body(7, b"body", packed=False), Body(8, b"body", packed=False)))
+    assert journal._db is not None
+    pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
+    journal._db.execute(f"PRAGMA max_page_count={pages}")
+    journal.forget([7])
+    write(2, b"x" * 1_000_000)
+    journal._db.execute("PRAGMA max_page_count=1000000")
+    write(3, b"change")
+    assert journal._db.execute("SELECT id FROM bodies").fetchall() == [(8,)]
+    journal.close()
+    assert [error is None for error in outcomes] == [True, False, True]
 
 
 def test_a_head_that_cannot_be_written_refuses_what_was_written_and_all_after_it(

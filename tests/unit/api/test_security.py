@@ -39,6 +39,9 @@ def test_nothing_but_health_and_readiness_answers_without_the_token(header: str 
         ("/docs", {"get": {}}),
         ("/openapi.json", {"get": {}}),
         ("/nowhere", {"post": {}}),
+        ("/healthy", {"get": {}}),
+        ("/health/", {"get": {}}),
+        ("/ready/batch", {"get": {}}),
     ]:
         for method in methods:
             expected = 200 if path in ("/health", "/ready") else 401

@@ -13,6 +13,7 @@ from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, decode_change, encode_change
 from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import GroupTooLarge
+from atroposlib.api.selection import Group
 from atroposlib.api.state import MAX_ANSWERED, REFUSALS, RolloutState
 from tests.unit.api.test_queue import env, run
 
@@ -208,6 +209,15 @@ def test_what_was_lost_in_transit_is_the_oldest_that_its_own_trainer_does_not_na
     )
     lost = [book.lost_in_transit(5, holding) for holding in ([], [3], [4], [3, 4])]
     assert [lease and lease.lease_id for lease in lost] == [3, 4, 3, None]
+
+
+def test_the_batch_that_waits_is_the_oldest_returned_one_of_the_size_asked_for() -> None:
+    def batch(lease_id: int, *sizes: int, returned: bool) -> Lease[None]:
+        return Lease(lease_id, 5, [Group(order, size, None, None) for order, size in enumerate(sizes)], returned)
+
+    book = LeaseBook([batch(1, 4, returned=False), batch(2, 3, returned=True), batch(3, 2, 2, returned=True)])
+    found = [book.waiting(sequences) for sequences in (3, 4, 5)]
+    assert [lease and lease.lease_id for lease in found] == [2, 3, None]
 
 
 def test_a_batch_that_is_handed_over_is_its_new_trainer_s_alone() -> None:

@@ -45,6 +45,11 @@ def test_the_post_token_opens_what_environments_ask_for_and_nothing_else() -> No
     assert "wants the API's token" in reply.json()["detail"]
 
 
+def test_one_token_for_both_roles_opens_everything() -> None:
+    client = TestClient(create_app(ApiSettings(token=TOKEN, post_token=TOKEN)))
+    assert client.get("/batch", headers=bearing(TOKEN)).status_code == 200
+
+
 def config(*flags: str, **env: str) -> RunApiConfig:
     return resolve_config(RunApiConfig, flags, prog="run-api", env=env)[0]
 

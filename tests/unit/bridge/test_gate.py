@@ -9,6 +9,17 @@ from starlette.websockets import WebSocketDisconnect
 
 from vllm_patching.http.gate import Gate, GateMiddleware
 
+GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/pooling")
+OPEN = (
+    "/v1/bridge/session",
+    "/v1/bridge/resume",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/tokenize",
+    "/detokenize",
+    "/ping",
+)
+
 gate = Gate()
 
 
@@ -17,7 +28,7 @@ def client() -> Iterator[TestClient]:
     app = FastAPI()
     app.add_middleware(GateMiddleware, gate=gate)
 
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/bridge/resume", "/tokenize"):
+    for path in (*GENERATING, *OPEN):
         app.post(path)(lambda: {"served": True})
     app.get("/health")(lambda: {"served": True})
 
@@ -34,7 +45,7 @@ def client() -> Iterator[TestClient]:
 
 def test_closed_gate_refuses_what_generates_with_the_reason(client: TestClient) -> None:
     gate.close("weights", "trainer h:1 died")
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/route_of_a_later_vllm"):
+    for path in (*GENERATING, "/v1/route_of_a_later_vllm"):
         reply = client.post(path)
         assert reply.status_code == 503, path
         assert reply.json()["error"]["message"] == "trainer h:1 died", path
@@ -52,16 +63,18 @@ def test_closed_gate_refuses_websockets_with_the_reason_until_it_opens(client: T
         assert socket.receive_text() == "served"
 
 
-def test_closed_gate_leaves_health_bridge_and_tokenizer_open(client: TestClient) -> None:
+@pytest.mark.parametrize("path", OPEN)
+def test_closed_gate_leaves_health_bridge_adapters_and_tokenizer_open(client: TestClient, path: str) -> None:
     gate.close("weights", "trainer h:1 died")
-    assert client.get("/health").status_code == 200
-    assert client.post("/v1/bridge/resume").status_code == 200
-    assert client.post("/tokenize").status_code == 200
+    assert client.post(path).json() == {"served": True}
+    assert client.get("/health").json() == {"served": True}
 
 
 def test_gate_opens_when_the_last_cause_is_gone(client: TestClient) -> None:
     gate.close("weights", "half updated")
     gate.close("fenced", "lags behind")
+    assert client.post("/generate").json()["error"]["message"] == "half updated; lags behind"
+    assert [gate.reason(cause) for cause in ("weights", "fenced", "other")] == ["half updated", "lags behind", None]
     gate.open("weights")
     assert client.post("/generate").json()["error"]["message"] == "lags behind"
     gate.open("fenced")

@@ -202,6 +202,7 @@ def test_a_host_is_split_into_name_and_port() -> None:
     assert split_host("A:1") == ("a", 1)
     assert split_host("a:") == ("a", None)
     assert split_host("[::0:1]:65535") == ("::1", 65535)
+    assert [split_host(f"a:{port}") for port in (65535, 65536, 99999)] == [("a", 65535), None, None]
 
 
 # --- served ---------------------------------------------------------------------------------------------------------
@@ -228,8 +229,9 @@ def test_a_websocket_is_guarded_too() -> None:
     with client.websocket_connect("/ws") as opened:
         assert opened.receive_text() == "hello"
     for headers in ({"Host": "evil.test"}, {"Origin": "http://evil.test"}, {"Origin": "null"}, {"Host": "["}):
-        with pytest.raises(WebSocketDisconnect), client.websocket_connect("/ws", headers=headers):
+        with pytest.raises(WebSocketDisconnect) as refused, client.websocket_connect("/ws", headers=headers):
             pass
+        assert refused.value.code == 1008  # "policy violation"
 
 
 @pytest.fixture

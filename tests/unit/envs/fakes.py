@@ -4,12 +4,14 @@ environment.
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
@@ -25,6 +27,7 @@ class Api:
     def __init__(self, settings: ApiSettings | None = None) -> None:
         self.port = 0
         self.settings = settings
+        self.answered: Counter[str] = Counter()  # requests by path
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -34,7 +37,7 @@ class Api:
 
     async def start(self) -> None:
         config = uvicorn.Config(
-            create_app(self.settings),
+            self._counting(create_app(self.settings)),
             host="127.0.0.1",
             port=self.port,
             log_level="warning",
@@ -53,6 +56,23 @@ class Api:
         assert self._task is not None
         self._server.should_exit = self._server.force_exit = True
         await self._task
+
+    async def answers(self, path: str, times: int) -> None:
+        """Return when so many more requests for `path` have been answered."""
+        goal = self.answered[path] + times
+        await until(lambda: self.answered[path] >= goal)
+
+    async def turns(self, count: int = 5) -> None:
+        """Return when an environment's loop has turned so often: at each turn it could start groups."""
+        await self.answers("/status-env", count)
+
+    def _counting(self, app: ASGIApp) -> ASGIApp:
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            await app(scope, receive, send)
+            if scope["type"] == "http":
+                self.answered[scope["path"]] += 1
+
+        return counting
 
 
 @contextlib.asynccontextmanager

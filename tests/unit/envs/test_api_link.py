@@ -87,7 +87,7 @@ async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monke
     async with full_queue(timeout_s=20) as (api, link):
         start = time.monotonic()
         waiting = asyncio.create_task(link.post_groups([group(2)]))
-        await asyncio.sleep(0.2)
+        await api.answers("/scored_data", 1)  # with 429
         await ask("GET", f"{api.url}/batch")
         await waiting
         assert time.monotonic() - start >= 1

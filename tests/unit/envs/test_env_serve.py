@@ -86,7 +86,8 @@ async def test_groups_in_flight_and_queued_never_exceed_the_limit(
         return size >= limit * 16 // 4
 
     await until(full)
-    await asyncio.sleep(0.5)  # time for one group too many
+    await api.turns()  # each could start one group too many
+    await until(lambda: inference.in_flight == 0)
     assert (await trainer.call("GET", "/status"))["queue_size"] == limit * 16 // 4
     assert env.taken == limit * 16 // 4
     serving.cancel()
@@ -102,7 +103,7 @@ async def test_on_policy_samples_come_from_the_policy_they_train(
     await trainer.register()
 
     async def train_slowly(step: int) -> None:
-        await asyncio.sleep(0.3)
+        await api.turns()  # each could sample from the policy before
         inference.policy_version = step + 1
 
     await trainer.train(4, train_slowly)
@@ -117,7 +118,8 @@ async def test_nothing_is_sampled_while_an_evaluation_runs(
     class SlowEvaluation(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
             before = self.taken
-            await asyncio.sleep(0.5)
+            if before == 0:  # that of the start; the loop has ended when the last one runs
+                await api.turns()
             assert self.taken == before
             return {"accuracy": 0.25}
 
@@ -142,13 +144,12 @@ async def test_api_restart_loses_no_rollout_and_no_evaluation(
     await trainer.register()
     inference.delay_s = 0.5  # samples end while the API is away
     await trainer.train(2)
-    await asyncio.sleep(0.2)
-    await api.stop()
-    await asyncio.sleep(1.5)
+    await until(lambda: inference.in_flight >= 4)
     done = env.samples
+    await api.stop()
+    await until(lambda: env.samples >= done + 4)
     await api.start()
     await trainer.register()
-    assert done >= 4
     await trainer.joined()
     await trainer.evaluation(2)
     await trainer.train(2)
@@ -261,14 +262,14 @@ async def test_cancelled_environment_disconnects_within_seconds(
 async def test_finished_run_is_not_taken_for_a_new_one(
     tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.serve.REJOIN_S", 0.2)
+    monkeypatch.setattr("atroposlib.envs.serve.REJOIN_S", 0.05)
     finished = Trainer(api.url, num_steps=3, starting_step=3)
     await finished.register()
     env = build(tmp_path, api, inference)
     serving = asyncio.create_task(serve(env))
     await finished.joined()
     await finished.evaluation(3)
-    await asyncio.sleep(0.5)
+    await api.answers("/register-env", 3)  # it looks again and again, and finds the same trainer
     assert not serving.done()
     trainer = Trainer(api.url, num_steps=5, starting_step=3)
     await trainer.register()

@@ -6,6 +6,7 @@ from typing import Any
 from atroposlib.envs.question_env import QuestionEnv, with_reply
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
+from tests.waiting import until
 
 
 class EchoEnv(QuestionEnv):
@@ -105,6 +106,6 @@ async def test_sampling_is_cancelled_whole(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server, running_env(EchoEnv, tmp_path, server) as env:
         server.delay_s = 30
         task = asyncio.create_task(env.collect_trajectories("1"))
-        await asyncio.sleep(0.3)
+        await until(lambda: server.in_flight > 0)
         task.cancel()
         assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
