@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
+from atroposlib.api.liveness import Liveness
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
@@ -133,6 +134,16 @@ def test_a_trainer_that_speaks_up_in_time_keeps_its_batch(leased: tuple[TestClie
     client.app.state.service.hear_silence()  # type: ignore[attr-defined]
     assert client.post("/heartbeat", json={"trainer": trainer}).json() == {"status": "success"}
     assert [marks(client), marks(client)] == [[4, 5], None]
+
+
+def test_the_peer_that_was_heard_last_falls_silent_last() -> None:
+    peers = Liveness(60)
+    assert [peers.heard(peer, now) for peer, now in ((1, 0), (2, 10), (1, 50))] == [False] * 3
+    assert [peers.newly_silent(now) for now in (70, 71, 110, 111)] == [[], [2], [], [1]]
+    assert peers.heard(2, 112)
+    assert [peers.is_silent(peer) for peer in (1, 2, 3)] == [True, False, False]
+    peers.forget(1)
+    assert not peers.is_silent(1)
 
 
 # --- environments ---------------------------------------------------------------------------------------------------
