@@ -1,10 +1,12 @@
 """The arena with hand-made fused, sharded and padded parameters; no vLLM."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
 from atroposlib.wire.bridge import Manifest, Shard, lay_out
-from vllm_patching.memory.arena import Arena
+from vllm_patching.memory.arena import Arena, Staging
 
 
 class Fused(nn.Module):
@@ -53,11 +55,15 @@ def wire_image(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return image
 
 
-def receive_all(arena: Arena, weights: dict[str, torch.Tensor], bucket_bytes: int) -> object:
+def receive_into(staging: Staging, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
     image = wire_image(weights)
-    staging = arena.make_staging()
     for bucket in manifest().buckets(bucket_bytes):
-        staging.receive(bucket, lambda buffer, bucket=bucket: buffer.copy_(image[bucket.start : bucket.end]))
+        staging.receive(bucket, partial(torch.Tensor.copy_, src=image[bucket.start : bucket.end]))
+
+
+def receive_all(arena: Arena, weights: dict[str, torch.Tensor], bucket_bytes: int) -> Staging:
+    staging = arena.make_staging()
+    receive_into(staging, weights, bucket_bytes)
     return staging
 
 
@@ -106,21 +112,25 @@ def test_each_of_two_ranks_takes_its_shards() -> None:
             check(rank, 2, bucket_bytes)
 
 
+def places(model: nn.Module) -> dict[str, int]:
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
 def test_second_transfer_reuses_the_former_live_buffer() -> None:
     model = Fused(1)
+    model.embed.data[-1] = 7.0  # a padding row
     arena = Arena(model, manifest(), shards(0, 1))
-    first = model.qkv.data_ptr()
+    first = places(model)
     staging = receive_all(arena, new_weights(), 1 << 20)
     arena.commit(staging)
-    assert model.qkv.data_ptr() != first
+    assert set(places(model).values()).isdisjoint(first.values())
     again = {name: value + 1 for name, value in new_weights().items()}
-    image = wire_image(again)
-    for bucket in manifest().buckets(1 << 20):
-        part = image[bucket.start : bucket.end]
-        staging.receive(bucket, lambda buffer, part=part: buffer.copy_(part))  # type: ignore[attr-defined]
+    receive_into(staging, again, 1 << 20)
     arena.commit(staging)
-    assert model.qkv.data_ptr() == first
-    assert torch.equal(model.qkv, torch.cat([again["q"], again["k"], again["v"]]))
+    assert places(model) == first
+    for name, value in expected(again, 0, 1).items():
+        assert torch.equal(dict(model.named_parameters())[name][: len(value)], value), name
+    assert model.embed[-1].tolist() == [7.0] * 4
 
 
 def test_whole_tensors_land_without_a_scratch_copy() -> None:

@@ -1,12 +1,169 @@
-"""Which layers of a model in vLLM may get an adapter, and their sizes: those of whole layers, whatever the
-parallelism.
+"""What of each Hugging Face tensor lies where on each rank, against vLLM's own layers and weight loaders; and which
+layers may get an adapter, with the sizes of whole layers, whatever the parallelism.
 """
 
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
 
 from vllm_patching import compat
 from vllm_patching.memory import mapping
+from vllm_patching.memory.arena import Arena, Staging
+
+HIDDEN, HEAD, FEED, VOCAB = 16, 4, 24, 97
+
+
+class OneLayer(nn.Module):
+    """A decoder layer between embedding and head, of vLLM's own layers as one rank builds them."""
+
+    packed_modules_mapping: ClassVar = {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+    def __init__(self, heads: int, kv_heads: int, *, tied: bool) -> None:
+        super().__init__()
+        self.embed_tokens = compat.VocabParallelEmbedding(VOCAB, HIDDEN)
+        self.layer = nn.Module()
+        self.layer.qkv_proj = compat.QKVParallelLinear(HIDDEN, HEAD, heads, kv_heads, bias=True)
+        self.layer.o_proj = compat.RowParallelLinear(heads * HEAD, HIDDEN, bias=True)
+        self.layer.gate_up_proj = compat.MergedColumnParallelLinear(HIDDEN, [FEED, FEED], bias=False)
+        self.layer.c_fc = compat.ColumnParallelLinear(HIDDEN, FEED, bias=True)
+        self.layer.norm = nn.LayerNorm(HIDDEN)
+        self.lm_head = compat.VocabParallelEmbedding(VOCAB, HIDDEN)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def load(self, weights: dict[str, Tensor]) -> None:
+        """Put Hugging Face tensors in their places by vLLM's own weight loaders."""
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights.items():
+            for fused, parts in self.packed_modules_mapping.items():
+                for index, part in enumerate(parts):
+                    if f".{part}." in name:
+                        parameter = parameters[name.replace(part, fused)]
+                        parameter.weight_loader(parameter, tensor, "qkv"[index] if fused == "qkv_proj" else index)
+                        break
+            if name in parameters:
+                loader = getattr(
+                    parameters[name], "weight_loader", lambda parameter, tensor: parameter.data.copy_(tensor)
+                )
+                loader(parameters[name], tensor)
+
+
+def whole_weights(heads: int, kv_heads: int, *, tied: bool, seed: int = 0) -> dict[str, Tensor]:
+    shapes = {
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "layer.q_proj.weight": (heads * HEAD, HIDDEN),
+        "layer.q_proj.bias": (heads * HEAD,),
+        "layer.o_proj.weight": (HIDDEN, heads * HEAD),
+        "layer.o_proj.bias": (HIDDEN,),
+        "layer.gate_proj.weight": (FEED, HIDDEN),
+        "layer.up_proj.weight": (FEED, HIDDEN),
+        "layer.c_fc.weight": (FEED, HIDDEN),
+        "layer.c_fc.bias": (FEED,),
+        "layer.norm.weight": (HIDDEN,),
+        "layer.norm.bias": (HIDDEN,),
+        "lm_head.weight": (VOCAB, HIDDEN),
+    }
+    for part in ("k_proj", "v_proj"):
+        shapes[f"layer.{part}.weight"] = (kv_heads * HEAD, HIDDEN)
+        shapes[f"layer.{part}.bias"] = (kv_heads * HEAD,)
+    if tied:
+        del shapes["lm_head.weight"]
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`rank_of(rank, tp_size)`: layers that are built and loaded from here on are that rank's."""
+    from vllm.distributed import parallel_state
+
+    def become(rank: int, tp_size: int) -> None:
+        monkeypatch.setattr(parallel_state, "_TP", SimpleNamespace(rank_in_group=rank, world_size=tp_size))
+
+    return become
+
+
+def received(arena: Arena, weights: dict[str, Tensor]) -> Staging:
+    """A staging buffer into which whole tensors were broadcast, bucket by bucket."""
+    image = torch.zeros(arena.manifest.nbytes, dtype=torch.uint8)
+    for tensor in arena.manifest.tensors:
+        place = image[tensor.offset : tensor.offset + tensor.nbytes]
+        place.copy_(weights[tensor.name].reshape(-1).view(torch.uint8))
+    staging = arena.make_staging()
+    for bucket in arena.manifest.buckets(1000):
+        staging.receive(bucket, partial(Tensor.copy_, src=image[bucket.start : bucket.end]))
+    return staging
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp_size"), [(8, 2, 1), (8, 2, 2), (8, 2, 4), (8, 2, 8), (8, 8, 4), (8, 1, 4), (8, 4, 8)]
+)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_shard_is_what_vllm_s_own_loaders_put_there(
+    rank_of: Any, heads: int, kv_heads: int, tp_size: int, tied: bool
+) -> None:
+    whole = whole_weights(heads, kv_heads, tied=tied)
+    covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
+    for rank in range(tp_size):
+        rank_of(rank, tp_size)
+        model = OneLayer(heads, kv_heads, tied=tied)
+        model.load(whole)
+        parameters, shards = dict(model.named_parameters()), mapping.shards_of(model, rank, tp_size)
+        assert sorted(shard.name for shard in shards) == sorted(whole)
+        for shard in shards:
+            assert shard.full_shape == tuple(whole[shard.name].shape)
+            here = parameters[shard.vllm_name].narrow(shard.dim, shard.start, shard.length)
+            assert torch.equal(here, whole[shard.name].narrow(shard.dim, shard.full_start, shard.length)), shard
+            covered[shard.name].narrow(shard.dim, shard.full_start, shard.length).fill_(True)
+    assert all(seen.all() for seen in covered.values())
+
+
+@LAYOUTS
+def test_a_broadcast_leaves_every_rank_with_what_vllm_would_have_loaded(
+    rank_of: Any, heads: int, kv_heads: int, tp_size: int
+) -> None:
+    """Above all where several ranks hold the same key/value heads: a wrong block would be served in silence."""
+    before, after = (whole_weights(heads, kv_heads, tied=True, seed=seed) for seed in (1, 2))
+    manifests = []
+    for rank in range(tp_size):
+        rank_of(rank, tp_size)
+        model, expected = OneLayer(heads, kv_heads, tied=True), OneLayer(heads, kv_heads, tied=True)
+        model.load(before)
+        expected.load(after)
+        shards = mapping.shards_of(model, rank, tp_size)
+        manifests.append(mapping.manifest_of(model, "m", shards, tp_size))
+        arena = Arena(model, manifests[-1], shards)
+        arena.commit(received(arena, after))
+        assert {shard.vllm_name for shard in shards} == {name for name, _ in model.named_parameters()}
+        for (name, live), (_, wanted) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+            rows = sum(shard.length for shard in shards if shard.vllm_name == name and shard.dim == 0) or len(live)
+            assert torch.equal(live[:rows], wanted[:rows]), name
+    assert all(manifest == manifests[0] for manifest in manifests)
+
+
+def test_what_the_bridge_cannot_carry_is_named() -> None:
+    class Quantised(nn.Module):
+        packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+
+        def __init__(self, weight: Tensor) -> None:
+            super().__init__()
+            self.proj = nn.Module()
+            self.proj.weight = nn.Parameter(weight, requires_grad=False)
+
+    with pytest.raises(mapping.UnsupportedModel, match=r"proj.weight is int8: .*serve an unquantised model"):
+        mapping.shards_of(Quantised(torch.zeros(2, 2, dtype=torch.int8)), 0, 1)
+    with pytest.raises(mapping.UnsupportedModel, match=r"proj.weight is empty: vLLM has packed it away"):
+        mapping.shards_of(Quantised(torch.zeros(0)), 0, 1)
 
 
 def layer(kind: type, **sizes: Any) -> Any:
