@@ -55,10 +55,14 @@ def wire_image(weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return image
 
 
+def fill(sent: torch.Tensor, buffer: torch.Tensor) -> None:
+    buffer.copy_(sent)
+
+
 def receive_into(staging: Staging, weights: dict[str, torch.Tensor], bucket_bytes: int) -> None:
     image = wire_image(weights)
     for bucket in manifest().buckets(bucket_bytes):
-        staging.receive(bucket, partial(torch.Tensor.copy_, src=image[bucket.start : bucket.end]))
+        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))
 
 
 def receive_all(arena: Arena, weights: dict[str, torch.Tensor], bucket_bytes: int) -> Staging:

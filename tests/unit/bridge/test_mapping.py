@@ -90,6 +90,10 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     return become
 
 
+def fill(sent: Tensor, buffer: Tensor) -> None:
+    buffer.copy_(sent)
+
+
 def received(arena: Arena, weights: dict[str, Tensor]) -> Staging:
     """A staging buffer into which whole tensors were broadcast, bucket by bucket."""
     image = torch.zeros(arena.manifest.nbytes, dtype=torch.uint8)
@@ -98,7 +102,7 @@ def received(arena: Arena, weights: dict[str, Tensor]) -> Staging:
         place.copy_(weights[tensor.name].reshape(-1).view(torch.uint8))
     staging = arena.make_staging()
     for bucket in arena.manifest.buckets(1000):
-        staging.receive(bucket, partial(Tensor.copy_, src=image[bucket.start : bucket.end]))
+        staging.receive(bucket, partial(fill, image[bucket.start : bucket.end]))
     return staging
 
 
