@@ -1,0 +1,146 @@
+"""vLLM's engine client as our endpoints see it, over ranks that hold version numbers instead of weights.
+
+The routes, the session and the gate in front of it are the product's own; no engine process runs.
+"""
+
+import asyncio
+import contextlib
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import torch
+from fastapi import FastAPI
+
+from atroposlib.wire.bridge import Manifest, WireTensor, WorkerStatus
+from atroposlib.wire.processes import this_process
+from vllm_patching.endpoint import BridgeEndpoints
+
+MANIFEST = Manifest("m", 2, 16, (WireTensor("w", (4,), "float32", "w", 0),))
+VOCABULARY = 97
+
+
+class FakeRank:
+    """A worker with one session: the versions that it has staged, and those that it has served."""
+
+    def __init__(self, rank: int) -> None:
+        self.status = WorkerStatus(rank)
+        self.staged: set[tuple[str, int]] = set()
+        self.served: list[int] = []
+        self.breaks = False  # at the next apply
+
+    def bridge_manifest(self) -> Manifest:
+        return MANIFEST
+
+    def bridge_status(self) -> WorkerStatus:
+        return self.status
+
+    def bridge_open(self, offer: Any) -> WorkerStatus:
+        self.staged.clear()
+        self.status = WorkerStatus(self.status.rank, "joined", offer["session"])
+        return self.status
+
+    def bridge_attach(self) -> dict[str, Any]:
+        process = msgspec.to_builtins(this_process())
+        return {"rank": self.status.rank, "nbytes": 16, "process": process, "layout": {}, "shards": [], "fd": 0}
+
+    def bridge_renew(self) -> None:
+        """Its memory moves away from whoever may still write to it."""
+
+    def bridge_staged(self, session: str, version: int) -> bool:
+        return (session, version) in self.staged
+
+    def bridge_apply(self, session: str, version: int) -> float | dict[str, str]:
+        if self.breaks or (session, version) not in self.staged:
+            return {"failed": "RuntimeError: this rank is broken"}
+        self.served.append(version)
+        return 0.001
+
+
+class FakeEngine:
+    """`events` is what pauses, changes and resumes generation, in order. `while_generating` runs inside a request."""
+
+    errored = False
+
+    def __init__(self, tp_size: int) -> None:
+        self.ranks = [FakeRank(rank) for rank in range(tp_size)]
+        self.events: list[str] = []
+        self.paused = False
+        self.while_generating: Callable[[], Any] | None = None
+        self.output: Any = None
+        self.model_config = SimpleNamespace(
+            dtype=torch.float32, is_multimodal_model=False, get_vocab_size=lambda: VOCABULARY
+        )
+        self.output_processor = SimpleNamespace(add_request=None, request_states={})
+        self.renderer = self.engine_core = self
+
+    def stage(self, session: str, version: int, *ranks: int) -> None:
+        """As when a trainer has sent it, to these ranks alone."""
+        for rank in ranks or range(len(self.ranks)):
+            self.ranks[rank].staged.add((session, version))
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method in ("bridge_apply", "bridge_renew"):
+            self.events.append(method)
+        return [msgspec.to_builtins(getattr(rank, method)(*args)) for rank in self.ranks]
+
+    async def is_paused(self) -> bool:
+        return self.paused
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self._pause(mode, clear_cache)
+
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
+        self._pause(mode, clear_cache)
+
+    def _pause(self, mode: str, clear_cache: bool) -> None:
+        assert clear_cache, "what caches hold of the old weights must go"
+        self.paused = True
+        self.events.append(f"pause {mode}")
+
+    async def clear_mm_cache_async(self) -> None:
+        """There is none."""
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+        self.events.append("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.events.append(f"label {version}")
+
+    async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
+        if self.while_generating is not None:
+            await self.while_generating()
+        yield self.output
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of our endpoints, mounted as vLLM mounts them, in front of `engine`."""
+    app, endpoints = FastAPI(), BridgeEndpoints()
+    endpoints.attach_router(app)
+    given: dict[str, Any] = dict(
+        model="m",
+        tensor_parallel_size=len(engine.ranks),
+        additional_config={"atropos_bridge": {}},
+        enable_lora=False,
+        max_lora_rank=None,
+        host="127.0.0.1",
+        port=9001,
+        api_key=None,
+    )
+    app.state.openai_serving_models = None
+    await endpoints.init_state(engine, app.state, Namespace(**given | arguments))
+    engine.events.clear()
+    try:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app), base_url="http://127.0.0.1:9001", timeout=60
+        ) as client:
+            yield client
+    finally:
+        watch = app.state.engine_watch._task
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
