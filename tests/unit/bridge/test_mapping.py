@@ -40,7 +40,7 @@ class OneLayer(nn.Module):
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Put Hugging Face tensors in their places by vLLM's own weight loaders."""
-        parameters = dict(self.named_parameters())
+        parameters: dict[str, Any] = dict(self.named_parameters())  # with the loaders that vLLM gives them
         for name, tensor in weights.items():
             for fused, parts in self.packed_modules_mapping.items():
                 for index, part in enumerate(parts):
@@ -170,7 +170,7 @@ def test_what_the_bridge_cannot_carry_is_named() -> None:
         mapping.shards_of(Quantised(torch.zeros(0)), 0, 1)
 
 
-def layer(kind: type, **sizes: Any) -> Any:
+def layer(kind: Any, **sizes: Any) -> Any:
     """One of vLLM's layers without parameters, as they are when vLLM-CPU has packed them away."""
     made: Any = kind.__new__(kind)
     made.__dict__.update(sizes)
