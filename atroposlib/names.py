@@ -1,4 +1,4 @@
-"""What can be a name: at most 128 characters, all printable. Names reach logs, terminals, pages and file names."""
+"""Valid names: at most 128 characters, all printable, since names reach logs, terminals, pages and file names."""
 
 from typing import Annotated
 

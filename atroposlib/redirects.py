@@ -1,4 +1,4 @@
-"""Redirects are not followed: a server that is not what it seems would have prompts and keys sent elsewhere."""
+"""Clients follow no redirect: it could send prompts and keys to another server."""
 
 SHOWN_CHARACTERS = 200
 

@@ -258,7 +258,7 @@ def ensure_model(folder: Path) -> Path:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise QuickstartModelError(
-                f"writing {partial} failed: {error}; make room or choose another folder with --out"
+                f"writing {partial} failed: {error}; free some space or choose another directory with --out"
             ) from error
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)

@@ -1,4 +1,4 @@
-"""/metrics for Prometheus: the service's figures as they are when asked for, and how long posts take."""
+"""/metrics for Prometheus: the service's counts at the time of the request, and how long posts take."""
 
 from collections.abc import Iterator
 

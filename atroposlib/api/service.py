@@ -2,9 +2,9 @@
 
     routes ──▶ RolloutService ──change, bytes──▶ Journal (thread) ──on disk──▶ RolloutState.apply ──▶ reply
 
-All of it but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of
-the journal; without a journal at once. Deliveries are decided one at a time; posts go on meanwhile. When a write
-fails nothing has changed.
+Everything but the journal's thread runs on the event loop. A change is applied when it is on disk, in the order of the
+journal; without a journal at once. Deliveries are decided one at a time, while posts continue. If a write fails,
+nothing has changed.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ Content = tuple[bytes, bool, float]  # a group's bytes, whether they are Message
 
 
 class QueueFull(Exception):
-    """The queue holds as much as it may; try again later."""
+    """The queue is full; try again later."""
 
 
 class NotTheTrainer(Exception):
@@ -95,7 +95,7 @@ class RolloutService:
         self._next_id = self.state.next_id
 
     async def close(self) -> None:
-        """Leave a compact journal behind."""
+        """Compact and close the journal."""
         if self.journal is not None:
             if self._since_snapshot:
                 self._compact(self.journal)
@@ -113,7 +113,7 @@ class RolloutService:
         return trainer, forgotten
 
     async def pop(self) -> list[Content] | None:
-        """The next batch, gone from here on; None: not yet. Raises NotRegistered."""
+        """Remove and return the next batch; None if there is none yet. Raises NotRegistered."""
         async with self._deciding:
             await self._before_delivery()
             delivery = await self._next_delivery()
@@ -146,7 +146,7 @@ class RolloutService:
             return lease, self._contents(lease.groups)
 
     async def acknowledge(self, trainer: int, leases: Sequence[int]) -> Acknowledged:
-        """The trainer is done with these. Raises NotRegistered, NotTheTrainer."""
+        """End these leases: the trainer has trained on their batches. Raises NotRegistered, NotTheTrainer."""
         async with self._deciding:
             self._expect_trainer(trainer)
             await self._reclaim(trainer)
@@ -177,7 +177,7 @@ class RolloutService:
         return untold
 
     async def trainer_heartbeat(self, trainer: int) -> None:
-        """The trainer lives. Raises NotRegistered, NotTheTrainer."""
+        """Record a sign of life of the trainer. Raises NotRegistered, NotTheTrainer."""
         async with self._deciding:
             self._expect_trainer(trainer)
             await self._reclaim(trainer)
@@ -252,12 +252,12 @@ class RolloutService:
         return [(group, reason) for group, reason in zip(unread, reasons, strict=True) if reason is not None]
 
     def _unread(self, groups: Iterable[Group[Rollout]]) -> Iterator[Group[Rollout]]:
-        """Those of which it is not known whether they meet the trainer's needs."""
+        """The groups that were not yet checked against the trainer's needs."""
         needs = self.needs
         return (group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs)
 
     async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
-        """Make dead letters of groups that wait or are leased."""
+        """Turn queued or leased groups into dead letters."""
         letters = [self._letter(self.dead_letters.next_id + index, *each) for index, each in enumerate(found)]
         await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
         self.dead_letters.add(letters)
@@ -318,7 +318,7 @@ class RolloutService:
         return environment
 
     def hear_environment(self, env_id: int | None) -> None:
-        """A sign of life; of an unknown environment it means nothing."""
+        """Record a sign of life of an environment; ignored if it is unknown."""
         if env_id is None or not self.state.queue.knows(env_id):
             return
         self._remembered.heard(env_id, self._clock())
@@ -327,7 +327,7 @@ class RolloutService:
             self.state.queue.set_silent(env_id, False)
 
     def hear_silence(self) -> None:
-        """Let the claims of environments lapse that gave no sign of life for too long; forget them after longer."""
+        """Let the claims of environments lapse that were silent for too long, and forget those silent for longer."""
         now = self._clock()
         self._trainers.newly_silent(now)
         silent = [env_id for env_id in self._environments.newly_silent(now) if self.state.queue.knows(env_id)]
@@ -447,7 +447,7 @@ class RolloutService:
     def _submit(
         self, change: Change, bodies: Sequence[Body] = (), letters: Sequence[DeadLetter] = ()
     ) -> asyncio.Future[Any]:
-        """What `apply` returns once the change is on disk. Raises JournalError or one of REFUSALS."""
+        """Journal and apply a change; returns what `apply` returns. Raises JournalError or one of REFUSALS."""
         loop = asyncio.get_running_loop()
         applied: asyncio.Future[Any] = loop.create_future()
         self._number += 1

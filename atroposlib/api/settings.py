@@ -1,6 +1,4 @@
-"""What an API is told at its start: limits, patience, who may use it. `run-api` fills it from flags; `create_app`
-takes it.
-"""
+"""Settings of an API: limits, deadlines, who may use it. `run-api` fills them from flags for `create_app`."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +9,7 @@ from atroposlib.http_guard import OwnHosts
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings:
-    """Bytes, groups and seconds; None is no limit."""
+    """Limits in bytes, groups and seconds; None means no limit."""
 
     token: str | None = None  # bearer token of every request but /health and /ready
     token_file: Path | None = None  # holds the token in place of `token`, and is followed

@@ -1,4 +1,4 @@
-"""How old the waiting groups are, in policy versions, and what becomes of those that are too old. Pure.
+"""The age of waiting groups in policy versions, and what happens to those that are too old. Pure.
 
 A group is as old as the oldest policy version that one of its sequences was sampled under. Groups without versions
 have no age.
@@ -18,13 +18,13 @@ class WaitingVersions:
         self._oldest_first: list[tuple[int, int]] = []  # heap of (version, order); may hold groups that left
 
     def add(self, order: int, version: int | None) -> None:
-        """A group waits."""
+        """Add a waiting group."""
         if version is not None:
             self._version_of[order] = version
             heapq.heappush(self._oldest_first, (version, order))
 
     def discard(self, groups: Iterable[Group]) -> None:
-        """These groups wait no more."""
+        """Remove groups that no longer wait."""
         for group in groups:
             self._version_of.pop(group.order, None)
 
@@ -41,5 +41,5 @@ class WaitingVersions:
 
 
 def weight(staleness: int, limit: int) -> float:
-    """What a group of this age counts: 1 up to the limit, then falling in proportion."""
+    """The weight of a group of this age: 1 up to the limit, then falling in proportion."""
     return min(1.0, (limit + 1) / (staleness + 1))

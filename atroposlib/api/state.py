@@ -2,8 +2,8 @@
 
     decide (next_delivery, ...) ──▶ a Change ──▶ journal ──▶ apply
 
-`apply` is the only way in, during service as during a replay, and it is deterministic: the same changes lead to the
-same state. Changes that were decided one after the other may have posts between them; posts only ever add groups.
+Only `apply` changes the state, in service and in a replay, and it is deterministic: the same changes lead to the same
+state. Posts may come between changes that were decided one after the other; posts only ever add groups.
 """
 
 from collections import OrderedDict
@@ -42,7 +42,7 @@ class RolloutState:
         self._gone: list[int] = []
 
     def apply(self, change: Change) -> object:
-        """Make it happen. Raises one of REFUSALS, with nothing changed."""
+        """Carry out a change. Raises one of REFUSALS, and then changes nothing."""
         match change:
             case GroupsPosted():
                 return self._on_post(change)
@@ -82,14 +82,14 @@ class RolloutState:
         return None
 
     def take_gone(self) -> list[int]:
-        """Ids of groups that nobody needs any more, each told once."""
+        """Ids of groups that nobody needs any more, each returned once."""
         gone, self._gone = self._gone, []
         return gone
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
     def answer_to(self, key: str) -> list[int | None] | None:
-        """What the post with this key was answered, if it was accepted."""
+        """The reply to the post with this key, if it was accepted."""
         return self._answered.get(key)
 
     def next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
@@ -116,7 +116,7 @@ class RolloutState:
 
     @property
     def policy_version(self) -> int | None:
-        """What the trainer last reported."""
+        """The policy version that the trainer last reported."""
         version = self.queue.status().policy_version
         return version if isinstance(version, int) else None
 
@@ -161,7 +161,7 @@ class RolloutState:
         return buffered
 
     def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
-        """The lease, if it is one."""
+        """The lease that was opened, if any."""
         groups = self.queue.take(change.orders)
         self._versions.discard(groups)
         if change.lease:
@@ -170,7 +170,7 @@ class RolloutState:
         return None
 
     def _on_leases_taken(self, change: changes.LeasesTaken) -> Lease[Rollout] | None:
-        """The last of the leases, if they are ones still."""
+        """The last of the leases, if any is left."""
         lease = None
         for lease_id in change.leases:
             self.queue.current_step += 1

@@ -1,4 +1,4 @@
-"""A token in a file: who may have written it, and that it is read again when it changes.
+"""A token in a file that only trusted users can write, read again when the file changes.
 
 `run-api` reads it before it listens, and refuses what it cannot trust. While it serves, `TokenFile.current` looks at
 the file at most once a second, so that a token can be changed without a restart. A file that has become unusable
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 def is_usable(token: str) -> bool:
-    """Whether it can stand in a header, and is not guessed at once."""
+    """Whether a token fits into a header and is not trivial to guess."""
     return len(token) >= MIN_CHARACTERS and token.isascii() and token.isprintable() and " " not in token
 
 
@@ -54,7 +54,7 @@ def _expect_trusted(path: Path, found: os.stat_result, what: str) -> None:
 
 
 class TokenFile:
-    """A token file that is followed. Raises ValueError if it is unusable to begin with."""
+    """A token file that is read again when it changes. Raises ValueError if it is unusable at the start."""
 
     def __init__(self, path: Path, flag: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -86,7 +86,7 @@ class TokenFile:
             log.info("%s has another token: the one before is not taken any more", self._path)
 
     def _signature(self) -> tuple[int, ...] | None:
-        """What differs after every change of the file."""
+        """A value that differs after every change of the file."""
         try:
             found = self._path.stat()
         except OSError:

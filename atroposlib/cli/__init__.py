@@ -1,1 +1,1 @@
-"""Command-line entry points, one module a command."""
+"""Command-line entry points, one module per command."""

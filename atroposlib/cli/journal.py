@@ -1,12 +1,12 @@
-"""`run-api journal`: look after a journal, also while an API writes it.
+"""`run-api journal`: check, copy and export a journal, even while an API writes it.
 
     run-api journal verify FILE                     read everything, and compare it with the head
     run-api journal backup FILE DESTINATION         a copy that is a journal by itself
     run-api journal export FILE [--output LINES]    the groups in it, one JSON object per line
     run-api journal dead-letters FILE [--export LINES]    the groups that could not be trained on
 
-Each command first reads and checks the whole journal, as it is at one moment. A journal that is damaged is one line
-and exit code 1. Nothing is written to it.
+Each command first reads and checks the whole journal, as it is at one moment. For a damaged journal it prints one line
+and exits with code 1. It never writes to the journal.
 """
 
 import argparse

@@ -47,7 +47,7 @@ class RunApiConfig(Config):
             " refused."
         ),
     )
-    json_logs: bool = Field(False, description="Log one JSON object a line.")
+    json_logs: bool = Field(False, description="Log one JSON object per line.")
 
     # --- what outlives a restart -------------------------------------------------------------------------------------
     journal: Path | None = Field(
@@ -160,7 +160,7 @@ class RunApiConfig(Config):
         return Path(f"atropos-api-{port}.db")
 
     def settings(self) -> ApiSettings:
-        """What the app is told."""
+        """The settings of the app."""
         return ApiSettings(
             token=self.token,
             token_file=self.api_token_file,
@@ -192,7 +192,7 @@ def _given(token: SecretStr | None, file: Path | None, flag: str) -> str | None:
 
 
 class AddressError(Exception):
-    """The address cannot be listened on; the message is one line for the person who chose it."""
+    """The API cannot listen on the address; the message is one line for whoever chose it."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

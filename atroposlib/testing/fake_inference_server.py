@@ -28,7 +28,7 @@ from atroposlib.utils.tokenizers import chat_ids, load_tokenizer
 
 log = get_logger(__name__)
 
-# One text for all n samples of a prompt, or one a sample (repeated when there are fewer than n).
+# One text for all n samples of a prompt, or one per sample (repeated if there are fewer than n).
 Answer = Callable[[str], str | Sequence[str]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEFAULT_MAX_TOKENS = 16
