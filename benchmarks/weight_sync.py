@@ -4,7 +4,7 @@ machine.
     python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy]
         [--syncs 10] [--out docs/benchmarks/weight_sync.md]
 
-For each mode it starts a real vLLM server (legacy and lora_restart: the trainer does), then a trainer process of its
+For each mode it starts a real vLLM server (but where the trainer restarts it), then a trainer process of its
 own that takes one fused AdamW step on given gradients a sync: one to warm up, one during which memory is watched,
 then timed ones, first with nothing else going on, then with `--clients` generations in flight. Around the modes it
 measures the limits: a memcpy of the model's bytes in one thread, and a bare Gloo broadcast of them between two
@@ -31,7 +31,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from atroposlib.logs import configure_logging, get_logger
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
+from example_trainer.modes import MODES
 from vllm_patching import transport
 from vllm_patching.version import VERSION
 
@@ -100,23 +101,26 @@ Not shown: NCCL and GPUs, more than one machine.
 
 
 @dataclass(frozen=True)
-class Mode:
+class Arm:
     """How one bridge mode is started."""
 
-    trainer: dict[str, Any]
-    server: list[str] | None = field(default_factory=list)  # its flags; None: the trainer starts it
+    bridge: dict[str, Any]  # as in TrainerConfig
+    server: list[str] | None  # its flags; None: the trainer starts it
     idle_syncs: int | None = None
     loaded: bool = True  # whether it is synced under load too
 
 
-MODES = {
-    "broadcast": Mode({"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}),
-    "single_copy": Mode({"weight_bridge_mode": "shared_vllm", "single_copy": True}),
-    "lora": Mode({"weight_bridge_mode": "lora_only"}, ["--enable-lora", "--max-lora-rank", "16"]),
-    "legacy": Mode({"weight_bridge_mode": "none", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False),
-    "lora_restart": Mode(
-        {"weight_bridge_mode": "lora_restart", "vllm_restart_interval": 1}, None, idle_syncs=2, loaded=False
-    ),
+def _arm(kind: str) -> Arm:
+    if MODES[kind].owns_vllm:
+        restarts = {"kind": kind, "restart_interval": 1, "vllm_flags": shlex.join(SERVER_FLAGS)}
+        return Arm(restarts, None, idle_syncs=2, loaded=False)
+    return Arm({"kind": kind}, ["--enable-lora", "--max-lora-rank", "16"] if MODES[kind].adapters else [])
+
+
+# restarts last: they take minutes, and the page compares them with the broadcast
+ARMS = {
+    "legacy" if kind == "restart" else kind: _arm(kind)
+    for kind in sorted(MODES, key=lambda kind: MODES[kind].owns_vllm)
 }
 KINDS = ("idle", "under load")  # of timed syncs
 PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
@@ -125,7 +129,7 @@ PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="local folder or hub id")
-    parser.add_argument("--modes", default=",".join(MODES), help="comma list out of " + ", ".join(MODES))
+    parser.add_argument("--modes", default=",".join(ARMS), help="comma list out of " + ", ".join(ARMS))
     parser.add_argument("--syncs", type=int, default=10, help="of each kind, idle and under load")
     parser.add_argument("--clients", type=int, default=3, help="generations kept in flight during the loaded syncs")
     parser.add_argument("--out", type=Path, help="markdown page to write, beside printing it")
@@ -159,7 +163,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One mode from the start of its server to its end."""
-    mode = MODES[name]
+    mode = ARMS[name]
     idle, loaded = mode.idle_syncs or options.syncs, options.syncs if mode.loaded else 0
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -173,7 +177,7 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "loaded": loaded,
             "clients": options.clients,
             "folder": folder,
-            "mode": mode.trainer,
+            "bridge": mode.bridge,
         }
         command = [sys.executable, __file__, "--model", "-", "--arm", json.dumps(arm)]
         trainer = subprocess.Popen(
@@ -228,8 +232,7 @@ def _train(arm: dict[str, Any]) -> None:
         vllm_port=arm["port"],
         save_path=Path(arm["folder"]) / "checkpoints",
         log_dir=Path(arm["folder"]),
-        vllm_flags=shlex.join(SERVER_FLAGS),
-        **arm["mode"],
+        bridge=arm["bridge"],
     )
     bridge = make_bridge(config)
     with contextlib.closing(bridge):
@@ -361,7 +364,7 @@ def _page(
 ) -> str:
     """The benchmark's page, whole."""
     model = options.model.replace(str(Path.home()), "~")
-    flags = f"{model} --modes {options.modes}" if options.modes != ",".join(MODES) else model
+    flags = f"{model} --modes {options.modes}" if options.modes != ",".join(ARMS) else model
     return PAGE.format(
         command=f"python benchmarks/weight_sync.py --model {flags} --syncs {options.syncs} --clients {options.clients}",
         model=f"{Path(model).name}, {nbytes / 1e6:.1f} MB of weights in float32",

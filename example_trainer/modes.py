@@ -45,6 +45,11 @@ class Mode(Config, Hoisted):
     )
 
     @classmethod
+    def trainer_bytes(cls, served_bytes: int) -> int:
+        """What the trainer needs per parameter beside vLLM, which serves in a dtype of `served_bytes`."""
+        return cls.trainer
+
+    @classmethod
     def shown(cls) -> str:
         """For a message: its kind, and what people type for it."""
         return f"{cls.model_fields['kind'].default} (--weight-bridge-mode {cls.typed})"
@@ -132,6 +137,11 @@ class SingleCopy(_Session):
             " float32 copy in the trainer, or by stochastic rounding without one"
         ),
     )
+
+    @classmethod
+    def trainer_bytes(cls, served_bytes: int) -> int:
+        """With float32 masters of weights that vLLM holds in half precision."""
+        return cls.trainer + (4 if served_bytes < 4 else 0)
 
     @field_validator("bf16_update", mode="before")
     @classmethod

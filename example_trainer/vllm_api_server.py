@@ -240,7 +240,7 @@ def _claim_port(host: str, port: int) -> None:
 
 
 def _configure_bridge(args: Any, guarded: bool) -> None:
-    """Choose the worker and its settings for `shared_vllm`, or for LoRA adapters where --enable-lora is given."""
+    """Choose the worker and its settings: that of weights, or that of LoRA adapters where --enable-lora is given."""
     _share_cores(args.tensor_parallel_size)
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
         print(

@@ -25,54 +25,41 @@ from typing import Any, Literal
 import msgspec
 import psutil
 import requests
-from pydantic import Field, SecretStr
+from pydantic import Field
 
-from atroposlib.config import Config, load_config
+from atroposlib.config import load_config
 from atroposlib.wire.bridge import Manifest
-from example_trainer.inference_servers import Address, server_addresses
+from example_trainer.inference_servers import Port, VllmServers
+from example_trainer.modes import MODES, Broadcast, Mode
 from scripts.lib import doctor_checks as checks
-from scripts.lib.doctor_checks import MIB, MODES, Answer, Finding, Gpu, Listener, Model
+from scripts.lib.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
 
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
 
 
-class DoctorConfig(Config):
+class DoctorConfig(VllmServers):
     """Checks ports, ranks, allocator, shared memory, versions, models, limits and environment variables before a
     run.
     """
 
-    mode: Literal["broadcast", "single_copy", "lora", "lora_restart", "restart"] = Field(
+    mode: Literal[tuple(MODES)] = Field(  # type: ignore[valid-type]
         description="the bridge, as in scripts/run_gsm8k_MODE.sh"
     )
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked"
     )
-    vllm_host: str = Field("localhost", min_length=1, description="host of the vLLM servers")
-    vllm_port: str = Field("9001", pattern=r"^\d{1,5}(,\d{1,5})*$", description="their ports, separated by commas")
-    hosts_file: Path | None = Field(
-        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
-    )
-    slurm_job_nodelist: str | None = Field(
-        None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
-    )
-    api_port: int = Field(8000, ge=1, le=65535, description="port of the batching API")
+    api_port: Port = Field(8000, description="port of the batching API")
     tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's, one rank a GPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="what vLLM serves; auto is float32 without a GPU, bfloat16 with one"
     )
     save_path: Path = Field(Path("."), description="folder of the trainer's checkpoints")
-    vllm_api_key: SecretStr | None = Field(
-        None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
-    )
     master_addr: str = Field(
         "localhost", description="where the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
     )
     master_port: int = Field(
         0, ge=0, le=65535, description="its port, 0 for a free one", json_schema_extra={"env": "MASTER_PORT"}
-    )
-    num_inference_nodes: int = Field(
-        0, ge=0, description="machines of vLLM beside this one", json_schema_extra={"env": "NUM_INFERENCE_NODES"}
     )
     shared_weights: str = Field(
         "", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"}
@@ -86,6 +73,10 @@ class DoctorConfig(Config):
     cpu_kv_cache_gib: int = Field(
         1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"}
     )
+
+    @property
+    def chosen(self) -> type[Mode]:
+        return MODES[self.mode]
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     gpus, driver_cuda = find_gpus(config.cuda_visible_devices)
     listeners = find_listeners()
     try:
-        servers = [look_at(host, port, config, listeners) for host, port in addresses(config)]
+        servers = [look_at(host, port, config, listeners) for host, port in config.vllm_servers]
     except ValueError as error:  # flags, hosts file and NUM_INFERENCE_NODES contradict each other
         servers = []
         yield Finding("fail", "servers", str(error))
@@ -147,7 +138,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
         from vllm_patching.version import BEYOND, OLDEST, VERSION
 
         yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
-    if config.mode.startswith("lora"):
+    if config.chosen.trains_adapter:
         yield checks.check_package("peft", installed("peft"), "0.14")
     if gpus:
         yield checks.check_driver(driver_cuda, torch_cuda())
@@ -155,23 +146,23 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
 
 
 def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = MODES[config.mode]
+    mode = config.chosen
     yield checks.check_switch(mode, config.shared_weights, any(server.running for server in servers))
     command = " ".join(server.listener.command for server in servers if server.listener)
     yield checks.check_allocator(mode.same_devices, len(gpus), config.cuda_alloc_conf, command)
     remote = [server.where.split(":")[0] for server in servers if not server.local]
     yield checks.check_hosts(remote, mode.same_devices)
-    if config.mode == "broadcast":
+    if mode is Broadcast:
         yield checks.check_master(config.master_addr, resolve(config.master_addr), remote)
 
 
 def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = MODES[config.mode]
+    mode = config.chosen
     api = listeners.get(config.api_port)
     yield checks.check_api(
         config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0)
     )
-    if config.mode == "broadcast":
+    if mode is Broadcast:
         yield checks.check_master_port(config.master_port, listeners.get(config.master_port))
     for server in servers:
         yield checks.check_server(mode, server.where, server.local, server.listener, server.status)
@@ -180,7 +171,7 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
 
 
 def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode, ranks = MODES[config.mode], config.tensor_parallel_size
+    mode, ranks = config.chosen, config.tensor_parallel_size
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
     running = any(server.running for server in servers if server.local)
     if gpus:
@@ -216,14 +207,6 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
 
 
 # --- looking --------------------------------------------------------------------------------------------------------
-
-
-def addresses(config: DoctorConfig) -> list[Address]:
-    """The servers that a trainer with these flags would feed. Raises ValueError."""
-    ports = [int(port) for port in config.vllm_port.split(",")]
-    return server_addresses(
-        config.vllm_host, ports, config.num_inference_nodes, config.hosts_file, config.slurm_job_nodelist
-    )
 
 
 def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Listener]) -> Server:

@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from atroposlib.logs import escape
 from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, ManifestMismatch, compare
+from example_trainer.modes import Mode
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -36,28 +37,6 @@ class Finding:
     def __str__(self) -> str:
         line = f"{self.level:<4}  {self.check:<15} {self.found}" + (f": {self.remedy}" if self.remedy else "")
         return escape(line)  # servers are quoted
-
-
-@dataclass(frozen=True)
-class Mode:
-    """What a bridge mode needs; memory in bytes a parameter."""
-
-    trainer: int  # fp32 weights 4, gradients 4, AdamW's moments 8
-    vllm_copies: int  # of the weights in vLLM, in the dtype it serves
-    same_devices: bool  # trainer and vLLM on the same GPUs
-    bridge: bool  # the server must run with VLLM_ENABLE_SHARED_WEIGHTS=1
-    owns_vllm: bool  # the trainer starts it
-    packed_copies: int = 0  # of the weights, which vLLM multiplies by on CPUs
-    adapters: bool = False  # the server must run with --enable-lora, and in no other mode
-
-
-MODES = {
-    "broadcast": Mode(trainer=16, vllm_copies=2, same_devices=False, bridge=True, owns_vllm=False, packed_copies=1),
-    "single_copy": Mode(trainer=12, vllm_copies=1, same_devices=True, bridge=True, owns_vllm=False),
-    "lora": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=False, adapters=True),
-    "lora_restart": Mode(trainer=5, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
-    "restart": Mode(trainer=16, vllm_copies=1, same_devices=False, bridge=False, owns_vllm=True),
-}
 
 
 @dataclass(frozen=True)
@@ -163,10 +142,10 @@ def check_open_files(soft: int, hard: int) -> Finding:
 # --- environment variables ------------------------------------------------------------------------------------------
 
 
-def check_switch(mode: Mode, enabled: str, running: bool) -> Finding:
+def check_switch(mode: type[Mode], enabled: str, running: bool) -> Finding:
     """VLLM_ENABLE_SHARED_WEIGHTS, as a server started from this shell would see it."""
     name = "VLLM_ENABLE_SHARED_WEIGHTS"
-    if not mode.bridge or running or enabled == "1":
+    if not mode.switched or running or enabled == "1":
         return Finding(
             "ok", "bridge switch", f"{name}={enabled or 'unset'}" + (", but a server runs already" if running else "")
         )
@@ -259,7 +238,7 @@ def check_master_port(port: int, listener: Listener | None) -> Finding:
     return Finding("ok", "MASTER_PORT", f"{port} is free" if port else "0: the trainer takes a free one")
 
 
-def check_server(mode: Mode, where: str, local: bool, listener: Listener | None, status: Answer) -> Finding:
+def check_server(mode: type[Mode], where: str, local: bool, listener: Listener | None, status: Answer) -> Finding:
     """The vLLM server at `where` (host:port), by what it answers to /v1/bridge/status."""
     if local and listener is None:
         starter = (
@@ -290,28 +269,33 @@ def check_server(mode: Mode, where: str, local: bool, listener: Listener | None,
         return Finding(
             "fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py"
         )
-    if mode.adapters != ("max_lora_rank" in status.body):
+    return _check_bridge(mode, where, status.body)
+
+
+def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Finding:
+    """A vLLM server of ours that answers, by its status."""
+    if mode.adapters != ("max_lora_rank" in status):
         how = "with --enable-lora --max-lora-rank 16" if mode.adapters else "without --enable-lora"
         return Finding(
             "fail", where, "vLLM takes " + ("no adapters" if mode.adapters else "adapters only"), f"restart it {how}"
         )
-    if mode.bridge and not status.body["enabled"]:
+    if mode.switched and not status["enabled"]:
         return Finding(
             "fail", where, "vLLM runs without the weight bridge", "restart it with VLLM_ENABLE_SHARED_WEIGHTS=1"
         )
-    if status.body["poisoned"]:
+    if status["poisoned"]:
         return Finding(
             "warn",
             where,
-            f"generation is paused ({status.body['poisoned']})",
+            f"generation is paused ({status['poisoned']})",
             "the next trainer's first sync ends that",
         )
-    shown = f"vLLM serves policy version {status.body['policy_version']} with TP={status.body['tp_size']}"
-    if (lease := status.body["lease_left_s"]) and lease > 0:
+    shown = f"vLLM serves policy version {status['policy_version']} with TP={status['tp_size']}"
+    if (lease := status["lease_left_s"]) and lease > 0:
         return Finding(
             "fail",
             where,
-            f"trainer {status.body['trainer']} holds the bridge for another {lease:.0f} s",
+            f"trainer {status['trainer']} holds the bridge for another {lease:.0f} s",
             "stop that trainer, or wait",
         )
     return Finding("ok", where, shown)
@@ -356,7 +340,7 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
 
 
-def check_gpus(mode: Mode, tensor_parallel: int, gpus: int) -> Finding:
+def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int) -> Finding:
     """Ranks against the GPUs that are visible."""
     wanted = tensor_parallel if mode.same_devices else tensor_parallel + 1
     shown = f"{gpus} visible, {tensor_parallel} rank(s) of vLLM and the trainer"
@@ -398,11 +382,13 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
     return Finding("ok", "/dev/shm", shown)
 
 
-def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv_cache: int, running: bool) -> Finding:
+def check_memory(
+    available: int, mode: type[Mode], model: Model, served_dtype: str, kv_cache: int, running: bool
+) -> Finding:
     """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An
     estimate.
     """
-    trainer = model.parameters * mode.trainer
+    trainer = model.parameters * mode.trainer_bytes(DTYPE_BYTES[served_dtype])
     vllm = (
         0
         if running
@@ -416,7 +402,7 @@ def check_memory(available: int, mode: Mode, model: Model, served_dtype: str, kv
 
 
 def check_gpu_memory(
-    gpus: Sequence[Gpu], mode: Mode, model: Model, served_dtype: str, tensor_parallel: int, running: bool
+    gpus: Sequence[Gpu], mode: type[Mode], model: Model, served_dtype: str, tensor_parallel: int, running: bool
 ) -> Finding:
     """The fullest GPU of the layout: vLLM on the first ranks, the trainer on the next one or, single copy, on the
     same. An estimate.
@@ -427,17 +413,17 @@ def check_gpu_memory(
             need[rank] += model.parameters * DTYPE_BYTES[served_dtype] * mode.vllm_copies // tensor_parallel
     trainer_ranks = range(tensor_parallel) if mode.same_devices else [min(tensor_parallel, len(gpus) - 1)]
     for rank in trainer_ranks:
-        need[rank] += model.parameters * mode.trainer // len(trainer_ranks)
+        need[rank] += model.parameters * mode.trainer_bytes(DTYPE_BYTES[served_dtype]) // len(trainer_ranks)
     gpu, most = min(zip(gpus, need, strict=True), key=lambda pair: pair[0].free - pair[1])
     shown = f"GPU {gpu.index} ({gpu.name}): {_size(gpu.free)} free, about {_size(most)} needed beside the KV cache"
-    if gpu.free < most:
-        return Finding("fail", "GPU memory", shown, "end what runs there, a smaller model, more GPUs, or mode lora")
+    if gpu.free < most:  # more GPUs would not help: the trainer is on one
+        return Finding("fail", "GPU memory", shown, "end what runs there, take a smaller model, or mode lora")
     return Finding("ok", "GPU memory", shown)
 
 
-def check_disk(free: int, model: Model, mode: Mode, folder: str) -> Finding:
+def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:
     """Two checkpoints of weights and, where all of them are trained, moments."""
-    need = 2 * model.parameters * (12 if mode.trainer > 8 else 1)
+    need = 2 * model.parameters * (1 if mode.trains_adapter else 12)
     shown = f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}"
     if free < need:
         return Finding("fail", "disk", shown, "free some, or give the trainer another --save-path")

@@ -12,7 +12,7 @@
 run_prefix=''                                # output goes to runs/PREFIX-DATE-TIME
 default_dataset=auto                         # the hub's GSM8K, or the built-in problems where the hub cannot be reached
 default_steps=100                            # 20 on arithmetic
-default_gpu_model=Qwen/Qwen2.5-14B-Instruct  # without a GPU, and for arithmetic, the quickstart's model
+default_gpu_model=Qwen/Qwen2.5-1.5B-Instruct # 23 GiB on the trainer's GPU (docs/gpus.md); without a GPU, and for arithmetic, the quickstart's model
 checkpoint_interval=20
 layout=separate                              # vLLM and trainer on GPUs of their own; same: both on the same ones
 vllm_owner=launcher                          # who starts and ends vLLM: launcher, or trainer

@@ -5,6 +5,7 @@ docs/gpus.md is that arithmetic.
 """
 
 import re
+import subprocess
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from scripts.lib.doctor_checks import GIB, MODES, Gpu, Model, check_gpu_memory, check_heads
+from example_trainer.modes import MODES
+from scripts.lib.doctor_checks import GIB, Gpu, Model, check_gpu_memory, check_heads
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,3 +113,31 @@ def test_the_table_of_the_page_is_the_arithmetic() -> None:
         assert float(billions) == pytest.approx(parameters / 1e9, abs=0.005)
         for shown, nbytes in ((full, MODES["broadcast"].trainer), (lora, MODES["lora"].trainer), (single_copy, 18)):
             assert float(shown) == pytest.approx(nbytes * parameters / GIB, abs=0.06), name
+
+
+CODE = subprocess.run(
+    ["git", "ls-files", "scripts", "example_trainer", "environments", "atroposlib", "vllm_patching"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout.split()
+
+
+def named_in_code() -> list[str]:
+    """Every model that a script, a default or an example in the code names."""
+    texts = [(ROOT / path).read_text() for path in CODE if path.endswith((".py", ".sh"))]
+    return sorted({name for text in texts for name in re.findall(r"Qwen/[\w.-]+\w", text)})
+
+
+def test_the_launchers_default_is_named() -> None:
+    assert len(re.findall(r"^default_gpu_model=Qwen/", (ROOT / "scripts/lib/training.sh").read_text(), re.M)) == 1
+    assert named_in_code()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+def test_no_default_or_example_of_the_code_is_refused_on_80_gb_gpus(mode: str, gpus: int) -> None:
+    """On as many GPUs as the launchers take of those: two ranks of vLLM from three GPUs on."""
+    for name in named_in_code():
+        assert refusals(name, mode, 2 if gpus > 2 else 1, gpus) == [], name

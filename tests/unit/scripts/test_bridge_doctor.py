@@ -3,6 +3,7 @@
 import json
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,8 +14,9 @@ import msgspec
 import pytest
 
 from atroposlib.wire.bridge import Manifest, lay_out
+from example_trainer.modes import MODES
 from scripts.lib import doctor, doctor_checks
-from scripts.lib.doctor_checks import GIB, MIB, MODES, Answer, Finding, Gpu, Listener, Model
+from scripts.lib.doctor_checks import GIB, MIB, Answer, Finding, Gpu, Listener, Model
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = Listener(7, "python -m http.server")
@@ -210,7 +212,7 @@ def test_a_model_that_is_not_here_is_no_model() -> None:
 def run_doctor(*flags: str, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
         [ROOT / "scripts/bridge_doctor.sh", *flags],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), **environment},
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "ATROPOS_PYTHON": sys.executable, **environment},
         capture_output=True,
         text=True,
         timeout=120,
