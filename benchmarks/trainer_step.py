@@ -77,8 +77,8 @@ def our_arm(work: Path, threads: int) -> None:
 
     from example_trainer.batching import make_batch
     from example_trainer.config import TrainerConfig
-    from example_trainer.losses import LossSettings
     from example_trainer.model import load_model
+    from example_trainer.objectives.base import LossSettings
     from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
     from example_trainer.packing import micro_batches
     from example_trainer.step import batch_gradients
@@ -88,7 +88,7 @@ def our_arm(work: Path, threads: int) -> None:
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
     optimizer = make_optimizer(model.parameters(), config)
-    scheduler = make_scheduler(optimizer, 0, 0)
+    scheduler = make_scheduler(optimizer, config, 0)
     items = json.loads((work / "items.json").read_text())
     settings = LossSettings(clip_low=CLIP, clip_high=CLIP)
     for _ in sys.stdin:
@@ -105,7 +105,7 @@ def our_arm(work: Path, threads: int) -> None:
         answer(
             seconds=time.perf_counter() - start,
             cpu_seconds=time.process_time() - cpu,
-            loss=figures.loss,
+            loss=figures["loss"],
             grad_norm=grad_norm,
         )
 

@@ -44,7 +44,7 @@ from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
-from example_trainer.grpo import keep_weights
+from example_trainer.grpo import connected, keep_weights
 from example_trainer.modes import MODES
 from vllm_patching import transport
 from vllm_patching.version import VERSION
@@ -234,10 +234,8 @@ def _train(arm: dict[str, Any]) -> None:
         log_dir=Path(arm["folder"]),
         bridge=arm["bridge"],
     )
-    bridge = make_bridge(config)
-    with contextlib.closing(bridge):
-        model = bridge.connect(arm["model"], torch.device("cpu"))
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with connected(config, make_bridge(config), arm["model"], torch.device("cpu")) as (policy, bridge):
+        trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
         bridge.sync(0, keep_weights)
         parity = [bridge.parity_probe()]

@@ -18,11 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from example_trainer.checkpoint import Form, write_folder
+from atroposlib.errors import reading
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.model import load_model
 from example_trainer.modes import Adapter
+from example_trainer.weights.written import Form
 
 NAME = "default"  # PEFT's name of the one adapter in the model; not part of what is saved
 CONFIG = "adapter_config.json"
@@ -101,15 +102,8 @@ def adapter_nbytes(model: PreTrainedModel) -> int:
     return sum(tensor.nbytes for tensor in adapter_tensors(model).values())
 
 
-def write_adapter(folder: Path, model: PreTrainedModel) -> None:
-    """Write the model's adapter to `folder`, whole or not at all: hidden beside it, flushed, renamed. Raises
-    CheckpointError.
-    """
-    write_folder(folder, lambda partial: write_adapter_files(partial, model), adapter_nbytes(model))
-
-
 def write_adapter_files(folder: Path, model: PreTrainedModel) -> None:
-    """The two files of an adapter, into an existing folder."""
+    """The two files of an adapter, into an existing directory."""
     model.peft_config[NAME].save_pretrained(folder)
     tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -123,10 +117,9 @@ ADAPTER = Form(
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the tensors of an adapter folder into the model's adapter. Raises AdapterError if they are not its own."""
-    try:
+    remedy = "give another folder to --resume"
+    with reading(f"{folder / WEIGHTS} cannot be read", AdapterError, remedy=remedy, also=(SafetensorError,)):
         saved = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise AdapterError(f"{folder / WEIGHTS} cannot be read: {error}; give another folder to --resume") from error
     own = adapter_tensors(model)
     wrong = [
         name

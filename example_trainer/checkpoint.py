@@ -9,18 +9,14 @@
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face folder alone, at the end of the run
 
-A checkpoint is written to a hidden folder beside its place, flushed to the disk, and renamed; `latest` is replaced
-after that. Whatever fails before leaves the previous checkpoint and `latest` as they were. What a folder holds of
-the model, and its name, is a `Form`: the whole model here, the adapter alone (`adapter_step_N/`, `final_adapter/`)
-in example_trainer/adapters.py.
+A directory is written whole or not at all (weights/written.py), and `latest` is replaced after that: whatever fails
+before leaves the previous checkpoint and `latest` as they were. Of a LoRA run the adapter alone is kept, as
+`adapter_step_N/` and `final_adapter/`.
 """
 
-import hashlib
-import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -28,26 +24,14 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from atroposlib.files import sync, write_whole
-from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import write_policy_version
-from example_trainer.bf16 import exact_value
-from example_trainer.errors import TrainerError
-from example_trainer.weights.sharded import whole_parameters
+from atroposlib.errors import reading
+from atroposlib.files import write_whole
+from example_trainer.weights.written import MANIFEST, CheckpointError, FileRecord, TrainedModel, digest
 
-MANIFEST = "manifest.json"
 STATE = "trainer_state.pt"
 LATEST = "latest"
-
-log = get_logger(__name__)
-
-
-class CheckpointError(TrainerError):
-    """A checkpoint that cannot be written or read."""
 
 
 @dataclass
@@ -65,40 +49,16 @@ class Progress:
     leases: list[int] = field(default_factory=list, compare=False)
 
 
-@dataclass(frozen=True)
-class Form:
-    """What is kept of a model: the folders' names, the writer of its files into an existing folder, and their size."""
-
-    step_prefix: str
-    final: str
-    write: Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase | None], None]
-    nbytes: Callable[[PreTrainedModel], int]
-
-
-class FileRecord(msgspec.Struct):
-    """What the manifest says of a file."""
-
-    bytes: int
-    sha256: str
-
-
 class Checkpoints:
     """The step folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
 
-    def __init__(self, save_path: Path, keep: int, form: Form) -> None:
+    def __init__(self, save_path: Path, keep: int) -> None:
         self._save_path = save_path
         self._keep = keep
-        self._form = form
         self._written: list[Path] = []
 
-    def save(
-        self,
-        progress: Progress,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        optimizer: Optimizer,
-    ) -> Path:
-        """Write the folder of this step and point `latest` at it. Raises CheckpointError, with nothing changed."""
+    def save(self, progress: Progress, trained: TrainedModel, optimizer: Optimizer) -> Path:
+        """Write the directory of this step and point `latest` at it. Raises CheckpointError, with nothing changed."""
         state = {
             "progress": vars(progress),
             "optimizer": type(optimizer).__name__,
@@ -106,17 +66,15 @@ class Checkpoints:
             "moments": optimizer.state_dict()["state"],
             "generators": _generator_states(),
         }
-
-        def write(folder: Path) -> None:
-            self._form.write(folder, model, tokenizer)
-            write_policy_version(folder, progress.policy_version)
-            torch.save(state, folder / STATE)
-
         moments = [
             value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)
         ]
-        target = self._save_path / f"{self._form.step_prefix}{progress.step}"
-        write_folder(target, write, self._form.nbytes(model) + sum(moment.nbytes for moment in moments))
+        target = trained.write(
+            self._save_path / f"{trained.form.step_prefix}{progress.step}",
+            progress.policy_version,
+            also=lambda folder: torch.save(state, folder / STATE),
+            also_bytes=sum(moment.nbytes for moment in moments),
+        )
         self._point_at(target)
         self._written.append(target)
         if self._keep:
@@ -127,37 +85,9 @@ class Checkpoints:
 
     def _point_at(self, target: Path) -> None:
         pointer = self._save_path / LATEST
-        try:
+        remedy = f"free space, then use --resume {target}"
+        with reading(f"{target} is written, but {pointer} is not", CheckpointError, remedy=remedy):
             write_whole(pointer, f"{target.name}\n".encode())
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} is written, but {pointer} is not: {error}; free space, then use --resume {target}"
-            ) from error
-
-
-def save_served_model(
-    save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, policy_version: int, form: Form
-) -> Path:
-    """Write `save_path/served_N/`, from which a vLLM server serves policy version N. Raises CheckpointError."""
-    target = save_path / f"served_{policy_version}"
-
-    def write(folder: Path) -> None:
-        form.write(folder, model, tokenizer)
-        write_policy_version(folder, policy_version)
-
-    write_folder(target, write, form.nbytes(model))
-    return target
-
-
-def save_final_model(
-    save_path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, form: Form
-) -> Path:
-    """Write `save_path/final_model/` (or what `form` calls it): the model without the trainer's state. Raises
-    CheckpointError.
-    """
-    target = save_path / form.final
-    write_folder(target, lambda folder: form.write(folder, model, tokenizer), form.nbytes(model))
-    return target
 
 
 def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
@@ -181,21 +111,19 @@ def _latest(resume: str, save_path: Path) -> Path | None:
         if steps
         else "choose another --save-path"
     )
-    try:
-        name = pointer.read_bytes().decode().strip()
-    except FileNotFoundError:
+    if not pointer.exists():
         if steps:
             raise CheckpointError(
                 f"--resume {resume}: {save_path} holds {len(steps)} checkpoints but no {LATEST}; {remedy}, "
                 "or start afresh with another --save-path"
-            ) from None
+            )
         if resume == "auto":
             return None
         raise CheckpointError(
             f"--resume latest: {pointer} does not exist; --resume auto starts afresh then, or name a checkpoint folder"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{pointer} cannot be read ({error}); {remedy}") from None
+        )
+    with reading(f"{pointer} cannot be read", CheckpointError, remedy=remedy):
+        name = pointer.read_bytes().decode().strip()
     if not re.fullmatch(r"\w{1,100}", name, re.ASCII):
         raise CheckpointError(f"{pointer} is damaged: {name[:80]!a} is not the name of a checkpoint; {remedy}")
     return save_path / name
@@ -232,7 +160,7 @@ def _compare_with_manifest(folder: Path) -> None:
             raise CheckpointError(
                 f"{path} {found}, the checkpoint was written with {expected.bytes}; resume from another step_N folder"
             )
-        if _digest(path) != expected.sha256:
+        if digest(path) != expected.sha256:
             raise CheckpointError(
                 f"{path} has its size but other contents than were written (SHA-256 differs); resume from another"
                 " step_N folder"
@@ -273,85 +201,9 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
     return Progress(**state["progress"])
 
 
-def remove_leftovers(save_path: Path) -> None:
-    """Remove half-written folders of processes that no longer run."""
-    for folder in save_path.glob(".*.partial-*"):
-        if not Path(f"/proc/{folder.name.rpartition('-')[2]}").exists():
-            log.info("Removing %s, left half-written by a process that has ended", folder)
-            shutil.rmtree(folder)
-
-
 def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _weight_bytes(model: PreTrainedModel) -> int:
-    return sum(exact_value(parameter).nbytes for parameter in model.parameters())
-
-
 def _generator_states() -> dict[str, Any]:
     return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
-
-def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    model.save_pretrained(folder, state_dict=dict(whole_parameters(model)))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-WHOLE_MODEL = Form("step_", "final_model", _write_model, _weight_bytes)
-
-
-def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
-    """Make `target` from what `write` puts into an empty folder, all or nothing. Raises CheckpointError."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < expected_bytes:
-            raise OSError(f"about {expected_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
-        partial.mkdir()
-        write(partial)
-        _write_manifest(partial)
-        _sync_folder(partial)
-        _replace_folder(partial, target)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write {target}: {_first_line(error)}; earlier checkpoints are untouched. "
-            "Free space, lower --keep-checkpoints, or choose another --save-path"
-        ) from error
-
-
-def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, _digest(path)) for path in files}
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-
-
-def _replace_folder(partial: Path, target: Path) -> None:
-    """Rename `partial` to `target`; a folder already there, from an earlier run, steps aside first and is removed
-    after.
-    """
-    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    if target.exists():
-        target.rename(aside)
-    partial.rename(target)
-    sync(target.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -16,6 +16,7 @@ from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.names import Name
 from example_trainer.inference_servers import VllmServers
 from example_trainer.modes import AnyBridge, Mode, Restart, choose
+from example_trainer.objectives import Loss
 
 M = TypeVar("M", bound=Mode)
 
@@ -93,8 +94,9 @@ class OptimizationSettings(Config):
 
 
 class GrpoSettings(Config):
-    """GRPO"""
+    """Loss"""
 
+    loss: Loss = Field("grpo", description="what a step minimises: a file of example_trainer/objectives")
     clip_eps: float = Field(
         0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]"
     )

@@ -1,7 +1,9 @@
 """Errors that end a training run with a line for the person who started it, instead of a traceback."""
 
+from atroposlib.errors import AtroposError
 
-class TrainerError(RuntimeError):
+
+class TrainerError(AtroposError):
     """What failed, with which value, and what to do about it."""
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger
 from example_trainer.batching import Batch, Rollout
-from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exact_model import make_exact
@@ -135,17 +135,15 @@ class Exactness:
         config = self._config
         if not config.batch_invariant:
             return
-        key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
         ranks = set()
-        for host, port in config.vllm_servers:
-            client = VllmClient(host, port, key, config.bridge_timeout_s)
+        for client in vllm_clients(config):
             status = client.status()
-            if not status["batch_invariant"]:
+            if not status.batch_invariant:
                 raise TrainerError(
                     f"--batch-invariant: the vLLM server at {client.url} was started without it; "
                     "restart example_trainer/vllm_api_server.py with --batch-invariant, or drop the flag here"
                 )
-            ranks.add(int(status["tp_size"]))
+            ranks.add(status.tp_size)
         if len(ranks) > 1:
             raise TrainerError(
                 f"--batch-invariant: the vLLM servers run over {sorted(ranks)} ranks; give all one"

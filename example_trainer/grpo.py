@@ -19,43 +19,37 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 import contextlib
 import math
 import signal
-import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
-from atroposlib.logs import configure_logging, get_logger, print_error
-from example_trainer.adapters import ADAPTER
+from atroposlib.errors import one_line_errors
+from atroposlib.logs import configure_logging, get_logger
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
-from example_trainer.bridges import SyncReport, WeightBridge, make_bridge
-from example_trainer.checkpoint import (
-    WHOLE_MODEL,
-    Checkpoints,
-    Progress,
-    find_checkpoint,
-    remove_leftovers,
-    restore,
-    save_final_model,
-)
+from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
+from example_trainer.checkpoint import Checkpoints, Progress, find_checkpoint, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
-from example_trainer.losses import LossSettings
-from example_trainer.metrics import Row, open_metrics
-from example_trainer.model import load_model, load_tokenizer
+from example_trainer.memory import check_model, one_line_when_out_of_memory
+from example_trainer.metrics import Row, StepReport, open_metrics
+from example_trainer.model import load_model
+from example_trainer.modes import SingleCopy
+from example_trainer.objectives.base import LossSettings
 from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
-from example_trainer.step import StepFigures, batch_gradients
+from example_trainer.step import StepMetrics, batch_gradients
+from example_trainer.weights.load import load_trained
+from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -63,125 +57,221 @@ log = get_logger(__name__)
 PARITY_LIMITS = {"float32": 0.05, "float16": 0.25, "bfloat16": 1.0}
 
 
-def run(config: TrainerConfig, bridge: WeightBridge | None = None) -> None:
-    """Train to `config.training_steps`. `bridge` replaces the configured one. Raises TrainerError, of which
+def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
+    """Train to `config.training_steps`. `prepare` replaces the configured bridge. Raises TrainerError, of which
     BridgeError is one.
     """
     device = prepare_torch(config)
-    bridge = bridge or make_bridge(config)
-    checkpoint = find_checkpoint(config.resume, config.save_path)
-    remove_leftovers(config.save_path)
-    source = str(checkpoint) if checkpoint else config.model_name
-    settings = loss_settings(config)
+    prepare = prepare or make_bridge(config)
+    with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
+        run = Run(config, device, prepare, resources)
+        run.start()
+        for step in range(run.progress.step + 1, config.training_steps + 1):
+            run.step(step)
+        run.finish()
 
-    rejections = RejectionBudget(config.max_rejected_groups)
-    bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
 
-    with contextlib.ExitStack() as resources:
-        api = resources.enter_context(contextlib.closing(connect_api(config, bridge, rejections)))
+class Run:
+    """One training run: what it holds, and its steps. Everything that must be closed is in `resources`."""
+
+    def __init__(
+        self, config: TrainerConfig, device: torch.device, prepare: Prepare, resources: contextlib.ExitStack
+    ) -> None:
+        checkpoint = find_checkpoint(config.resume, config.save_path)
+        remove_leftovers(config.save_path)
+        if not isinstance(config.bridge, SingleCopy):  # which counts for itself, once vLLM has told what it shares
+            check_model(config, device)
+        self.config = config
+        self.rejections = RejectionBudget(config.max_rejected_groups)
+        self.bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
+        watched: list[WeightBridge] = []
+        api = connect_api(config, self.rejections, partial(sleep_beside, watched))
+        self.api = resources.enter_context(contextlib.closing(api))
         api.wait_until_up()
-        log.info("Loading %s in float32 on %s", source, device)
-        resources.enter_context(contextlib.closing(bridge))
-        model = bridge.connect(source, device)
-        exactness = Exactness(config)
-        exactness.prepare(model, bridge.served_dtype)
-        tokenizer = load_tokenizer(source)
-        reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
-        optimizer = make_optimizer(model.parameters(), config)
-        progress = restore(checkpoint, optimizer) if checkpoint else Progress()
-        scheduler = make_scheduler(optimizer, config, progress.updates)
-        if progress.step >= config.training_steps:
+        source = str(checkpoint) if checkpoint else config.model_name
+        log.info("Loading %s on %s", source, device)
+        self.trained, self.bridge = resources.enter_context(connected(config, prepare, source, device))
+        watched.append(self.bridge)
+        self.model = self.trained.model
+        self.exactness = Exactness(config)
+        self.exactness.prepare(self.model, self.bridge.served_dtype)
+        needs_reference = config.kl_coef > 0
+        self.reference = load_model(config.model_name, device).requires_grad_(False) if needs_reference else None
+        self.optimizer = make_optimizer(self.model.parameters(), config)
+        self.progress = restore(checkpoint, self.optimizer) if checkpoint else Progress()
+        self.scheduler = make_scheduler(self.optimizer, config, self.progress.updates)
+        if self.progress.step >= config.training_steps:
             raise TrainerError(
-                f"{checkpoint} has done {progress.step} of {config.training_steps} steps: raise --training-steps to"
-                " go on"
+                f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
+                " to go on"
             )
+        self.metrics = resources.enter_context(contextlib.closing(open_metrics(config, self.progress.step + 1)))
+        self.checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        self.vocab_size = self.model.config.get_text_config().vocab_size
+        self.proven = False  # vLLM's weights by the parity probe, after an update
 
-        metrics = resources.enter_context(contextlib.closing(open_metrics(config, progress.step + 1)))
-        form = ADAPTER if config.bridge.trains_adapter else WHOLE_MODEL
-        checkpoints = Checkpoints(config.save_path, config.keep_checkpoints, form)
-        bridge.sync(progress.policy_version, keep_weights)
-        check_parity(bridge, config)
-        vocab_size = model.config.get_text_config().vocab_size
-        needs = dict(vocab_size=vocab_size, trainable_only=True)
-        api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, **needs)
-        api.report_step(progress.step, progress.policy_version)
+    def start(self) -> None:
+        """Have vLLM serve the start weights, and register with the API."""
+        progress = self.progress
+        self.bridge.sync(progress.policy_version, keep_weights)
+        check_parity(self.bridge, self.config)
+        needs = dict(vocab_size=self.vocab_size, trainable_only=True)
+        self.api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, **needs)
+        self.api.report_step(progress.step, progress.policy_version)
 
-        proven = False
-        for step in range(progress.step + 1, config.training_steps + 1):
-            start, rejected_before = time.monotonic(), rejections.total
-            batch = trainable_batch(api, config, progress.policy_version, vocab_size, rejections)
-            fetched = time.monotonic()
-            if step == 1:
-                log_starting_accuracy(api)
+    def step(self, step: int) -> None:
+        """Train on one batch, have vLLM serve the result, report."""
+        start, rejected_before = time.monotonic(), self.rejections.total
+        batch = self.trainable_batch()
+        fetched = time.monotonic()
+        if step == 1:
+            log_starting_accuracy(self.api)
+        updates, measured = self.learn(batch, step)
+        differentiated = time.monotonic()
+        sync = self.hand_over(step, updates)
+        self.api.report_step(step, sync.policy_version)
+        synced = time.monotonic()
+        version = self.progress.policy_version
+        serves_it = sync.policy_version == version
+        report = StepReport(
+            step=step,
+            policy_version=version,
+            batch=batch,
+            measured=measured,
+            sync=sync,
+            accuracy=self.api.evaluation(version, self.config.eval_deadline) if serves_it else None,
+            updates=self.progress.updates,
+            rejected_groups=self.rejections.total - rejected_before,
+            bad_batches=self.bad_batches.total,
+            generate_s=fetched - start,
+            train_s=differentiated - fetched + sync.update_s,
+            step_s=synced - start,
+            eval_wait_s=time.monotonic() - synced,
+        )
+        self.metrics.write(report.row())
+        print(report.line(self.config.training_steps), flush=True)
+        self.save_if_due(step)
 
-            comparison = Comparison()
-            figures = gradients_of(batch, model, reference, settings, config, comparison)
-            exactness_row: Row = {}
-            optimizer_row: Row = {}
-            try:
-                exactness_row = exactness.judge(comparison, step, batch, model)
-                if figures is not None:
-                    grad_norm = clip_gradients(optimizer, config.max_grad_norm)
-                    expect_finite(figures.loss)
-                    optimizer_row = {"grad_norm": grad_norm, "lr": float(scheduler.get_last_lr()[0])}
-                    bad_batches.note_update()
-            except BadBatch as error:
-                bad_batches.note(error, step)
-                optimizer.zero_grad(set_to_none=True)
-                figures = None
-            differentiated = time.monotonic()
+    def finish(self) -> None:
+        """Write the trained model."""
+        self.exactness.expect_agreement()
+        log.info("Writing the trained model to %s", self.config.save_path)
+        folder = self.trained.write(self.config.save_path / self.trained.form.final)
+        print(f"Trained model: {folder}", flush=True)
+        self.api.acknowledge()
 
-            updates = progress.updates + (figures is not None)
-            version = progress.policy_version + 1
-            progress = replace(
-                progress, step=step, policy_version=version, updates=updates, leases=api.unacknowledged()
+    def trainable_batch(self) -> Batch:
+        """The next batch with a group that can be trained on; the others are rejected to the API.
+
+        A batch without any is passed over, so that a run that resumes, which is given the others alone, makes the same
+        steps.
+        """
+        while True:
+            batch = make_batch(
+                self.api.fetch_batch(self.config.fetch_timeout),
+                seq_len=self.config.seq_len,
+                divide_by_std=self.config.advantage_std,
+                policy_version=self.progress.policy_version,
+                vocab_size=self.vocab_size,
             )
-            sync = bridge.sync(
-                progress.policy_version, keep_weights if figures is None else partial(update, optimizer, scheduler)
+            self.rejections.note_trainable(batch.groups)
+            if batch.rejected:
+                self.rejections.note(self.api.reject(batch.rejected))
+            if batch.groups:
+                return batch
+            log.warning("No group of this batch can be trained on: fetching another")
+
+    def learn(self, batch: Batch, step: int) -> tuple[bool, Row]:
+        """Put the batch's clipped gradient into the parameters' `.grad`: whether there is one to step on, and what was
+        measured. Raises BadBatch or NotExact where the configuration says to stop.
+        """
+        comparison = Comparison()
+        gradients = self.gradients(batch, comparison)
+        checked: Row = {}
+        try:
+            checked = self.exactness.judge(comparison, step, batch, self.model)
+            if gradients is None:
+                return False, checked
+            grad_norm = clip_gradients(self.optimizer, self.config.max_grad_norm)
+            expect_finite(gradients["loss"])
+        except BadBatch as error:
+            self.bad_batches.note(error, step)
+            self.optimizer.zero_grad(set_to_none=True)
+            return False, checked
+        self.bad_batches.note_update()
+        lr = float(self.scheduler.get_last_lr()[0])
+        return True, {**gradients, **checked, "grad_norm": grad_norm, "lr": lr}
+
+    def gradients(self, batch: Batch, comparison: Comparison) -> StepMetrics | None:
+        """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
+        config = self.config
+        if batch.truncated_sequences:
+            log.warning(
+                "%d of %d sequences exceed --seq-len %d and lost their end",
+                batch.truncated_sequences,
+                batch.sequences,
+                config.seq_len,
             )
-            serves_it = sync.policy_version == progress.policy_version
-            if serves_it and not proven:
-                check_parity(bridge, config)
-                proven = True
-            api.report_step(step, sync.policy_version)
-            synced = time.monotonic()
-            accuracy = api.evaluation(progress.policy_version, config.eval_deadline) if serves_it else None
+        if not batch.rollouts:
+            log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
+            return None
+        return batch_gradients(
+            self.model,
+            micro_batches(batch.rollouts, config.micro_batch_tokens, self.model.device),
+            loss_settings(config),
+            reference=self.reference,
+            chunk_mb=config.logits_chunk_mb,
+            loss_tokens=batch.completion_tokens,
+            comparison=comparison,
+        )
 
-            row = {
-                "step": step,
-                "policy_version": progress.policy_version,
-                "accuracy": accuracy,
-                **batch_row(batch),
-                **({} if figures is None else asdict(figures)),
-                **exactness_row,
-                **optimizer_row,
-                "updates": progress.updates,
-                "rejected_groups": rejections.total - rejected_before,
-                "bad_batches": bad_batches.total,
-                **sync_row(sync),
-                "generate_s": fetched - start,
-                "train_s": differentiated - fetched + sync.update_s,
-                "step_s": synced - start,
-                "eval_wait_s": time.monotonic() - synced,
-            }
-            metrics.write(row)
-            print(step_line(row, config.training_steps), flush=True)
-            if config.checkpoint_interval and step % config.checkpoint_interval == 0:
-                log.info("Writing checkpoint %s%d to %s", form.step_prefix, step, config.save_path)
-                checkpoints.save(progress, model, tokenizer, optimizer)
-                api.acknowledge()
-            elif config.ack_after == "step" or not config.checkpoint_interval:
-                api.acknowledge()
-        exactness.expect_agreement()
-        log.info("Writing the trained model to %s", config.save_path)
-        print(f"Trained model: {save_final_model(config.save_path, model, tokenizer, form)}", flush=True)
-        api.acknowledge()
+    def hand_over(self, step: int, updates: bool) -> SyncReport:
+        """Make the optimizer update, if there is one, and have vLLM serve the result as the next policy version."""
+        self.progress = replace(
+            self.progress,
+            step=step,
+            policy_version=self.progress.policy_version + 1,
+            updates=self.progress.updates + updates,
+            leases=self.api.unacknowledged(),
+        )
+        version = self.progress.policy_version
+        change = partial(update, self.optimizer, self.scheduler) if updates else keep_weights
+        sync = self.bridge.sync(version, change)
+        if sync.policy_version == version and not self.proven:
+            check_parity(self.bridge, self.config)
+            self.proven = True
+        return sync
+
+    def save_if_due(self, step: int) -> None:
+        """Write the checkpoint that is due, and acknowledge what the run need not be given again."""
+        config = self.config
+        due = config.checkpoint_interval and step % config.checkpoint_interval == 0
+        if due:
+            prefix = self.trained.form.step_prefix
+            log.info("Writing checkpoint %s%d to %s", prefix, step, config.save_path)
+            self.checkpoints.save(self.progress, self.trained, self.optimizer)
+        if due or config.ack_after == "step" or not config.checkpoint_interval:
+            self.api.acknowledge()
 
 
-def connect_api(config: TrainerConfig, bridge: WeightBridge, rejections: RejectionBudget) -> ApiClient:
+@contextlib.contextmanager
+def connected(
+    config: TrainerConfig, prepare: Prepare, source: str, device: torch.device
+) -> Iterator[tuple[TrainedModel, WeightBridge]]:
+    """The model to train, with the weights of `source` (hub id or directory), and the bridge that hands it over.
+
+    With single copy the weights become those of `source` at the first sync.
+    """
+    prepared = prepare(source, device)
+    with contextlib.ExitStack() as resources:
+        resources.callback(prepared.close)
+        trained = load_trained(config, source, device, prepared.storage)
+        yield trained, resources.enter_context(contextlib.closing(prepared.connect(trained)))
+
+
+def connect_api(config: TrainerConfig, rejections: RejectionBudget, sleep: Callable[[float], None]) -> ApiClient:
     """A client of the batching API that stops waiting when vLLM is gone, or when too many groups are set aside."""
     token = None if config.atropos_token is None else config.atropos_token.get_secret_value()
-    sleep = partial(sleep_beside, bridge)
     return ApiClient(
         config.atropos_url,
         registration(config),
@@ -192,33 +282,9 @@ def connect_api(config: TrainerConfig, bridge: WeightBridge, rejections: Rejecti
     )
 
 
-def trainable_batch(
-    api: ApiClient, config: TrainerConfig, policy_version: int, vocab_size: int, rejections: RejectionBudget
-) -> Batch:
-    """The next batch with a group that can be trained on; the others are rejected to the API.
-
-    A batch without any is passed over, so that a run that resumes, which is given the others alone, makes the same
-    steps.
-    """
-    while True:
-        batch = make_batch(
-            api.fetch_batch(config.fetch_timeout),
-            seq_len=config.seq_len,
-            divide_by_std=config.advantage_std,
-            policy_version=policy_version,
-            vocab_size=vocab_size,
-        )
-        rejections.note_trainable(batch.groups)
-        if batch.rejected:
-            rejections.note(api.reject(batch.rejected))
-        if batch.groups:
-            return batch
-        log.warning("No group of this batch can be trained on: fetching another")
-
-
-def expect_finite(loss: float) -> None:
+def expect_finite(loss: float | None) -> None:
     """Raise BadBatch unless it is."""
-    if not math.isfinite(loss):
+    if loss is None or not math.isfinite(loss):
         raise BadBatch(
             f"the loss is {loss}; the weights were left as they are. "
             "Check the sampler's log-probabilities and the advantages of the environments"
@@ -229,40 +295,11 @@ def keep_weights() -> None:
     """The update of a sync that only hands the weights over as they are."""
 
 
-def sleep_beside(bridge: WeightBridge, seconds: float) -> None:
+def sleep_beside(bridges: Sequence[WeightBridge], seconds: float) -> None:
     """A pause of whoever waits for the API: without vLLM no batch will ever come, so the bridge's error comes first."""
-    bridge.check()
+    for bridge in bridges:
+        bridge.check()
     time.sleep(seconds)
-
-
-def gradients_of(
-    batch: Batch,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    settings: LossSettings,
-    config: TrainerConfig,
-    comparison: Comparison,
-) -> StepFigures | None:
-    """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
-    if batch.truncated_sequences:
-        log.warning(
-            "%d of %d sequences exceed --seq-len %d and lost their end",
-            batch.truncated_sequences,
-            batch.sequences,
-            config.seq_len,
-        )
-    if not batch.rollouts:
-        log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
-        return None
-    return batch_gradients(
-        model,
-        micro_batches(batch.rollouts, config.micro_batch_tokens, model.device),
-        settings,
-        reference=reference,
-        chunk_mb=config.logits_chunk_mb,
-        loss_tokens=batch.completion_tokens,
-        comparison=comparison,
-    )
 
 
 def prepare_torch(config: TrainerConfig) -> torch.device:
@@ -284,7 +321,11 @@ def loss_settings(config: TrainerConfig) -> LossSettings:
     """The loss as configured; the upper clip distance is the lower one unless given."""
     clip_high = config.clip_eps if config.clip_eps_high is None else config.clip_eps_high
     return LossSettings(
-        clip_low=config.clip_eps, clip_high=clip_high, kl_coef=config.kl_coef, entropy_coef=config.entropy_coef
+        loss=config.loss,
+        clip_low=config.clip_eps,
+        clip_high=clip_high,
+        kl_coef=config.kl_coef,
+        entropy_coef=config.entropy_coef,
     )
 
 
@@ -327,65 +368,18 @@ def log_starting_accuracy(api: ApiClient) -> None:
         print(f"Before training | accuracy {100 * accuracy:.1f} %", flush=True)
 
 
-def batch_row(batch: Batch) -> Row:
-    """The batch's part of a metrics row."""
-    return {
-        "reward_mean": batch.reward_mean,
-        "reward_std": batch.reward_std,
-        "completion_tokens": batch.completion_tokens,
-        "trained_tokens": batch.trained_tokens,
-        "sequences": batch.sequences,
-        "truncated_sequences": batch.truncated_sequences,
-        "groups": batch.groups,
-        "zero_variance_groups": batch.zero_variance_groups,
-        "staleness_mean": batch.staleness_mean,
-    }
-
-
-def sync_row(sync: SyncReport) -> Row:
-    """The bridge's part of a metrics row."""
-    return {
-        "served_version": sync.policy_version,
-        "sync_stall_s": sync.stall_s,
-        "sync_transfer_s": sync.transfer_s,
-        "sync_apply_s": sync.apply_s,
-        "sync_bytes": sync.bytes_moved,
-        "servers": sync.servers,
-    }
-
-
-def step_line(row: dict[str, Any], steps: int) -> str:
-    """The console line of a step: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
-    parts = [f"Step {row['step']}/{steps}", f"reward {row['reward_mean']:.3f}"]
-    if row["accuracy"] is not None:
-        parts.append(f"accuracy {100 * row['accuracy']:.1f} %")
-    parts.append("no update" if row.get("loss") is None else f"loss {row['loss']:+.4f}")
-    parts.append(f"{row['completion_tokens'] / row['step_s']:.0f} tokens/s")
-    parts.append(f"stall {1000 * row['sync_stall_s']:.0f} ms")
-    if row["staleness_mean"] is not None:
-        parts.append(f"staleness {row['staleness_mean']:.1f}")
-    parts.append(f"step {row['step_s']:.1f} s (sampling {row['generate_s']:.1f}, training {row['train_s']:.1f})")
-    return " | ".join(parts)
-
-
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + signum)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line: 0 when trained, 1 with one line on stderr when not, 130 on Ctrl-C."""
+    """The command line: 0 when trained; exits with 1 and one line on stderr when not, with 130 on Ctrl-C."""
     config = load_config(TrainerConfig, argv, prog="grpo")
     configure_logging("trainer")
     disable_progress_bar()
     signal.signal(signal.SIGTERM, _terminate)
-    try:
+    with one_line_errors("grpo"):
         run(config)
-    except TrainerError as error:
-        print_error("grpo", error)
-        return 1
-    except KeyboardInterrupt:
-        print("grpo: interrupted", file=sys.stderr, flush=True)
-        return 130
     return 0
 
 

@@ -1,18 +1,27 @@
-"""What training takes, told before anything is loaded: shared with vLLM, private, free; and a refusal with figures if
-it does not fit.
+"""What training takes in memory, by arithmetic, before anything is loaded; and one line when it does not fit.
+
+`needs` counts bytes from the number of weights alone, so config.json is enough: `check_model` refuses a run in every
+mode before a weight is read. A single copy counts again once vLLM has told which dtype it shares
+(bridges/single_copy.py). Importing this module loads no torch.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
-from torch import Tensor
 
+from atroposlib.errors import AtroposError, reason
+from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.modes import SingleCopy
+from example_trainer.modes import Adapter, SingleCopy
+
+if TYPE_CHECKING:
+    import torch
 
 FLOAT32 = 4  # bytes
 MOMENTS = {
@@ -20,10 +29,13 @@ MOMENTS = {
     "adamw_8bit": 2,
     "adafactor": 0,
 }  # bytes a weight; Adafactor's are one number a row and column
+CGROUP = Path("/sys/fs/cgroup")
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Need:
+class MemoryItem:
     """One line of the table for one device."""
 
     what: str
@@ -31,31 +43,68 @@ class Need:
     shared: bool = False
 
 
-def needs(weights: Iterable[Tensor], config: TrainerConfig, *, reference: bool) -> list[Need]:
-    """What training the shared `weights` of one device takes there; `reference` adds a frozen float32 copy for the KL
-    term.
+@dataclass(frozen=True)
+class Weights:
+    """How many weights a device holds: `trained` of them take gradients and moments; `halves` are bfloat16.
+
+    `shared`: they are vLLM's own memory.
     """
-    tensors = list(weights)
-    count = sum(tensor.numel() for tensor in tensors)
-    halves = sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.bfloat16)
-    mode = config.bridge
-    mastered = 0 if isinstance(mode, SingleCopy) and mode.bf16_update == "stochastic" else halves
+
+    count: int
+    trained: int
+    halves: int = 0
+    shared: bool = False
+
+
+def needs(weights: Weights, config: TrainerConfig) -> list[MemoryItem]:
+    """What training takes on one device, activations apart; --kl-coef adds a frozen float32 copy."""
+    mastered = 0 if _rounds(config) else weights.halves
     lines = [
-        Need("weights, vLLM's own", sum(tensor.nbytes for tensor in tensors), shared=True),
-        Need("float32 masters of bfloat16 weights", FLOAT32 * mastered),
-        Need("gradients", FLOAT32 * count - (2 * halves if not mastered else 0)),
-        Need(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * count),
-        Need("reference model for --kl-coef", FLOAT32 * count if reference else 0),
-        Need("logits, --logits-chunk-mb", 3 * (config.logits_chunk_mb << 20)),
+        MemoryItem(
+            "weights, vLLM's own" if weights.shared else "weights in float32",
+            FLOAT32 * weights.count - 2 * weights.halves,
+            weights.shared,
+        ),
+        MemoryItem("float32 masters of bfloat16 weights", FLOAT32 * mastered),
+        MemoryItem("gradients", FLOAT32 * weights.trained - 2 * (weights.halves - mastered)),
+        MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * weights.trained),
+        MemoryItem("reference model for --kl-coef", FLOAT32 * weights.count if config.kl_coef > 0 else 0),
+        MemoryItem("logits, --logits-chunk-mb", 3 * (config.logits_chunk_mb << 20)),
     ]
     return [line for line in lines if line.nbytes]
 
 
-def free_bytes(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else psutil.virtual_memory().available
+def check_model(config: TrainerConfig, device: "torch.device") -> None:
+    """Raise TrainerError if training --model-name does not fit on `device`, of which nothing is loaded yet."""
+    from example_trainer.model import meta_model
+
+    shapes = {name: weight.shape for name, weight in meta_model(config.model_name).named_parameters()}
+    count = sum(shape.numel() for shape in shapes.values())
+    trained = _adapter_size(config.bridge, shapes) if isinstance(config.bridge, Adapter) else count
+    held = count + trained if isinstance(config.bridge, Adapter) else count
+    check_memory(needs(Weights(held, trained), config), config, device)
 
 
-def memory_table(lines: list[Need], device: torch.device, free: int) -> str:
+def _adapter_size(mode: Adapter, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Weights of an adapter's two matrices, [r, in] and [out, r], beside each [out, in] that it is put to."""
+    adapted = tuple(f".{module}.weight" for module in mode.target_modules)
+    return sum(mode.r * sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
+
+
+def check_memory(lines: list[MemoryItem], config: TrainerConfig, device: "torch.device") -> None:
+    """Log the table. Raises TrainerError if the private part does not fit."""
+    free = free_bytes(device)
+    log.info("%s", memory_table(lines, device, free))
+    private = sum(line.nbytes for line in lines if not line.shared)
+    if private > free:
+        beside = " beside the shared weights" if any(line.shared for line in lines) else ""
+        raise TrainerError(
+            f"training {config.model_name} needs {private / 1e6:.0f} MB on {device}{beside}, {free / 1e6:.0f} MB are"
+            f" free ({math.ceil((private - free) / 1e6)} MB too little): {_remedies(lines, config)}"
+        )
+
+
+def memory_table(lines: list[MemoryItem], device: "torch.device", free: int) -> str:
     """The table, and its verdict."""
     private = sum(line.nbytes for line in lines if not line.shared)
     rows = [
@@ -65,13 +114,59 @@ def memory_table(lines: list[Need], device: torch.device, free: int) -> str:
     return "\n".join([f"Memory on {device}:", *rows])
 
 
-def check_memory(lines: list[Need], device: torch.device, free: int) -> None:
-    """Raise TrainerError if the private part does not fit."""
-    private = sum(line.nbytes for line in lines if not line.shared)
-    if private > free:
+def free_bytes(device: "torch.device") -> int:
+    """What `device` has free; of a CPU's memory, what the machine has available and a container's limit leaves."""
+    if device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory()
+
+
+def available_memory() -> int:
+    """What the machine has free, or a container's limit leaves."""
+    available = psutil.virtual_memory().available
+    limit = CGROUP / "memory.max"
+    if limit.is_file() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int((CGROUP / "memory.current").read_text()))
+    return available
+
+
+@contextmanager
+def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
+    """Around a run: memory that a device does not give becomes a TrainerError that names the flags to change."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
         raise TrainerError(
-            f"training needs {private / 1e6:.0f} MB on {device} beside the shared weights, {free / 1e6:.0f} MB are free"
-            f" ({math.ceil((private - free) / 1e6)} MB too little): give vLLM less KV cache (--gpu-memory-utilization,"
-            " VLLM_CPU_KVCACHE_SPACE), take --optimizer adafactor, --bf16-update stochastic with a bfloat16 server, or"
-            " a smaller model"
-        )
+            f"out of memory: {reason(error).rstrip('.')}; lower --micro-batch-tokens ({config.micro_batch_tokens}),"
+            f" --logits-chunk-mb ({config.logits_chunk_mb}) or --seq-len ({config.seq_len})"
+            f"{'' if config.gradient_checkpointing else ', add --gradient-checkpointing'}, or {_remedies([], config)}"
+        ) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a class for CUDA's, and for a CPU's a text alone."""
+    said = any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+    return isinstance(error, MemoryError) or (said and not isinstance(error, AtroposError))
+
+
+def _rounds(config: TrainerConfig) -> bool:
+    return isinstance(config.bridge, SingleCopy) and config.bridge.bf16_update == "stochastic"
+
+
+def _remedies(lines: list[MemoryItem], config: TrainerConfig) -> str:
+    """Flags that would help, and do not hold already."""
+    shared = any(line.shared for line in lines)
+    remedies = [
+        "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)" if shared else "",
+        "" if config.optimizer == "adafactor" or config.bridge.trains_adapter else "take --optimizer adafactor",
+        "--bf16-update stochastic with a bfloat16 server" if shared and not _rounds(config) else "",
+        "leave out --kl-coef (no reference model)" if config.kl_coef > 0 else "",
+        "" if config.bridge.trains_adapter or shared else "train a LoRA adapter",
+        "take a smaller model",
+    ]
+    *most, last = [remedy for remedy in remedies if remedy]
+    return f"{', '.join(most)} or {last}" if most else last

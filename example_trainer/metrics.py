@@ -6,6 +6,7 @@ of ROW_KEYS, null where a value was not measured at that step, and may have more
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from atroposlib.envs.errors import RecordError
 from atroposlib.envs.records import append_line
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
+from example_trainer.batching import Batch
+from example_trainer.bridges.base import SyncReport
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 
@@ -51,6 +54,72 @@ ROW_KEYS = (
 Row = Mapping[str, float | int | None]
 
 log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step came to; times are in seconds."""
+
+    step: int
+    policy_version: int
+    batch: Batch
+    measured: Row  # the loss's, the optimizer's and the exactness check's metrics, as far as the step made them
+    sync: SyncReport
+    accuracy: float | None
+    updates: int  # of the run so far
+    rejected_groups: int  # of this step
+    bad_batches: int  # of the run so far
+    generate_s: float
+    train_s: float
+    step_s: float
+    eval_wait_s: float
+
+    def row(self) -> Row:
+        """Its row of metrics.jsonl."""
+        batch, sync = self.batch, self.sync
+        return {
+            "step": self.step,
+            "policy_version": self.policy_version,
+            "accuracy": self.accuracy,
+            "reward_mean": batch.reward_mean,
+            "reward_std": batch.reward_std,
+            "completion_tokens": batch.completion_tokens,
+            "trained_tokens": batch.trained_tokens,
+            "sequences": batch.sequences,
+            "truncated_sequences": batch.truncated_sequences,
+            "groups": batch.groups,
+            "zero_variance_groups": batch.zero_variance_groups,
+            "staleness_mean": batch.staleness_mean,
+            **self.measured,
+            "updates": self.updates,
+            "rejected_groups": self.rejected_groups,
+            "bad_batches": self.bad_batches,
+            "served_version": sync.policy_version,
+            "sync_stall_s": sync.stall_s,
+            "sync_transfer_s": sync.transfer_s,
+            "sync_apply_s": sync.apply_s,
+            "sync_bytes": sync.bytes_moved,
+            "servers": sync.servers,
+            "generate_s": self.generate_s,
+            "train_s": self.train_s,
+            "step_s": self.step_s,
+            "eval_wait_s": self.eval_wait_s,
+        }
+
+    def line(self, steps: int) -> str:
+        """The console line: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
+        batch, loss = self.batch, self.measured.get("loss")
+        parts = [
+            f"Step {self.step}/{steps}",
+            f"reward {batch.reward_mean:.3f}",
+            None if self.accuracy is None else f"accuracy {100 * self.accuracy:.1f} %",
+            "no update" if loss is None else f"loss {loss:+.4f}",
+            f"{batch.completion_tokens / self.step_s:.0f} tokens/s",
+            f"stall {1000 * self.sync.stall_s:.0f} ms",
+            None if batch.staleness_mean is None else f"staleness {batch.staleness_mean:.1f}",
+            f"step {self.step_s:.1f} s (sampling {self.generate_s:.1f}, training {self.train_s:.1f})",
+        ]
+        return " | ".join(part for part in parts if part is not None)
 
 
 class StepOfRow(msgspec.Struct):

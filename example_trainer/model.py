@@ -2,13 +2,15 @@
 the same.
 """
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from atroposlib.errors import reading, reason
 from example_trainer.errors import TrainerError
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import MicroBatch
@@ -21,18 +23,33 @@ class ModelError(TrainerError):
 
 def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
     """The model `name` (hub id or local folder) in float32 on `device`, in training mode without dropout."""
-    try:
+    with reading_model(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
-    except (OSError, ValueError, SafetensorError) as error:
-        kind = "folder" if Path(name).is_dir() else "model id (there is no folder of that name here)"
-        raise ModelError(
-            f"cannot load --model-name {name!r}, a {kind}: {_first_line(error)}; give a Hugging Face model id that this"
-            " machine can download or has cached, or a folder with config.json and safetensors weights"
-        ) from error
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
     check_packed_forward(model)
     return model
+
+
+def meta_model(name: str) -> PreTrainedModel:
+    """The architecture of `name` (hub id or local folder) without any weights: it reads config.json alone."""
+    with reading_model(name), torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(name), attn_implementation=PACKED_SDPA
+        )
+    return model
+
+
+def reading_model(name: str) -> AbstractContextManager[None]:
+    """Turns what transformers raises for a model that is not there into one line."""
+    kind = "folder" if Path(name).is_dir() else "model id (there is no folder of that name here)"
+    return reading(
+        f"cannot load --model-name {name!r}, a {kind}",
+        ModelError,
+        remedy="give a Hugging Face model id that this machine can download or has cached, or a folder with config.json"
+        " and safetensors weights",
+        also=(SafetensorError,),
+    )
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
@@ -70,9 +87,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     try:
         found = model.get_output_embeddings()(trained_hidden(model, packed))
     except (TypeError, ValueError) as error:
-        raise ModelError(
-            f"{type(model).__name__} cannot be trained with packed sequences: {_first_line(error)}"
-        ) from error
+        raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
     expected = torch.cat([model(input_ids=part[None]).logits[0] for part in tokens.split(lengths)])
     difference = (found - expected).abs().max().item()
     limit = 1e-3 * max(1.0, expected.abs().max().item())
@@ -82,7 +97,3 @@ def check_packed_forward(model: PreTrainedModel) -> None:
             f" (limit {limit:.3g}) from its own forward pass; only architectures with the attention and the plain head"
             " of Llama and Qwen are supported"
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

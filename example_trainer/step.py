@@ -8,64 +8,40 @@ full one on their noise alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from example_trainer.exactness import Comparison
-from example_trainer.losses import LossSettings, k3, token_losses
+from example_trainer.objectives.base import LossSettings, k3, load_loss, with_penalties
 from example_trainer.packing import MicroBatch
 from example_trainer.policy import accumulate_gradients, token_logprobs
 
-
-@dataclass(frozen=True)
-class StepFigures:
-    """Figures from before the update: `loss` and `pg_loss` are means over all sampled tokens, the others over the
-    trained ones.
-
-    `kl` is to the reference model, None without one.
-    """
-
-    loss: float
-    pg_loss: float
-    kl: float | None
-    entropy: float
-    ratio_mean: float
-    ratio_clipped_frac: float
-    logprob_diff_mean: float
-    logprob_diff_max: float
-    sampler_kl: float
+StepMetrics = dict[str, float | None]
 
 
 class _Sums:
-    """Sums over tokens, kept on the device until the step is over."""
-
-    NAMES = ("loss", "pg_loss", "kl", "entropy", "ratio", "clipped", "logprob_diff", "sampler_kl")
+    """Sums over tokens by name, kept on the device until the step is over."""
 
     def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(len(self.NAMES), device=device)
-        self.largest_diff = torch.zeros((), device=device)
+        self._names: tuple[str, ...] = ()
+        self._values: Tensor | float = 0.0
+        self._largest_diff = torch.zeros((), device=device)
 
-    def add(self, sums: Sequence[Tensor], diff: Tensor) -> None:
-        self.values += torch.stack([value.detach().float() for value in sums])
-        self.largest_diff = torch.maximum(self.largest_diff, diff.max())
+    def add(self, terms: dict[str, Tensor]) -> None:
+        self._names = tuple(terms)
+        self._values = self._values + torch.stack([term.sum().detach().float() for term in terms.values()])
+        self._largest_diff = torch.maximum(self._largest_diff, terms["logprob_diff_mean"].max())
 
-    def figures(self, tokens: int, loss_tokens: int, with_kl: bool) -> StepFigures:
-        total = dict(zip(self.NAMES, self.values.tolist(), strict=True))
-        mean = {name: value / tokens for name, value in total.items()}
-        return StepFigures(
-            loss=total["loss"] / loss_tokens,
-            pg_loss=total["pg_loss"] / loss_tokens,
-            kl=mean["kl"] if with_kl else None,
-            entropy=mean["entropy"],
-            ratio_mean=mean["ratio"],
-            ratio_clipped_frac=mean["clipped"],
-            logprob_diff_mean=mean["logprob_diff"],
-            logprob_diff_max=self.largest_diff.item(),
-            sampler_kl=mean["sampler_kl"],
-        )
+    def metrics(self, tokens: int, loss_tokens: int) -> StepMetrics:
+        """`loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones."""
+        assert isinstance(self._values, Tensor)
+        totals = zip(self._names, self._values.tolist(), strict=True)
+        means: StepMetrics = {
+            name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens) for name, total in totals
+        }
+        return {"kl": None} | means | {"logprob_diff_max": self._largest_diff.item()}
 
 
 def batch_gradients(
@@ -77,8 +53,11 @@ def batch_gradients(
     chunk_mb: int = 128,
     loss_tokens: int | None = None,
     comparison: Comparison | None = None,
-) -> StepFigures:
+) -> StepMetrics:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
+
+    The result was measured before the update: the mean loss, KL to the reference model (None without one), entropy,
+    differences from the sampler's log-probabilities, and the metrics that the loss names itself.
 
     `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
     `comparison` is told every token's two log-probabilities.
@@ -87,7 +66,7 @@ def batch_gradients(
     """
     tokens = sum(len(batch.rows) for batch in batches)
     loss_tokens = loss_tokens or tokens
-    sums = _Sums(batches[0].input_ids.device)
+    sums, token_loss = _Sums(batches[0].input_ids.device), load_loss(settings.loss)
     for batch in batches:
         known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
 
@@ -95,28 +74,20 @@ def batch_gradients(
             logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known
         ) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
-            of_chunk = None if known is None else known[chunk]
-            losses = token_losses(logprobs, entropy, sampler, batch.advantages[chunk], of_chunk, settings)
+            policy, own = token_loss(logprobs, sampler, batch.advantages[chunk], settings)
+            total, kl = with_penalties(policy, logprobs, entropy, None if known is None else known[chunk], settings)
             if comparison is not None:
                 comparison.add(batch.targets[chunk], sampler, logprobs)
             with torch.no_grad():
-                diff = (logprobs - sampler).abs()
-                kl = torch.zeros_like(diff) if losses.kl is None else losses.kl
-                terms = (
-                    losses.total,
-                    losses.policy,
-                    kl,
-                    entropy,
-                    losses.ratio,
-                    losses.clipped,
-                    diff,
-                    k3(sampler, logprobs),
+                measured = {"loss": total, "pg_loss": policy, "entropy": entropy, **own} | (
+                    {} if kl is None else {"kl": kl}
                 )
-                sums.add([term.sum() for term in terms], diff)
-            return losses.total.sum() / loss_tokens
+                differences = {"logprob_diff_mean": (logprobs - sampler).abs(), "sampler_kl": k3(sampler, logprobs)}
+                sums.add(measured | differences)
+            return total.sum() / loss_tokens
 
         accumulate_gradients(model, batch, chunk_loss, chunk_mb)
-    return sums.figures(tokens, loss_tokens, with_kl=settings.kl_coef > 0)
+    return sums.metrics(tokens, loss_tokens)
 
 
 def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:

@@ -1,49 +1,34 @@
-"""Weight bridges: how a policy reaches vLLM after each step. One file a bridge, one line here that registers it."""
+"""Weight bridges: how a policy reaches vLLM after each step. One file per mode, one line here that registers it."""
 
 from collections.abc import Callable
+from functools import partial
 
-from example_trainer.bridges.base import BridgeError, SyncReport, WeightBridge
+import torch
+
+from example_trainer.bridges import broadcast, lora, restart, single_copy
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import MODES
 
-__all__ = ["BRIDGES", "BridgeError", "SyncReport", "WeightBridge", "make_bridge"]
+__all__ = ["BRIDGES", "BridgeError", "Prepare", "Prepared", "SyncReport", "WeightBridge", "make_bridge"]
 
+Prepare = Callable[
+    [str, torch.device], Prepared
+]  # of the model's source (hub id or directory) and the trainer's device
 
-def _broadcast(config: TrainerConfig) -> WeightBridge:
-    from example_trainer.bridges.broadcast import BroadcastBridge
-
-    return BroadcastBridge(config)
-
-
-def _restart(config: TrainerConfig) -> WeightBridge:
-    from example_trainer.bridges.restart import LoraRestartBridge, RestartBridge
-
-    return LoraRestartBridge(config) if config.bridge.trains_adapter else RestartBridge(config)
-
-
-def _lora(config: TrainerConfig) -> WeightBridge:
-    from example_trainer.bridges.lora import LoraBridge
-
-    return LoraBridge(config)
-
-
-def _single_copy(config: TrainerConfig) -> WeightBridge:
-    from example_trainer.bridges.single_copy import SingleCopyBridge
-
-    return SingleCopyBridge(config)
-
-
-BRIDGES: dict[str, Callable[[TrainerConfig], WeightBridge]] = {
-    "restart": _restart,
-    "lora_restart": _restart,
-    "broadcast": _broadcast,
-    "lora": _lora,
-    "single_copy": _single_copy,
+BRIDGES: dict[str, Callable[[TrainerConfig, str, torch.device], Prepared]] = {
+    "restart": restart.prepare,
+    "lora_restart": restart.prepare,
+    "broadcast": broadcast.prepare,
+    "lora": lora.prepare,
+    "single_copy": single_copy.prepare,
 }
 
 
-def make_bridge(config: TrainerConfig) -> WeightBridge:
-    """The bridge that the flags choose. Raises BridgeError where it feeds fewer servers than are named."""
+def make_bridge(config: TrainerConfig) -> Prepare:
+    """The bridge that the flags choose; nothing is reached yet. Raises BridgeError where it feeds fewer servers than
+    are named.
+    """
     mode = config.bridge
     servers = config.vllm_servers
     if not mode.feeds_several and (len(servers) > 1 or config.num_inference_nodes):
@@ -53,4 +38,4 @@ def make_bridge(config: TrainerConfig) -> WeightBridge:
             f"--weight-bridge-mode {mode.typed} feeds the one vLLM server of --vllm-host, not {names}: "
             f"name one with NUM_INFERENCE_NODES=0, or choose --weight-bridge-mode {' or '.join(several)}"
         )
-    return BRIDGES[mode.kind](config)
+    return partial(BRIDGES[mode.kind], config)

@@ -1,19 +1,21 @@
 """What every bridge is: the interface, the error and the report.
 
-The trainer calls, in this order: `connect(source, device)` once, which gives the model to train, before the
-optimizer exists; `sync(version, update)` with the start weights and for every step, where `update` is
-what changes the weights; `parity_probe()` when it wants proof; `check()` while it waits for a batch; `close()` at the
-end.
+make_bridge(config)              the mode's `prepare`; nothing is reached yet
+prepare(source, device)     ─▶ Prepared: before there is a model; says where the weights live, for single copy
+prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM on every parameter
+    sync(version, update)        with the start weights, and then once per step
+    parity_probe()               when the trainer wants proof
+    check()                      while the trainer waits for a batch
+    close()                      at the end
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-from transformers import PreTrainedModel
-
 from example_trainer.errors import TrainerError
+from example_trainer.weights.shared import SharedWeights
+from example_trainer.weights.written import TrainedModel
 
 
 class BridgeError(TrainerError):
@@ -34,12 +36,9 @@ class SyncReport:
 
 
 class WeightBridge(Protocol):
-    """One way to hand weights over. Every method raises BridgeError with the value, the limit and the remedy."""
+    """A connected way to hand weights over. Every method raises BridgeError with the value, the limit and the remedy."""
 
-    served_dtype: str  # in which vLLM computes, e.g. "bfloat16"; known once connected
-
-    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        """Agree with vLLM on every parameter; the model to train, with the weights of `source` (hub id or folder)."""
+    served_dtype: str  # in which vLLM computes, e.g. "bfloat16"
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         """Run `update`, which changes the model's weights, and make the result what vLLM serves, as `policy_version`.
@@ -54,7 +53,20 @@ class WeightBridge(Protocol):
         """
 
     def check(self) -> None:
-        """Return if vLLM is there as far as is known; never waits, and may be called before `connect`."""
+        """Return if vLLM is there as far as is known; never waits."""
 
     def close(self) -> None:
         """Leave in an orderly way; never raises for a peer that is gone."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A bridge before there is a model: what could be refused is refused, and what must be held is held until `close`.
+
+    `storage` is where the weights live, for single copy; None where the trainer has weights of its own. `connect`
+    agrees with vLLM on every parameter. `close` may be called twice, and after the connected bridge's own.
+    """
+
+    connect: Callable[[TrainedModel], WeightBridge]
+    close: Callable[[], None]
+    storage: SharedWeights | None = None

@@ -1,5 +1,4 @@
-"""Mode broadcast: to one updater thread per vLLM worker, of one
-server or of several.
+"""Mode broadcast: weights go to one updater thread per vLLM worker, of one server or of several.
 
     parameters ─(views)─▶ flat buffer in wire order ──Gloo/NCCL broadcast──▶ staging on every worker ──commit──▶ served
 
@@ -16,22 +15,25 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from typing import TypeVar
 
-import requests
 import torch
-from transformers import PreTrainedModel
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
-from example_trainer.bridges.base import BridgeError, SyncReport
+from atroposlib.wire.bridge import Manifest
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import LinkSettings, Rendezvous, ServerLink
-from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.bridges.session import matching_manifest
+from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model
 from example_trainer.modes import Broadcast
 from example_trainer.weights.flat import FlatWeights
+from example_trainer.weights.source import WeightSource, shapes_of
+from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport
 
 log = get_logger(__name__)
@@ -40,53 +42,53 @@ T = TypeVar("T")
 READMIT_S = 30.0  # between two looks at servers that were left out
 
 
-class BroadcastBridge:
-    """Trainer side of the broadcast."""
+def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
+    """Listen where vLLM's workers will come. Raises BridgeError if a server on another machine could not reach it."""
+    rendezvous = Rendezvous(_reachable_address(config), config.mode(Broadcast).master_port, config.bridge_timeout_s)
+    return Prepared(partial(BroadcastBridge, config, rendezvous), rendezvous.close)
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
-        self._mode = config.mode(Broadcast)
-        key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
-        self._servers = [VllmClient(host, port, key, config.bridge_timeout_s) for host, port in config.vllm_servers]
+
+class BroadcastBridge(WeightBridge):
+    """Trainer side of the broadcast: one link per server, all of one `source`."""
+
+    def __init__(self, config: TrainerConfig, rendezvous: Rendezvous, trained: TrainedModel) -> None:
+        self._model = trained.model
+        self._rendezvous = rendezvous
+        self._servers = vllm_clients(config)
+        self._settings = _link_settings(config, self._model.device)
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
-        self._rendezvous: Rendezvous | None = None
-
-    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        address = _reachable_address(self._config)
-        self._model = model = load_model(source, device, gradient_checkpointing=self._config.gradient_checkpointing)
-        give_up = time.monotonic() + self._config.vllm_start_timeout
+        give_up = time.monotonic() + config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
-        self._manifest = self._servers[0].manifest()
+        parameters = dict(self._model.named_parameters())
+        self._manifest = matching_manifest(self._servers[0], shapes_of(parameters))
+        self._source: WeightSource = FlatWeights(self._manifest, parameters)
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._matching_manifest(vllm) for vllm in self._servers]
         count = len(self._manifest.tensors)
         log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
-        self._image = FlatWeights(self._manifest, dict(model.named_parameters()))
-        self._settings = self._link_settings()
-        self._rendezvous = Rendezvous(address, self._mode.master_port, self._config.bridge_timeout_s)
-        for vllm, manifest in zip(self._servers, manifests, strict=True):
-            self._links.append(ServerLink(vllm, manifest, self._rendezvous, self._settings))
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            for vllm, manifest in zip(self._servers, manifests, strict=True):
+                self._links.append(ServerLink(vllm, manifest, rendezvous, self._settings))
+            undo.pop_all()
         log.info("[Bridge] ✓ All ranks synchronized and ready")
-        return model
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
-        if self._rendezvous is None:
-            raise BridgeError("the bridge is not connected: call connect first")
-        self._readmit(self._rendezvous)
-        self._on_each(ServerLink.check_alive)
+        self._readmit()
+        self._on_each(lambda link: link.session.check())
         start = time.perf_counter()
         update()
         updated = time.perf_counter()
         # several NCCL communicators of one device take turns; Gloo's groups are sockets of their own
         self._on_each(
-            lambda link: link.transfer(policy_version, self._image.bucket), at_once=self._settings.backend == "gloo"
+            lambda link: link.transfer(policy_version, self._source.bucket), at_once=self._settings.backend == "gloo"
         )
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.commit(policy_version))
-        stall_s, apply_s = (max(commit[part] for commit in commits) for part in ("stall_s", "apply_s"))
+        stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
         log.info(
             "[Bridge] Policy version %d is served%s: transfer %.3f s, stall %.1f ms, apply %.1f ms",
             policy_version,
@@ -109,7 +111,7 @@ class BroadcastBridge:
         return max(self._on_each(lambda link: parity(self._model, link.vllm), at_once=False))
 
     def check(self) -> None:
-        lost = [link.lost for link in self._links if link.lost is not None]
+        lost = [link.session.lost for link in self._links if link.session.lost is not None]
         if lost and len(lost) == len(self._links):
             raise BridgeError(f"the session with vLLM is lost: {'; '.join(lost)}")
 
@@ -117,9 +119,7 @@ class BroadcastBridge:
         for link in self._links:
             link.close()
         self._links.clear()
-        if self._rendezvous is not None:
-            self._rendezvous.close()
-            self._rendezvous = None
+        self._rendezvous.close()
 
     def _on_each(self, act: Callable[[ServerLink], T], at_once: bool = True) -> list[T]:
         """What `act` returns for each server that lives. One for which it fails is dropped; raises BridgeError when
@@ -154,7 +154,7 @@ class BroadcastBridge:
                     link.vllm.url, len(self._links), len(self._servers), error)  # fmt: skip
         link.drop(f"left out of the weight sync: {error}"[:1000])
 
-    def _readmit(self, rendezvous: Rendezvous) -> None:
+    def _readmit(self) -> None:
         """Open a new session with every server that was left out and answers again; the sync that follows brings it up
         to date.
         """
@@ -163,8 +163,8 @@ class BroadcastBridge:
         for vllm in tuple(self._left_out):
             try:
                 vllm.status()
-                link = ServerLink(vllm, self._matching_manifest(vllm), rendezvous, self._settings)
-            except (requests.RequestException, BridgeError) as error:
+                link = ServerLink(vllm, self._matching_manifest(vllm), self._rendezvous, self._settings)
+            except BridgeError as error:
                 log.warning("[Bridge] %s stays out, next look in %.0f s: %s", vllm.url, READMIT_S, error)
                 continue
             self._left_out.remove(vllm)
@@ -174,13 +174,7 @@ class BroadcastBridge:
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:
         """What `vllm` holds. Raises BridgeError unless it is the trainer's model, laid out as on the first server."""
-        manifest = vllm.manifest()
-        try:
-            compare(manifest, {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()})
-        except ManifestMismatch as mismatch:
-            raise BridgeError(
-                f"trainer and the vLLM server at {vllm.url} do not hold the same model: {mismatch}"
-            ) from mismatch
+        manifest = matching_manifest(vllm, self._source.shapes())
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
                 f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url}"
@@ -188,12 +182,13 @@ class BroadcastBridge:
             )
         return manifest
 
-    def _link_settings(self) -> LinkSettings:
-        backend = self._mode.backend
-        if backend == "auto":
-            backend = "nccl" if self._image.buffer.is_cuda else "gloo"
-        timeout_s = self._config.bridge_timeout_s
-        return LinkSettings(backend, self._mode.bucket_mb << 20, timeout_s, self._mode.lease_s)
+
+def _link_settings(config: TrainerConfig, device: torch.device) -> LinkSettings:
+    mode = config.mode(Broadcast)
+    backend = mode.backend
+    if backend == "auto":
+        backend = "nccl" if device.type == "cuda" else "gloo"
+    return LinkSettings(backend, mode.bucket_mb << 20, config.bridge_timeout_s, mode.lease_s)
 
 
 def _reachable_address(config: TrainerConfig) -> str:
@@ -214,7 +209,5 @@ def _reachable_address(config: TrainerConfig) -> str:
 
 
 def _resolve(host: str, what: str) -> str:
-    try:
+    with reading(f"{what} {host} cannot be resolved to an address", BridgeError):
         return socket.gethostbyname(host)
-    except OSError as error:
-        raise BridgeError(f"{what} {host} cannot be resolved to an address: {error}") from error

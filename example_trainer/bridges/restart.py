@@ -17,25 +17,21 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import requests
 import torch
-from transformers import PreTrainedModel
 
-from atroposlib.clients.waiting import waiting
+from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import read_policy_version
-from example_trainer.adapters import ADAPTER, load_adapted_model
-from example_trainer.bridges.base import BridgeError, SyncReport
+from atroposlib.wire.bridge import ServerStatus, read_policy_version
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.vllm_client import VllmClient
-from example_trainer.checkpoint import WHOLE_MODEL, save_served_model
+from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model, load_tokenizer
-from example_trainer.modes import LoraRestart, Restarting
+from example_trainer.modes import Adapter, Restarting
 from example_trainer.server_process import ServerProcess
+from example_trainer.weights.written import TrainedModel
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
@@ -47,148 +43,114 @@ SHARED_GPU_FRACTION = "0.45"  # of the memory of a GPU that vLLM shares with the
 log = get_logger(__name__)
 
 
-class RestartBridge:
-    """Trainer side of the legacy mode. `launcher` is the program that serves a model folder."""
+def prepare(config: TrainerConfig, source: str, device: torch.device, launcher: Path = LAUNCHER) -> Prepared:
+    """Find the server, or start one, which loads while the trainer does."""
+    server = VllmServer(config, device, launcher)
+    if server.owned:
+        server.start(source, read_policy_version(source), config.model_name)
+    else:
+        log.info(
+            "[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it",
+            server.client.url,
+        )
+    return Prepared(partial(RestartBridge, config, server), server.stop)
 
-    form = WHOLE_MODEL
 
-    def __init__(self, config: TrainerConfig, launcher: Path = LAUNCHER) -> None:
+class VllmServer:
+    """The vLLM server at --vllm-port: the trainer's own (`owned`), which it starts and ends, or somebody else's.
+
+    `launcher` is the program that serves a model directory.
+    """
+
+    def __init__(self, config: TrainerConfig, device: torch.device, launcher: Path) -> None:
         self._config = config
         self._mode = config.mode(Restarting)
-        self._launcher = launcher
-        key = config.vllm_api_key.get_secret_value() if config.vllm_api_key else None
-        self._vllm = VllmClient(config.vllm_host, config.vllm_port, key, config.bridge_timeout_s)
-        self._server: ServerProcess | None = None  # ours; None before it is started and while somebody else's serves
-        self._owns = False
-        self._served: int | None = None  # policy version that vLLM serves, once a sync has made sure of it
-        self._folder: Path | None = None  # what vLLM was restarted from last
-        self.served_dtype = ""
-
-    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        config = self._config
         self._device = device
-        self._owns = not _listens(config.vllm_host, config.vllm_port)
-        if self._owns:
-            self._start(source, read_policy_version(source))  # loads while the trainer does
-        else:
-            log.info(
-                "[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it",
-                self._vllm.url,
-            )
-        self._model = self._load(source, device)
-        self._tokenizer = load_tokenizer(source)
-        status = self._await_server(None)
-        self._version_at_start = int(status["policy_version"])
-        self.served_dtype = str(status["dtype"])
-        return self._model
+        self._launcher = launcher
+        (self.client,) = vllm_clients(config)
+        self.owned = not _listens(config.vllm_host, config.vllm_port)
+        self.process: ServerProcess | None = None  # ours, while it runs
+        self.dtype = ""  # which it has served so far, and keeps, though a checkpoint is float32
 
-    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
-        self.check()
-        start = time.perf_counter()
-        update()
-        update_s = time.perf_counter() - start
-        if self._served is None and self._version_at_start == policy_version:
-            self._served = policy_version  # started from these very weights
-        if self._served is not None and not self._is_due(policy_version):
-            return SyncReport(self._served, update_s, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
-        return self._serve(policy_version, update_s)
-
-    def parity_probe(self) -> float:
-        return parity(self._model, self._vllm)
-
-    def check(self) -> None:
-        if self._server is None:
-            return
-        end = self._server.end()
-        if end is not None:
-            raise BridgeError(
-                f"the vLLM server that this trainer started (pid {self._server.pid}, {self._vllm.url}) ended by itself:"
-                f" {end}. Last lines of {self._server.log_path}:\n{self._server.last_lines()}"
-            )
-
-    def close(self) -> None:
-        self._stop()
-
-    def _is_due(self, policy_version: int) -> bool:
-        """Every multiple of the interval, and the last version, whose evaluation environments wait for."""
-        config = self._config
-        return policy_version != self._served and (
-            policy_version % self._mode.restart_interval == 0 or policy_version == config.training_steps
-        )
-
-    def _serve(self, policy_version: int, update_s: float) -> SyncReport:
-        """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
-        start = time.perf_counter()
-        folder = save_served_model(
-            self._config.save_path, self._model, self._tokenizer, policy_version, self.form
-        ).resolve()
-        transfer_s = time.perf_counter() - start
-        log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
-        start = time.perf_counter()
-        if self._owns:
-            self._stop()
-            stopped = time.perf_counter()
-            self._start(str(folder), policy_version)
-        else:
-            stopped = start
-            command = shlex.join(["python", "-u", *self._command(str(folder), policy_version, self._vllm.models()[0])])
-            log.warning(
-                "[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s", self._vllm.url, command
-            )
-        self._await_server((str(folder), policy_version))
-        end = time.perf_counter()
-        self._served = policy_version
-        if self._folder is not None and self._folder != folder:
-            shutil.rmtree(self._folder)
-        self._folder = folder
-        log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
-        return SyncReport(policy_version, update_s, end - start, transfer_s, end - stopped, _folder_bytes(folder))
-
-    def _start(self, source: str, policy_version: int) -> None:
+    def start(self, source: str, policy_version: int, served_name: str) -> None:
+        """Start our own from `source`: the model, or a directory that holds `policy_version`."""
         config = self._config
         if not _is_loopback(config.vllm_host):
             raise BridgeError(
-                f"nothing listens at {self._vllm.url}, and this trainer starts vLLM on its own loopback only: "
+                f"nothing listens at {self.client.url}, and this trainer starts vLLM on its own loopback only: "
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
-        _await_free_port(config.vllm_host, config.vllm_port, PORT_WAIT_S)
+        _await_free_port(config.vllm_host, config.vllm_port)
         command = [
             "-u",
-            *self._command(source, policy_version, config.model_name),
+            *self.command(source, policy_version, served_name),
             *self._defaults(),
             *shlex.split(self._mode.vllm_flags),
         ]
-        self._server = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
+        self.process = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
         log.info(
             "[Bridge] Started vLLM (pid %d, log %s): python %s",
-            self._server.pid,
-            self._server.log_path,
+            self.process.pid,
+            self.process.log_path,
             shlex.join(command),
         )
 
-    def _stop(self) -> None:
-        if self._server is not None:
-            log.info("[Bridge] Ending the vLLM server that this trainer started (process group %d)", self._server.pid)
-            self._server.stop(GRACE_S)
-            self._server = None
+    def stop(self) -> None:
+        """End it if it is ours and runs."""
+        if self.process is not None:
+            log.info("[Bridge] Ending the vLLM server that this trainer started (process group %d)", self.process.pid)
+            self.process.stop(GRACE_S)
+            self.process = None
 
-    def _load(self, source: str, device: torch.device) -> PreTrainedModel:
-        return load_model(source, device, gradient_checkpointing=self._config.gradient_checkpointing)
+    def check(self) -> None:
+        """Raise BridgeError if it is ours and has ended by itself."""
+        end = None if self.process is None else self.process.end()
+        if self.process is not None and end is not None:
+            raise BridgeError(
+                f"the vLLM server that this trainer started (pid {self.process.pid}, {self.client.url}) ended by"
+                f" itself: {end}. Last lines of {self.process.log_path}:\n{self.process.last_lines()}"
+            )
 
-    def _model_flags(self, source: str, policy_version: int) -> list[str]:
-        """How the launcher is told what to serve: the model, or a folder of the form that is trained."""
-        return ["--model", source]
-
-    def _serves(self, status: dict[str, Any], source: str, policy_version: int) -> bool:
-        return Path(status["model"]).resolve() == Path(source) and status["policy_version"] == policy_version
-
-    def _command(self, source: str, policy_version: int, served_name: str) -> list[str]:
-        """What serves `source`: under the name that clients know, and in the dtype served so far, though a checkpoint
-        is float32.
+    def wait(self, folder: str | None = None, policy_version: int = 0) -> ServerStatus:
+        """Its status once it answers, and serves `folder` as `policy_version` if one is given. Raises BridgeError at
+        --vllm-start-timeout, and at once if our own has ended or serves something else.
         """
-        words = [str(self._launcher), *self._model_flags(source, policy_version)]
+        deadline_s = self._config.vllm_start_timeout
+        what = "vLLM" if folder is None else f"vLLM with policy version {policy_version}"
+
+        def late(reason: str) -> BridgeError:
+            return BridgeError(
+                f"{what} is not at {self.client.url} after {deadline_s:.0f} s: {reason}; see its log, or raise"
+                " --vllm-start-timeout"
+            )
+
+        ask = self._ask if folder is None else partial(self._ask_for, folder, policy_version)
+        return wait_for(ask, Wait(what, self.client.url, deadline_s, late, POLL_S, POLL_S))
+
+    def _ask(self) -> ServerStatus:
+        self.check()
+        return self.client.ask_status()
+
+    def _ask_for(self, folder: str, policy_version: int) -> ServerStatus:
+        self.check()
+        try:
+            status = self.client.ask_status()
+        except BridgeError as error:  # a server that is being restarted by hand may refuse on its way down
+            raise NotYet(str(error)) from error
+        if _serves(self._config, status, folder, policy_version):
+            return status
+        found = f"it serves {status.served_model} as policy version {status.policy_version}"
+        if self.owned:
+            raise BridgeError(
+                f"vLLM was started from {folder} (policy version {policy_version}), but {found}: check --vllm-flags"
+            )
+        raise NotYet(found)
+
+    def command(self, source: str, policy_version: int, served_name: str) -> list[str]:
+        """What serves `source`: under the name that clients know, and in the dtype served so far."""
+        words = [str(self._launcher), *_model_flags(self._config, source, policy_version)]
         words += ["--served-model-name", served_name, "--port", str(self._config.vllm_port)]
-        return [*words, "--dtype", self.served_dtype] if self.served_dtype else words
+        return [*words, "--dtype", self.dtype] if self.dtype else words
 
     def _defaults(self) -> list[str]:
         """Flags of our own server that --vllm-flags may replace."""
@@ -205,64 +167,93 @@ class RestartBridge:
             changes["CUDA_VISIBLE_DEVICES"] = self._mode.vllm_gpu
         return os.environ | changes
 
-    def _await_server(self, wanted: tuple[str, int] | None) -> dict[str, Any]:
-        """The server's status once it answers, and serves the `wanted` folder and version if one is given."""
-        deadline_s = self._config.vllm_start_timeout
-        what = "vLLM" if wanted is None else f"vLLM with policy version {wanted[1]}"
-        with waiting(log, what, peer=self._vllm.url, deadline_s=deadline_s):
-            end = time.monotonic() + deadline_s
-            while True:
-                found = self._ask(wanted)
-                if isinstance(found, dict):
-                    return found
-                if time.monotonic() > end:
-                    raise BridgeError(
-                        f"{what} is not at {self._vllm.url} after {deadline_s:.0f} s: {found}; see its log, or raise"
-                        " --vllm-start-timeout"
-                    )
-                time.sleep(POLL_S)
 
-    def _ask(self, wanted: tuple[str, int] | None) -> dict[str, Any] | str:
-        """The status, or what is not as wanted yet. Raises BridgeError if our own server has ended or serves something
-        else.
-        """
+class RestartBridge(WeightBridge):
+    """Trainer side of the modes that restart vLLM."""
+
+    def __init__(self, config: TrainerConfig, server: VllmServer, trained: TrainedModel) -> None:
+        self._config = config
+        self._server = server
+        self._trained = trained
+        self._folder: Path | None = None  # what vLLM was restarted from last
+        status = server.wait()
+        self._version_at_start = status.policy_version
+        self._served: int | None = None  # policy version that vLLM serves, once a sync has made sure of it
+        self.served_dtype = server.dtype = status.dtype
+
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
-        try:
-            status = self._vllm.status()
-        except requests.RequestException as error:
-            return f"no answer ({type(error).__name__})"
-        except BridgeError as error:
-            if wanted is None:
-                raise
-            return str(error)  # a server that is being restarted by hand may refuse on its way down
-        if wanted is None or self._serves(status, *wanted):
-            return status
-        found = f"it serves {status['served_model']} as policy version {status['policy_version']}"
-        if self._owns:
-            raise BridgeError(
-                f"vLLM was started from {wanted[0]} (policy version {wanted[1]}), but {found}: check --vllm-flags"
-            )
-        return found
+        start = time.perf_counter()
+        update()
+        update_s = time.perf_counter() - start
+        if self._served is None and self._version_at_start == policy_version:
+            self._served = policy_version  # started from these very weights
+        if self._served is not None and not self._is_due(policy_version):
+            return SyncReport(self._served, update_s, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
+        return self._serve(policy_version, update_s)
 
+    def parity_probe(self) -> float:
+        return parity(self._trained.model, self._server.client)
 
-class LoraRestartBridge(RestartBridge):
-    """The same with a LoRA adapter: vLLM starts with the base model and with the adapter, which it samples from."""
+    def check(self) -> None:
+        self._server.check()
 
-    form = ADAPTER
+    def close(self) -> None:
+        self._server.stop()
 
-    def _load(self, source: str, device: torch.device) -> PreTrainedModel:
-        return load_adapted_model(source, self._config, device)
-
-    def _model_flags(self, source: str, policy_version: int) -> list[str]:
-        rank = next(rank for rank in VLLM_LORA_RANKS if rank >= self._config.mode(LoraRestart).r)
-        flags = ["--model", self._config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
-        adapter = (
-            [] if source == self._config.model_name else ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+    def _is_due(self, policy_version: int) -> bool:
+        """Every multiple of the interval, and the last version, whose evaluation environments wait for."""
+        config = self._config
+        return policy_version != self._served and (
+            policy_version % config.mode(Restarting).restart_interval == 0 or policy_version == config.training_steps
         )
-        return [*flags, *adapter]
 
-    def _serves(self, status: dict[str, Any], source: str, policy_version: int) -> bool:
-        return (status["served_model"], status["policy_version"]) == (_adapter_name(policy_version), policy_version)
+    def _serve(self, policy_version: int, update_s: float) -> SyncReport:
+        """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
+        server, start = self._server, time.perf_counter()
+        target = self._config.save_path / f"served_{policy_version}"
+        folder = self._trained.write(target, policy_version).resolve()
+        transfer_s = time.perf_counter() - start
+        log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
+        start = stopped = time.perf_counter()
+        if server.owned:
+            server.stop()
+            stopped = time.perf_counter()
+            server.start(str(folder), policy_version, self._config.model_name)
+        else:
+            command = server.command(str(folder), policy_version, server.client.models()[0])
+            log.warning(
+                "[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s",
+                server.client.url,
+                shlex.join(["python", "-u", *command]),
+            )
+        server.wait(str(folder), policy_version)
+        end = time.perf_counter()
+        self._served = policy_version
+        if self._folder is not None and self._folder != folder:
+            shutil.rmtree(self._folder)
+        self._folder = folder
+        log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
+        moved = sum(path.stat().st_size for path in folder.iterdir())
+        return SyncReport(policy_version, update_s, end - start, transfer_s, end - stopped, moved)
+
+
+def _model_flags(config: TrainerConfig, source: str, policy_version: int) -> list[str]:
+    """How the launcher is told what to serve: the model, or the base model with an adapter that it samples from."""
+    if not isinstance(config.bridge, Adapter):
+        return ["--model", source]
+    rank = next(rank for rank in VLLM_LORA_RANKS if rank >= config.bridge.r)
+    flags = ["--model", config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
+    adapter = ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+    return flags if source == config.model_name else [*flags, *adapter]
+
+
+def _serves(config: TrainerConfig, status: ServerStatus, folder: str, policy_version: int) -> bool:
+    if status.policy_version != policy_version:
+        return False
+    if config.bridge.trains_adapter:
+        return status.served_model == _adapter_name(policy_version)
+    return Path(status.model).resolve() == Path(folder)
 
 
 def _adapter_name(policy_version: int) -> str:
@@ -282,15 +273,14 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _await_free_port(host: str, port: int, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while _listens(host, port):
-        if time.monotonic() > end:
-            raise BridgeError(
-                f"port {port} on {host} is taken by another process now: stop that one, or choose another --vllm-port"
-            )
-        time.sleep(POLL_S)
+def _await_free_port(host: str, port: int) -> None:
+    def free() -> None:
+        if _listens(host, port):
+            raise NotYet("it is taken")
 
+    def taken(reason: str) -> BridgeError:
+        return BridgeError(
+            f"port {port} on {host} is taken by another process now: stop that one, or choose another --vllm-port"
+        )
 
-def _folder_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir())
+    wait_for(free, Wait(f"port {port}", host, PORT_WAIT_S, taken, POLL_S, POLL_S))

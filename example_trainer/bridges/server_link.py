@@ -4,23 +4,20 @@ A link fails alone: what breaks it (a dead, silent or refusing peer) ends this s
 A method that raised BridgeError is not called again; `drop` ends what is left.
 """
 
-import os
-import socket
-import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Committed, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
-from example_trainer.bridges.heartbeat import Heartbeat
+from example_trainer.bridges.session import Session, offer, told
 from example_trainer.bridges.vllm_client import VllmClient
 from vllm_patching import transport
 
@@ -43,6 +40,7 @@ class Rendezvous:
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._listener: dist.TCPStore | None
         try:
             self._listener, self.port = transport.host_store(address, port, timeout_s)
         except transport.TransportError as error:
@@ -54,7 +52,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Stop listening; its C++ thread must end while the interpreter still lives."""
-        del self._listener
+        self._listener = None
 
 
 class ServerLink:
@@ -66,35 +64,28 @@ class ServerLink:
         self._nbytes = manifest.nbytes
         self._buckets = manifest.buckets(settings.bucket_bytes)
         self._settings = settings
-        self._session = uuid.uuid4().hex
         self._sequence = 0
         self._store = rendezvous.connection()
-        vllm.open_session(self._offer(manifest, rendezvous))
-        self._groups = self._form_groups(rendezvous)
-        self._heart = Heartbeat(partial(vllm.heartbeat, self._session), settings.lease_s / 3)
+        offered = self._offer(manifest, rendezvous)
+        vllm.open_session(offered)
+        self.session = Session(vllm, offered)
+        with ExitStack() as undo:
+            undo.callback(self.session.close)
+            self._groups = self._form_groups(rendezvous)
+            undo.pop_all()
 
     @property
     def bytes_sent(self) -> int:
         """Of one transfer; every worker receives whole tensors."""
         return self._nbytes * self._workers
 
-    @property
-    def lost(self) -> str | None:
-        """Why the last heartbeat failed, None if it did not."""
-        return self._heart.lost
-
-    def check_alive(self) -> None:
-        """Raise BridgeError if the last heartbeat failed."""
-        if self.lost is not None:
-            raise BridgeError(f"the session with vLLM is lost: {self.lost}")
-
     def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
         timeout_s = self._settings.timeout_s
         log.info("[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s, at most %.0f s a bucket",
                  version, self._nbytes / 1e6, len(self._buckets), self._workers, self.vllm.url, timeout_s)  # fmt: skip
-        acks = [ack_key(self._session, self._sequence, rank) for rank in range(self._workers)]
-        go = go_key(self._session, self._sequence)
+        acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._workers)]
+        go = go_key(self.session.id, self._sequence)
         try:
             self._store.set(go, str(version))
             for bucket in self._buckets:
@@ -109,31 +100,22 @@ class ServerLink:
             ) from error
         self._sequence += 1
 
-    def commit(self, version: int) -> dict[str, Any]:
+    def commit(self, version: int) -> Committed:
         """Make the staged version the served one; what it took, in seconds."""
-        return self.vllm.commit(self._session, version)
+        return self.vllm.commit(self.session.id, version)
 
     def drop(self, reason: str) -> None:
         """End a link that failed; ask the server, if it still listens, not to sample from a version that the others
         have left.
         """
-        self._heart.stop(timeout_s=0)
-        try:
-            self.vllm.fence(self._session, reason)
-        except BridgeError as error:
-            log.warning(
-                "[Bridge] %s could not be fenced off and may go on serving an older version: %s", self.vllm.url, error
-            )
+        self.session.fence(reason)
         self._release()
 
     def close(self) -> None:
         """Leave in an orderly way."""
-        self._heart.stop(self._settings.timeout_s)
-        try:
-            self._store.set(go_key(self._session, self._sequence), GOODBYE)
-            self.vllm.close_session(self._session)
-        except (RuntimeError, BridgeError) as error:
-            log.warning("[Bridge] Left session %s, but vLLM could not be told: %s", self._session, error)
+        with told(f"Left session {self.session.id}, but its workers could not be told"):
+            self._store.set(go_key(self.session.id, self._sequence), GOODBYE)
+        self.session.close()
         self._release()
 
     def _release(self) -> None:
@@ -141,8 +123,8 @@ class ServerLink:
         del self._groups, self._store  # for their C++ threads, as above
 
     def _offer(self, manifest: Manifest, rendezvous: Rendezvous) -> BroadcastOffer:
-        return BroadcastOffer(
-            session=self._session,
+        make = partial(
+            BroadcastOffer,
             address=rendezvous.address,
             port=rendezvous.port,
             world_size=1 + self._workers,
@@ -150,15 +132,14 @@ class ServerLink:
             manifest_digest=manifest.digest(),
             bucket_bytes=self._settings.bucket_bytes,
             timeout_s=self._settings.timeout_s,
-            lease_s=self._settings.lease_s,
-            trainer=f"{socket.gethostname()}:{os.getpid()}",
         )
+        return offer(make, self._settings.lease_s)
 
     def _form_groups(self, rendezvous: Rendezvous) -> transport.Groups:
         backend, timeout_s, world_size = self._settings.backend, self._settings.timeout_s, 1 + self._workers
         where = f"{rendezvous.address}:{rendezvous.port}"
         log.info("[Bridge] Creating Gloo process group: rank 0 of %d at %s", world_size, where)
-        arguments = (self._store, self._session, 0, world_size, timeout_s)
+        arguments = (self._store, self.session.id, 0, world_size, timeout_s)
         try:
             with waiting(log, f"{self._workers} weight updater(s)", peer=self.vllm.url, deadline_s=timeout_s):
                 control = transport.make_control_group(*arguments, rendezvous.address)
@@ -178,12 +159,11 @@ class ServerLink:
         return groups
 
     def _worker_states(self) -> str:
-        """What vLLM's workers say about it, for an error message."""
+        """What vLLM's workers report, for an error message."""
         try:
-            workers = self.vllm.status()["workers"]
-        except (OSError, BridgeError) as error:
-            return f"The vLLM server at {self.vllm.url} does not answer either ({type(error).__name__}); see its log."
+            workers = self.vllm.status().workers
+        except BridgeError as error:
+            return f"The vLLM server at {self.vllm.url} does not answer either ({error}); see its log."
         return "Workers: " + "; ".join(
-            f"TP{worker['rank']} {worker['state']}" + (f" ({worker['error']})" if worker["error"] else "")
-            for worker in workers
+            f"TP{worker.rank} {worker.state}" + (f" ({worker.error})" if worker.error else "") for worker in workers
         )

@@ -17,16 +17,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Bucket, Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
-from example_trainer.model import ModelError, prepare_for_training
-from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.model import ModelError, prepare_for_training, reading_model
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
 from example_trainer.weights.source import WeightSource, pack
 
@@ -56,14 +54,14 @@ class SharedWeights(WeightSource):
     """The shared weights as one process sees them: pieces in the memory of every rank of vLLM, put together on demand."""
 
     def __init__(self, tensors: Mapping[str, SharedTensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def bucket(self, bucket: Bucket) -> Tensor:
-        device = self._tensors[bucket.tensors[0].name].pieces[0].parameter.device
-        return pack(bucket, lambda name: _put_together(self._tensors[name], device), device)
+        device = self.tensors[bucket.tensors[0].name].pieces[0].parameter.device
+        return pack(bucket, lambda name: _put_together(self.tensors[name], device), device)
 
 
 def _put_together(tensor: SharedTensor, device: torch.device) -> Tensor:
@@ -106,19 +104,6 @@ def _whole(
         raise TrainerError(f"{shard.name}: vLLM's ranks hold {end} of {shape[dim]} rows or columns")
     pieces = (Piece(start, as_parameter(same[0]), tuple(same[1:])) for start, same in sorted(views.items()))
     return SharedTensor(shard.name, dim, shape, tuple(pieces))
-
-
-def meta_model(source: str) -> PreTrainedModel:
-    """The architecture of `source` (hub id or folder) without any weights. Raises ModelError."""
-    try:
-        config = AutoConfig.from_pretrained(source)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot read the configuration of --model-name {source!r}: {str(error).strip().splitlines()[0]}"
-        ) from error
-    return model
 
 
 def bind(model: PreTrainedModel, tensors: dict[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
@@ -209,12 +194,8 @@ def _part(content: Any, tensor: SharedTensor, piece: Piece) -> Tensor:
 def _folder(source: str) -> Path:
     if Path(source).is_dir():
         return Path(source)
-    try:
+    with reading_model(source):
         return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            f"cannot get the weights of --model-name {source!r}: {str(error).strip().splitlines()[0]}"
-        ) from error
 
 
 @torch.no_grad()

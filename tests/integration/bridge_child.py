@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import WeightBridge, make_bridge
 from example_trainer.config import TrainerConfig
+from example_trainer.weights.load import load_trained
 
 
 def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
@@ -39,7 +40,7 @@ def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
     elif act == "kill-after-ack":
         _link(bridge).commit = _die
     elif act == "kill-during-commit":
-        _link(bridge).commit = partial(_send_commit_and_die, port, _link(bridge)._session)
+        _link(bridge).commit = partial(_send_commit_and_die, port, _link(bridge).session.id)
     if act != "many":
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
@@ -57,11 +58,17 @@ def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, P
         bridge_lease_s=20,
         vllm_api_key=os.environ["VLLM_API_KEY"],
     )
-    bridge = make_bridge(TrainerConfig(**common | settings))
-    model = bridge.connect(model_name, torch.device("cpu"))
+    bridge, model = connect(TrainerConfig(**common | settings), model_name)
     bridge.sync(0, lambda: None)
     print("SYNCED 0", flush=True)
     return bridge, model
+
+
+def connect(config: TrainerConfig, source: str) -> tuple[WeightBridge, PreTrainedModel]:
+    """The configured bridge, which is to be closed, and the model that it hands over."""
+    prepared = make_bridge(config)(source, torch.device("cpu"))
+    trained = load_trained(config, source, torch.device("cpu"), prepared.storage)
+    return prepared.connect(trained), trained.model
 
 
 @torch.no_grad()

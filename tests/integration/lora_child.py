@@ -7,16 +7,14 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
 from atroposlib.logs import configure_logging
-from tests.integration.test_lora import lora_bridge, move
+from tests.integration.bridge_child import connect
+from tests.integration.test_lora import lora_config, move
 
 
 def main(model_name: str, port: int, save_path: Path) -> None:
     configure_logging("child")
-    bridge = lora_bridge(model_name, port, save_path)
-    model = bridge.connect(model_name, torch.device("cpu"))
+    bridge, model = connect(lora_config(model_name, port, save_path), model_name)
     bridge.sync(0, lambda: None)
     bridge.sync(1, lambda: move(model, 1))
     print("SERVED 1", flush=True)

@@ -8,14 +8,11 @@ import contextlib
 import sys
 from functools import partial
 
-import torch
-
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging
-from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import keep_weights
-from tests.integration.bridge_child import change
+from tests.integration.bridge_child import change, connect
 
 
 def main(model_name: str, port: str, folder: str, *flags: str) -> None:
@@ -31,9 +28,8 @@ def main(model_name: str, port: str, folder: str, *flags: str) -> None:
         folder,
     ]
     config = load_config(TrainerConfig, [*arguments, "--vllm-restart-interval", "2", *flags], prog="restart_child")
-    bridge = make_bridge(config)
+    bridge, model = connect(config, model_name)
     with contextlib.closing(bridge):
-        model = bridge.connect(model_name, torch.device("cpu"))
         for version in range(3):
             report = bridge.sync(version, partial(change, model) if version else keep_weights)
             print(f"SYNCED {version} serves {report.policy_version} stall {report.stall_s:.2f}", flush=True)

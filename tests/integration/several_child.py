@@ -9,21 +9,18 @@ import json
 import sys
 import time
 
-import torch
-
 from atroposlib.config import load_config
 from atroposlib.logs import configure_logging
-from example_trainer.bridges import broadcast, make_bridge
+from example_trainer.bridges import broadcast
 from example_trainer.config import TrainerConfig
-from tests.integration.bridge_child import change
+from tests.integration.bridge_child import change, connect
 
 
 def main() -> None:
     configure_logging("child")
     config = load_config(TrainerConfig, prog="several_child")
     broadcast.READMIT_S = 0.0
-    bridge = make_bridge(config)
-    model = bridge.connect(config.model_name, torch.device("cpu"))
+    bridge, model = connect(config, config.model_name)
     bridge.sync(0, lambda: None)
     print(json.dumps({"version": 0}), flush=True)
     for version, _ in enumerate(sys.stdin, start=1):

@@ -25,16 +25,16 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from example_trainer.batching import Rollout
-from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
-from example_trainer.losses import LossSettings
 from example_trainer.model import load_model
+from example_trainer.objectives.base import LossSettings
 from example_trainer.optimizer import make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
+from tests.integration.bridge_child import connect
 from tests.integration.conftest import (
     API_KEY,
     REPOSITORY,
@@ -228,8 +228,8 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         bridge_timeout_s=60,
         **{path: True},
     )
-    with contextlib.closing(make_bridge(config)) as bridge:
-        model = bridge.connect(server.model, torch.device("cpu"))
+    bridge, model = connect(config, server.model)
+    with contextlib.closing(bridge):
         make_exact(model, torch.float32)
         optimizer = make_optimizer(model.parameters(), config)
         scheduler = make_scheduler(optimizer, config, 0)
@@ -241,8 +241,8 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             figures = batch_gradients(
                 model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
             )
-            assert figures.ratio_mean == 1.0, comparison.table()
-            assert figures.logprob_diff_max == 0.0, comparison.table()
+            assert figures["ratio_mean"] == 1.0, comparison.table()
+            assert figures["logprob_diff_max"] == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
             bridge.sync(step, partial(update, optimizer, scheduler))
         assert server.status()["policy_version"] == 3
@@ -265,8 +265,8 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
         lr=1e-3,
         batch_invariant=True,
     )
-    with contextlib.closing(make_bridge(config)) as bridge:
-        model = bridge.connect(str(folder), torch.device("cpu"))
+    bridge, model = connect(config, str(folder))
+    with contextlib.closing(bridge):
         make_exact(model, torch.bfloat16, tp_size=2)
         optimizer = make_optimizer(model.parameters(), config)
         server = Server(

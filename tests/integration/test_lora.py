@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.adapters import adapter_tensors
-from example_trainer.bridges import BridgeError
-from example_trainer.bridges.lora import LoraBridge
+from example_trainer.bridges import BridgeError, WeightBridge, make_bridge
 from example_trainer.config import TrainerConfig
+from example_trainer.grpo import connected
 from tests.integration.conftest import API_KEY, AUTHORIZED, Server, start_server, stop_server
 from tests.integration.namespaces import tied
 
@@ -43,7 +43,7 @@ def server(llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     stop_server(found)
 
 
-def lora_bridge(model: str, port: int, save_path: Path, **changes: Any) -> LoraBridge:
+def lora_config(model: str, port: int, save_path: Path, **changes: Any) -> TrainerConfig:
     settings: dict[str, Any] = dict(
         model_name=model,
         weight_bridge_mode="lora_only",
@@ -54,14 +54,14 @@ def lora_bridge(model: str, port: int, save_path: Path, **changes: Any) -> LoraB
         bridge_timeout_s=60,
         bridge_lease_s=20,
     )
-    return LoraBridge(TrainerConfig(**settings | changes))
+    return TrainerConfig(**settings | changes)
 
 
 @contextlib.contextmanager
-def trainer(server: Server, save_path: Path, **changes: Any) -> Iterator[tuple[LoraBridge, PreTrainedModel]]:
-    bridge = lora_bridge(server.model, server.port, save_path, **changes)
-    with contextlib.closing(bridge):
-        yield bridge, bridge.connect(server.model, CPU)
+def trainer(server: Server, save_path: Path, **changes: Any) -> Iterator[tuple[WeightBridge, PreTrainedModel]]:
+    config = lora_config(server.model, server.port, save_path, **changes)
+    with connected(config, make_bridge(config), server.model, CPU) as (trained, bridge):
+        yield bridge, trained.model
 
 
 @torch.no_grad()
@@ -186,7 +186,7 @@ def test_killed_trainer_leaves_its_adapter_served_and_the_next_takes_over_at_onc
     assert child.stderr is not None
     assert any(line.startswith("SERVED 1") for line in child.stdout), child.stderr.read()[-2000:]
     with pytest.raises(BridgeError, match=r"holds session .* stop it, or wait for its lease to end"):
-        lora_bridge(server.model, server.port, tmp_path).connect(server.model, CPU)
+        make_bridge(lora_config(server.model, server.port, tmp_path))(server.model, CPU)
     left = server.status()["served_model"]
     leftover = tmp_path / "adapters" / f".policy-v2-aaaaaa.partial-{child.pid}"
     leftover.mkdir()
@@ -279,7 +279,7 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
         (dict(model_name=str(qwen_folder)), "give both the same name or path"),
     ]:
         with pytest.raises(BridgeError, match=message):
-            lora_bridge(server.model, server.port, tmp_path, **changes).connect(server.model, CPU)
+            make_bridge(lora_config(server.model, server.port, tmp_path, **changes))(server.model, CPU)
     whole = {"session": "s", "policy_version": 1}
     reply = requests.post(f"{server.url}/v1/bridge/commit", json=whole, headers=AUTHORIZED, timeout=DEADLINE_S)
     assert reply.status_code == 409
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
 
 def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, tmp_path: Path) -> None:
     with pytest.raises(BridgeError, match="takes no LoRA adapters: restart it with --enable-lora"):
-        lora_bridge(vllm_server.model, vllm_server.port, tmp_path).connect(vllm_server.model, CPU)
+        make_bridge(lora_config(vllm_server.model, vllm_server.port, tmp_path))(vllm_server.model, CPU)
     assert "--enable-lora --max-lora-rank" in post_adapter(vllm_server, tmp_path).text
 
 

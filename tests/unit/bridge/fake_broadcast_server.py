@@ -119,7 +119,7 @@ class FakeVllmServer:
             parameters[tensor.name].copy_(flat.view(tensor.shape))
         self._staged.clear()
         self.version, self.fenced = version, None
-        return 200, {"policy_version": version, "stall_s": 0.01, "apply_s": 0.001}
+        return 200, {"policy_version": version, "stall_s": 0.01, "pause_s": 0.008, "apply_s": 0.001, "commit_s": 0.01}
 
     @torch.no_grad()
     def _generate(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 reported.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -20,17 +21,20 @@ import pytest
 import torch
 
 from atroposlib.wire.bridge import read_policy_version, write_policy_version
-from example_trainer.bridges import BridgeError
-from example_trainer.bridges.restart import LoraRestartBridge, RestartBridge
+from example_trainer.bridges import BridgeError, restart
+from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
+from example_trainer.weights.load import load_trained
 from tests.integration.conftest import free_port
 from tests.integration.test_server_death import session_members
 from tests.unit.trainer.fakes import FakeApi, model_folder, serve
 
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 DEADLINE_S = 60.0
+CPU = torch.device("cpu")
 
-Make = Callable[..., RestartBridge]
+Make = Callable[..., TrainerConfig]
+Connect = Callable[[TrainerConfig, str], RestartBridge]
 
 
 def keep() -> None:
@@ -43,12 +47,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def make(model: str, tmp_path: Path) -> Iterator[Make]:
-    """Makes bridges to one free port; they are closed, and nothing of theirs is left."""
-    bridges: list[RestartBridge] = []
+def make(model: str, tmp_path: Path) -> Make:
+    """Makes configurations for one free port."""
     port = free_port()
 
-    def make_bridge(flags: str = "", kind: type[RestartBridge] = RestartBridge, **changes: Any) -> RestartBridge:
+    def configured(flags: str = "", **changes: Any) -> TrainerConfig:
         settings: dict[str, Any] = dict(
             model_name=model,
             vllm_port=port,
@@ -57,26 +60,34 @@ def make(model: str, tmp_path: Path) -> Iterator[Make]:
             save_path=tmp_path / "checkpoints",
             log_dir=tmp_path,
         )
-        bridges.append(kind(TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes), FAKE))
-        return bridges[-1]
+        return TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes)
 
-    yield make_bridge
-    for bridge in bridges:
-        bridge.close()
+    return configured
 
 
-def connect(bridge: RestartBridge, source: str) -> torch.nn.Module:
-    return bridge.connect(source, torch.device("cpu"))
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connects bridges; they are closed, and nothing of theirs is left."""
+    with contextlib.ExitStack() as resources:
+
+        def connected(config: TrainerConfig, source: str) -> RestartBridge:
+            prepared = restart.prepare(config, source, CPU, FAKE)
+            resources.callback(prepared.close)
+            bridge = prepared.connect(load_trained(config, source, CPU))
+            assert isinstance(bridge, RestartBridge)
+            return bridge
+
+        yield connected
 
 
 def own_pid(bridge: RestartBridge) -> int:
-    assert bridge._server is not None
-    return bridge._server.pid
+    assert bridge._server.process is not None
+    return bridge._server.process.pid
 
 
-def stranger(bridge: RestartBridge, model: str, *flags: str) -> subprocess.Popen[bytes]:
+def stranger(config: TrainerConfig, model: str, *flags: str) -> subprocess.Popen[bytes]:
     """A server that somebody else has started at the bridge's port."""
-    port = bridge._config.vllm_port
+    port = config.vllm_port
     command = [
         sys.executable,
         str(FAKE),
@@ -101,9 +112,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(DEADLINE_S)
 
 
-def test_a_version_is_served_at_every_interval_and_at_the_end(make: Make, model: str, tmp_path: Path) -> None:
-    bridge = make("--start-s 0.5", vllm_restart_interval=2)
-    connect(bridge, model)
+def test_a_version_is_served_at_every_interval_and_at_the_end(
+    make: Make, connect: Connect, model: str, tmp_path: Path
+) -> None:
+    bridge = connect(make("--start-s 0.5", vllm_restart_interval=2), model)
     assert bridge.served_dtype == "bfloat16"
     pids, reports, updates = [], [], []
     for version in range(6):
@@ -125,9 +137,11 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(make: Make, model:
     assert session_members(pids[-1]) == []
 
 
-def test_the_checkpoint_holds_the_updated_weights_and_their_version(make: Make, model: str, tmp_path: Path) -> None:
-    bridge = make(vllm_restart_interval=1)
-    trained = connect(bridge, model)
+def test_the_checkpoint_holds_the_updated_weights_and_their_version(
+    make: Make, connect: Connect, model: str, tmp_path: Path
+) -> None:
+    bridge = connect(make(vllm_restart_interval=1), model)
+    trained = bridge._trained.model
 
     def update() -> None:
         with torch.no_grad():
@@ -140,29 +154,25 @@ def test_the_checkpoint_holds_the_updated_weights_and_their_version(make: Make, 
     assert type(trained).from_pretrained(folder).get_input_embeddings().weight.unique().tolist() == [0.25]
 
 
-def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(make: Make, model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(
+    make: Make, connect: Connect, model: str, tmp_path: Path
+) -> None:
     source = tmp_path / "step_4"
     shutil.copytree(model, source)
     write_policy_version(source, 4)
-    bridge = make()
-    connect(bridge, str(source))
+    bridge = connect(make(), str(source))
     assert bridge.sync(4, keep).stall_s == 0
-    fresh = make(
-        vllm_port=free_port()
-    )  # a new run from the same folder counts from 0, so what is served must be labelled anew
-    connect(fresh, str(source))
+    # a new run from the same folder counts from 0, so what is served must be labelled anew
+    fresh = connect(make(vllm_port=free_port()), str(source))
     report = fresh.sync(0, keep)
     assert report.policy_version == 0
     assert report.stall_s > 0
     assert read_policy_version(str(tmp_path / "checkpoints" / "served_0")) == 0
 
 
-def test_an_adapter_is_served_beside_its_base_model(make: Make, model: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = dict(
-        kind=LoraRestartBridge, weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9
-    )
-    bridge = make(**settings)
-    connect(bridge, model)
+def test_an_adapter_is_served_beside_its_base_model(make: Make, connect: Connect, model: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = dict(weight_bridge_mode="lora_restart", vllm_restart_interval=1, lora_r=9)
+    bridge = connect(make(**settings), model)
     assert bridge.sync(0, keep).stall_s == 0
     assert bridge.sync(1, keep).policy_version == 1
     folder = tmp_path / "checkpoints" / "served_1"
@@ -179,14 +189,12 @@ def test_an_adapter_is_served_beside_its_base_model(make: Make, model: str, tmp_
     }
     assert not (folder / "model.safetensors").exists()
 
-    resumed = make(vllm_port=free_port(), **settings)
-    connect(resumed, str(folder))
+    resumed = connect(make(vllm_port=free_port(), **settings), str(folder))
     assert resumed.sync(1, keep).stall_s == 0
 
 
-def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_path: Path) -> None:
-    bridge = make(vllm_restart_interval=1)
-    connect(bridge, model)
+def test_a_failed_update_leaves_the_server_as_it_is(make: Make, connect: Connect, model: str, tmp_path: Path) -> None:
+    bridge = connect(make(vllm_restart_interval=1), model)
     bridge.sync(0, keep)
     pid = own_pid(bridge)
 
@@ -200,18 +208,17 @@ def test_a_failed_update_leaves_the_server_as_it_is(make: Make, model: str, tmp_
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(make: Make, model: str) -> None:
-    bridge = make("--no-such-flag")
+def test_a_server_that_dies_while_it_starts_is_an_error_with_its_last_lines(
+    make: Make, connect: Connect, model: str
+) -> None:
     with pytest.raises(
         BridgeError, match=r"ended by itself: exit status 2. Last lines of .*vllm.log:\n[^$]*arguments: --no-such-flag"
     ):
-        connect(bridge, model)
+        connect(make("--no-such-flag"), model)
 
 
-def test_a_server_that_dies_later_is_seen_by_the_next_check(make: Make, model: str) -> None:
-    bridge = make()
-    bridge.check()  # before connect: nothing to say
-    connect(bridge, model)
+def test_a_server_that_dies_later_is_seen_by_the_next_check(make: Make, connect: Connect, model: str) -> None:
+    bridge = connect(make(), model)
     bridge.check()
     pid = own_pid(bridge)
     os.kill(pid, signal.SIGKILL)
@@ -227,16 +234,15 @@ def test_a_server_that_dies_later_is_seen_by_the_next_check(make: Make, model: s
     assert session_members(pid) == []  # its orphaned engine too
 
 
-def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, model: str) -> None:
-    bridge = make("--ignore-term")
-    connect(bridge, model)
+def test_a_server_that_ignores_term_is_killed_within_ten_seconds(make: Make, connect: Connect, model: str) -> None:
+    bridge = connect(make("--ignore-term"), model)
     pid, start = own_pid(bridge), time.monotonic()
     bridge.close()
     assert session_members(pid) == []
     assert time.monotonic() - start < 15
 
 
-def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None:
+def test_a_server_that_never_answers_is_given_up(make: Make, connect: Connect, model: str) -> None:
     with pytest.raises(
         BridgeError, match=r"vLLM is not at http://localhost:\d+ after 1 s: no answer \(ConnectionError\); see its log"
     ):
@@ -244,13 +250,13 @@ def test_a_server_that_never_answers_is_given_up(make: Make, model: str) -> None
 
 
 def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
-    make: Make, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, connect: Connect, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bridge = make(vllm_restart_interval=1)
-    theirs = [stranger(bridge, model)]
-    connect(bridge, model)
+    config = make(vllm_restart_interval=1)
+    theirs = [stranger(config, model)]
+    bridge = connect(config, model)
     assert bridge.sync(0, keep).policy_version == 0
-    assert bridge._server is None
+    assert bridge._server.process is None
 
     def restart_by_hand() -> None:
         while not (tmp_path / "checkpoints" / "served_1").exists():
@@ -258,7 +264,7 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
         time.sleep(1)
         alive.append(theirs[0].poll() is None)
         end(theirs[0])
-        theirs.append(stranger(bridge, str(tmp_path / "checkpoints" / "served_1")))
+        theirs.append(stranger(config, str(tmp_path / "checkpoints" / "served_1")))
 
     alive: list[bool] = []
     owner = threading.Thread(target=restart_by_hand)
@@ -270,19 +276,18 @@ def test_a_server_of_somebody_else_is_asked_for_and_never_touched(
     assert report.policy_version == 1
     assert report.stall_s > 1
     (request,) = [record.getMessage() for record in caplog.records if "Restart the vLLM server" in record.getMessage()]
-    assert (
-        f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {bridge._config.vllm_port}"
-        in request
-    )
+    assert f"--model {tmp_path}/checkpoints/served_1 --served-model-name theirs --port {config.vllm_port}" in request
     bridge.close()
     assert theirs[1].poll() is None
     end(theirs[1])
 
 
-def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(make: Make, model: str) -> None:
-    bridge = make(vllm_restart_interval=1, vllm_start_timeout=1)
-    theirs = stranger(bridge, model)
-    connect(bridge, model)
+def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(
+    make: Make, connect: Connect, model: str
+) -> None:
+    config = make(vllm_restart_interval=1, vllm_start_timeout=1)
+    theirs = stranger(config, model)
+    bridge = connect(config, model)
     bridge.sync(0, keep)
     with pytest.raises(
         BridgeError, match=f"vLLM with policy version 1 is not at .* after 1 s: it serves {model} as policy version 0"
@@ -294,18 +299,18 @@ def test_a_restart_by_hand_that_never_comes_is_given_up_with_what_is_served(make
 
 
 def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(
-    make: Make, model: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bridge = make(vllm_restart_interval=1)
-    connect(bridge, model)
+    config = make(vllm_restart_interval=1)
+    bridge = connect(config, model)
     bridge.sync(0, keep)
-    stop, theirs = bridge._stop, []
+    stop, theirs = bridge._server.stop, []
 
     def stop_and_lose_the_port() -> None:
         stop()
-        theirs.append(stranger(bridge, model))
+        theirs.append(stranger(config, model))
 
-    monkeypatch.setattr(bridge, "_stop", stop_and_lose_the_port)
+    monkeypatch.setattr(bridge._server, "stop", stop_and_lose_the_port)
     with pytest.raises(BridgeError, match="is taken by another process now"):
         bridge.sync(1, keep)
     monkeypatch.undo()
@@ -322,8 +327,8 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
     """While it waits for a server that does not come up and ignores TERM."""
     code = (
         "import sys; from pathlib import Path\n"
-        "from example_trainer import grpo; from example_trainer.bridges.restart import RestartBridge\n"
-        f"grpo.make_bridge = lambda config: RestartBridge(config, Path({str(FAKE)!r}))\n"
+        "from functools import partial; from example_trainer import grpo; from example_trainer.bridges import restart\n"
+        f"grpo.make_bridge = lambda config: partial(restart.prepare, config, launcher=Path({str(FAKE)!r}))\n"
         "raise SystemExit(grpo.main(sys.argv[1:]))"
     )
     flags = ["--model-name", model, "--vllm-port", str(free_port()), "--vllm-flags", "--start-s 600 --ignore-term"]
@@ -343,7 +348,7 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
         trainer = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert trainer.stderr is not None
         started = next(match for line in trainer.stderr if (match := re.search(r"Started vLLM \(pid (\d+)", line)))
-        while not next(trainer.stderr).endswith("at most 900 s\n"):
+        while not next(trainer.stderr).endswith("of at most 900 s so far (no answer (ConnectionError))\n"):
             pass
         trainer.send_signal(with_signal)
         start = time.monotonic()
@@ -353,6 +358,6 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
     assert time.monotonic() - start < 15
 
 
-def test_vllm_is_not_started_on_other_machines(make: Make, model: str) -> None:
+def test_vllm_is_not_started_on_other_machines(make: Make, connect: Connect, model: str) -> None:
     with pytest.raises(BridgeError, match="starts vLLM on its own loopback only"):
         connect(make(vllm_host="0.0.0.0"), model)

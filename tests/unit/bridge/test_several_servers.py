@@ -13,6 +13,8 @@ import torch
 from example_trainer.bridges import BridgeError, broadcast
 from example_trainer.bridges.broadcast import BroadcastBridge
 from example_trainer.config import TrainerConfig
+from example_trainer.model import load_model
+from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.fake_broadcast_server import FakeVllmServer, serving
 from tests.unit.trainer.fakes import model_folder
 
@@ -31,17 +33,22 @@ def servers(model: str) -> Iterator[list[FakeVllmServer]]:
         yield pair
 
 
-def bridge_to(model: str, *servers: FakeVllmServer, **settings: Any) -> BroadcastBridge:
-    ports = tuple(server.port for server in servers)
+def config_to(model: str, *ports: int, **settings: Any) -> TrainerConfig:
     defaults: dict[str, Any] = {"bridge_timeout_s": 2, "bridge_lease_s": 0.3, "bridge_bucket_mb": 1}
-    config = TrainerConfig(
+    return TrainerConfig(
         model_name=model,
         weight_bridge_mode="shared_vllm",
         use_shared_memory=True,
         vllm_port=ports,
         **defaults | settings,
     )
-    return BroadcastBridge(config)
+
+
+def bridge_to(model: str, *servers: FakeVllmServer) -> BroadcastBridge:
+    config = config_to(model, *(server.port for server in servers))
+    connected = broadcast.prepare(config, model, CPU).connect(TrainedModel(load_model(model, CPU)))
+    assert isinstance(connected, BroadcastBridge)
+    return connected
 
 
 def change(bridge: BroadcastBridge) -> None:
@@ -58,7 +65,6 @@ def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
     model: str, servers: list[FakeVllmServer]
 ) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     for version in range(3):
         report = bridge.sync(version, lambda: change(bridge))
         assert [server.version for server in servers] == [version, version]
@@ -71,7 +77,6 @@ def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
 
 def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmServer]) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     synced(bridge, 0)
     with torch.no_grad():
         servers[1]._model.get_input_embeddings().weight.mul_(1.5)
@@ -89,11 +94,10 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
 ) -> None:
     healthy, laggard = servers
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     assert synced(bridge, 4) == 2
     laggard.fail = fail
     if fail == "heartbeat":
-        wait_until(lambda: bridge._links[1].lost is not None)
+        wait_until(lambda: bridge._links[1].session.lost is not None)
     with caplog.at_level(logging.WARNING):
         assert synced(bridge, 5) == 1
     assert (healthy.version, laggard.version) == (5, 4)
@@ -118,7 +122,6 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
 
 def test_no_server_commits_before_all_have_acked(model: str, servers: list[FakeVllmServer]) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     synced(bridge, 0)
     acked: list[str] = []
     for link in bridge._links:
@@ -140,7 +143,6 @@ def test_no_server_commits_before_all_have_acked(model: str, servers: list[FakeV
 
 def test_training_ends_when_the_last_server_is_gone(model: str, servers: list[FakeVllmServer]) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     synced(bridge, 0)
     servers[0].fail = "commit"
     assert synced(bridge, 1) == 1
@@ -155,7 +157,6 @@ def test_one_server_alone_fails_as_it_is(model: str) -> None:
     server = FakeVllmServer(model)
     with serving(server):
         bridge = bridge_to(model, server)
-        bridge.connect(model, CPU)
         synced(bridge, 0)
         server.fail = "transfer"
         with pytest.raises(
@@ -171,7 +172,6 @@ def test_a_stopped_server_stays_out_until_it_answers_with_the_same_model(
     model: str, servers: list[FakeVllmServer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     synced(bridge, 0)
     servers[1].stop()
     assert synced(bridge, 1) == 1
@@ -188,12 +188,10 @@ def test_a_stopped_server_stays_out_until_it_answers_with_the_same_model(
 def test_servers_that_hold_their_weights_differently_are_refused(model: str) -> None:
     pair = [FakeVllmServer(model), FakeVllmServer(model, dtype="bfloat16")]
     with serving(*pair):
-        bridge = bridge_to(model, *pair)
         with pytest.raises(
             BridgeError, match=r"holds its weights otherwise \(bfloat16\) than .* \(float32\).*same --model and --dtype"
         ):
-            bridge.connect(model, CPU)
-        bridge.close()
+            bridge_to(model, *pair)
         assert [server.sessions for server in pair] == [0, 0]
 
 
@@ -201,7 +199,6 @@ def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(
     model: str, servers: list[FakeVllmServer]
 ) -> None:
     bridge = bridge_to(model, *servers)
-    bridge.connect(model, CPU)
     for version in range(3):
         synced(bridge, version)
     store = bridge._links[0]._store
@@ -217,11 +214,11 @@ def test_a_long_run_fills_neither_the_store_nor_threads_nor_descriptors(
 
 def test_a_loopback_rendezvous_is_refused_for_a_server_elsewhere(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast.transport, "address_towards", lambda host: "192.0.2.1")
-    bridge = bridge_to(model, FakeVllmServer(model), vllm_host="192.0.2.7")
+    config = config_to(model, 9001, vllm_host="192.0.2.7")
     with pytest.raises(
         BridgeError, match=r"192.0.2.7 is another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
     ):
-        bridge.connect(model, CPU)
+        broadcast.prepare(config, model, CPU)
 
 
 def wait_until(condition: Any, limit_s: float = 20) -> None:

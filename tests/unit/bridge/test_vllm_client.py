@@ -46,4 +46,4 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def test_a_connection_that_the_server_closes_between_two_calls_fails_neither(server: ThreadingHTTPServer) -> None:
     client = VllmClient("127.0.0.1", server.server_port, None, timeout_s=5)
     for _ in range(3):
-        assert client.heartbeat("session") == {}
+        client.heartbeat("session")

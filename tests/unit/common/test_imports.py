@@ -25,7 +25,7 @@ PLANTED = {
     "atroposlib and the environments load neither": ("atroposlib.grading.extraction", "torch"),
     "Nothing in the product imports atroposlib.compat": ("example_trainer.plot", "atroposlib.compat.io"),
     "vLLM is reached through": ("vllm_patching.memory.arena", "vllm"),
-    "The trainer loads nothing that only": ("example_trainer.losses", "vllm_patching.worker"),
+    "The trainer loads nothing that only": ("example_trainer.step", "vllm_patching.worker"),
     "--help and --dry-run load no torch": ("example_trainer.inference_servers", "transformers"),
 }
 

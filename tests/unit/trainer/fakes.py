@@ -23,8 +23,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from example_trainer.bridges import BridgeError, SyncReport
-from example_trainer.model import load_model
+from example_trainer.bridges import BridgeError, Prepared, SyncReport, WeightBridge
+from example_trainer.weights.written import TrainedModel
 
 VOCAB = 97
 _SHAPE: dict[str, Any] = dict(
@@ -86,8 +86,11 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
     return group | fields
 
 
-class RecordingBridge:
-    """A bridge without a peer: binds parameters to one flat buffer as the real ones do, and notes what it was asked."""
+class RecordingBridge(WeightBridge):
+    """A bridge without a peer: binds parameters to one flat buffer as the real ones do, and notes what it was asked.
+
+    A call of it is what `grpo.run` takes to prepare a bridge.
+    """
 
     served_dtype = "float32"
 
@@ -100,9 +103,11 @@ class RecordingBridge:
         self._serves_every = serves_every
         self.lost = False
 
-    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        model = load_model(source, device)
-        parameters = list(model.parameters())
+    def __call__(self, source: str, device: torch.device) -> Prepared:
+        return Prepared(self.connect, self.close)
+
+    def connect(self, trained: TrainedModel) -> WeightBridge:
+        parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
         flat = torch.empty(sum(parameter.numel() for parameter in parameters))
         start = 0
         for parameter in parameters:
@@ -110,7 +115,7 @@ class RecordingBridge:
             view.copy_(parameter.data)
             parameter.data = view
             start += parameter.numel()
-        return model
+        return self
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         if policy_version == self._fail_at:
@@ -155,7 +160,7 @@ class FakeApi:
             self.steps.append(body)
             return {"status": "success"}
         if path == "/v1/bridge/status":
-            return {"batch_invariant": self.batch_invariant, "tp_size": 1}
+            return {"model": "m", "policy_version": 0, "batch_invariant": self.batch_invariant, "tp_size": 1}
         if path == "/batch":
             return self._batch()
         if path == "/evaluations":

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.config import ConfigError, resolve_config
 from example_trainer import grpo
-from example_trainer.adapters import AdapterError, adapter_tensors, load_adapted_model, write_adapter
-from example_trainer.checkpoint import CheckpointError
+from example_trainer.adapters import ADAPTER, AdapterError, adapter_tensors, load_adapted_model
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Lora
+from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
 
 CPU = torch.device("cpu")
@@ -52,17 +52,8 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     return model(input_ids=TOKENS).logits
 
 
-class AdapterBridge(RecordingBridge):
-    """A recording bridge whose model is an adapted one."""
-
-    def __init__(self, settings: TrainerConfig, fail_at: int | None = None) -> None:
-        super().__init__(fail_at=fail_at)
-        self._settings = settings
-        self.model: PreTrainedModel | None = None
-
-    def connect(self, source: str, device: torch.device) -> PreTrainedModel:
-        self.model = load_adapted_model(source, self._settings, device)
-        return self.model
+def write_adapter(folder: Path, adapted: PreTrainedModel) -> None:
+    TrainedModel(adapted, form=ADAPTER).write(folder)
 
 
 def test_only_the_adapter_is_trained_and_it_starts_as_the_model_itself(model: str) -> None:
@@ -172,7 +163,7 @@ def train(model: str, folder: Path, url: str, fail_at: int | None = None, **chan
         fetch_timeout=5,
         **changes,
     )
-    grpo.run(settings, AdapterBridge(settings, fail_at))
+    grpo.run(settings, RecordingBridge(fail_at=fail_at))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

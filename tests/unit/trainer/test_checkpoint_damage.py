@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from example_trainer.checkpoint import STATE, CheckpointError, find_checkpoint, restore, verify, write_folder
+from example_trainer.checkpoint import STATE, find_checkpoint, restore, verify
+from example_trainer.weights.written import CheckpointError, write_folder
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@ at a time.
 """
 
 import math
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.batching import make_batch
-from example_trainer.losses import LossSettings
+from example_trainer.objectives.base import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import logprobs_and_entropy
-from example_trainer.step import StepFigures, batch_gradients
+from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import item, tiny_model
 
 CPU = torch.device("cpu")
@@ -98,7 +97,7 @@ def trained_model(family: str, **changes: Any) -> PreTrainedModel:
 
 def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
-) -> StepFigures:
+) -> StepMetrics:
     batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
     return batch_gradients(
         model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb
@@ -119,8 +118,8 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
     expected = naive_loss(exact, exact_reference, items(), 0.2, 0.3, 0.1, 0.01)
     expected.backward()
 
-    assert 0.2 < figures.ratio_clipped_frac < 0.9  # both branches are in the comparison
-    assert figures.loss == pytest.approx(expected.item(), rel=FP32_RELATIVE)
+    assert 0.2 < figures["ratio_clipped_frac"] < 0.9  # both branches are in the comparison
+    assert figures["loss"] == pytest.approx(expected.item(), rel=FP32_RELATIVE)
     for (name, ours), theirs in zip(model.named_parameters(), exact.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
@@ -133,7 +132,7 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
     settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
     reference = trained_model("llama", seed=9)
 
-    def result(budget: int) -> tuple[StepFigures, list[Tensor]]:
+    def result(budget: int) -> tuple[StepMetrics, list[Tensor]]:
         model = trained_model("llama")
         figures = our_figures(model, reference, settings, budget)
         return figures, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -142,8 +141,8 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
     monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 3)
     parts, part_gradients = result(budget=1)
 
-    for key, value in asdict(whole).items():
-        assert asdict(parts)[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
+    for key, value in whole.items():
+        assert parts[key] == pytest.approx(value, rel=1e-5, abs=1e-7), key
     for one, many in zip(whole_gradients, part_gradients, strict=True):
         torch.testing.assert_close(many, one, rtol=1e-4, atol=1e-6)
 
@@ -182,7 +181,7 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         LossSettings(kl_coef=0.1),
         reference=trained_model("llama", seed=9),
     )
-    assert figures.kl == pytest.approx(sum(expected) / len(expected), rel=1e-5)
+    assert figures["kl"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
 
 def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
@@ -193,8 +192,8 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
         figures = batch_gradients(
             model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference
         )
-        assert figures.kl is not None
-        return figures.kl * batch.trained_tokens
+        assert figures["kl"] is not None
+        return figures["kl"] * batch.trained_tokens
 
     computed = item([1.0, 0.0], seed=1)
     given = item([1.0, 0.0], seed=2)
@@ -212,10 +211,10 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
     batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
-    assert figures.ratio_mean == pytest.approx(1.0, abs=1e-5)
-    assert figures.ratio_clipped_frac == 0
-    assert figures.logprob_diff_max < 1e-5
-    assert figures.sampler_kl == pytest.approx(0.0, abs=1e-6)
+    assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert figures["ratio_clipped_frac"] == 0
+    assert figures["logprob_diff_max"] < 1e-5
+    assert figures["sampler_kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 def test_truncated_sampling_is_scored_over_the_kept_tokens_alone() -> None:
@@ -242,7 +241,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
         figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
-        return figures.pg_loss, grad
+        return figures["pg_loss"], grad
 
     (loss, gradient), (half, half_gradient) = policy_loss_and_gradient(None), policy_loss_and_gradient(0.5)
     assert loss != 0
@@ -268,5 +267,5 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
     batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
-    assert figures.logprob_diff_max < 1e-5
-    assert figures.ratio_mean == pytest.approx(1.0, abs=1e-5)
+    assert figures["logprob_diff_max"] < 1e-5
+    assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

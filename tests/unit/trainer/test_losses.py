@@ -1,10 +1,23 @@
 """Loss terms on numbers worked out by hand."""
 
+from pathlib import Path
+from typing import get_args
+
 import pytest
 import torch
 
-from example_trainer.losses import LossSettings, clipped_surrogate, k3, token_losses
-from example_trainer.policy import logprobs_and_entropy
+from atroposlib.config import ConfigError, resolve_config
+from example_trainer import objectives
+from example_trainer.batching import make_batch
+from example_trainer.config import TrainerConfig
+from example_trainer.objectives import Loss
+from example_trainer.objectives.base import LossSettings, k3, load_loss, with_penalties
+from example_trainer.objectives.grpo import clipped_surrogate
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.packing import micro_batches
+from example_trainer.policy import logprobs_and_entropy, token_logprobs
+from example_trainer.step import batch_gradients
+from tests.unit.trainer.fakes import item, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -45,7 +58,7 @@ def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
 def test_kl_without_a_reference_is_refused() -> None:
     one = torch.ones(1)
     with pytest.raises(ValueError, match="reference"):
-        token_losses(-one, one, -one, one, None, LossSettings(kl_coef=0.1))
+        with_penalties(-one, -one, one, None, LossSettings(kl_coef=0.1))
 
 
 def test_fused_logprobs_and_entropy_have_the_gradients_of_their_formulas() -> None:
@@ -70,3 +83,38 @@ def test_fused_logprobs_and_entropy_have_the_gradients_of_their_formulas() -> No
     assert ours.grad is not None
     assert exact.grad is not None
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", get_args(Loss))
+def test_every_loss_of_the_flag_gives_a_loss_and_its_metrics_per_token(name: Loss) -> None:
+    ones = torch.ones(3)
+    loss, metrics = load_loss(name)(-ones, -ones, ones, LossSettings(loss=name))
+    assert {value.shape for value in (loss, *metrics.values())} == {(3,)}
+
+
+def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As CONTRIBUTING.md tells a stranger to add one; the name itself is checked by the flag's type."""
+    (tmp_path / "upward.py").write_text(
+        "def token_loss(logprobs, sampler, advantages, settings):\n"
+        "    return -2 * advantages * logprobs, {'drift': logprobs - sampler}\n"
+    )
+    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
+    batch = make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0)
+    model = tiny_model()
+    model.set_attn_implementation(PACKED_SDPA)
+    batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))
+    metrics = batch_gradients(model, batches, LossSettings(loss="upward"))  # type: ignore[arg-type]
+    logprobs = torch.cat([token_logprobs(model, each, 128) for each in batches])
+    advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
+    assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)
+    assert metrics["drift"] == pytest.approx((logprobs - sampler).mean().item(), rel=1e-5)
+    assert "ratio_mean" not in metrics
+    assert metrics["kl"] is None
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_unknown_loss_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"loss: .*'grpo'"):
+        resolve_config(TrainerConfig, ["--model", "m", "--loss", "gpro"], prog="grpo", env={})

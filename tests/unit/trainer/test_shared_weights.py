@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.bf16 import MasteredParameter
-from example_trainer.checkpoint import WHOLE_MODEL, CheckpointError, Checkpoints, Progress, restore, save_final_model
+from example_trainer.checkpoint import Checkpoints, Progress, restore
 from example_trainer.config import TrainerConfig
-from example_trainer.model import ModelError, check_packed_forward
+from example_trainer.model import ModelError, check_packed_forward, meta_model
 from example_trainer.optimizer import make_optimizer
 from example_trainer.weights.sharded import whole_parameters
-from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, meta_model, shared_tensors
+from example_trainer.weights.shared import SharedTensor, StartWeights, bind, copy_replicas, shared_tensors
+from example_trainer.weights.written import CheckpointError, TrainedModel
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import VOCAB, tiny_model
 
@@ -129,7 +130,7 @@ def test_start_weights_of_another_shape_or_without_safetensors_are_refused(tmp_p
 def test_saved_model_is_a_plain_folder(family: str, changes: dict, tp: int, tmp_path: Path) -> None:
     plain = tiny_model(family, **changes)
     bound, _, _ = shared(plain, tmp_path / "served", tp)
-    folder = save_final_model(tmp_path, bound, None, WHOLE_MODEL)
+    folder = TrainedModel(bound).write(tmp_path / "final_model")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for (name, found), (_, expected) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(found, expected), name
@@ -145,7 +146,7 @@ def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
     bound, optimizer = stepped(2)
     bound(input_ids=IDS, use_cache=False).logits.sum().backward()
     optimizer.step()
-    folder = Checkpoints(tmp_path, 0, WHOLE_MODEL).save(Progress(1, 1, 1), bound, None, optimizer)
+    folder = Checkpoints(tmp_path, 0).save(Progress(1, 1, 1), TrainedModel(bound), optimizer)
     _again, same = stepped(2)
     assert restore(folder, same) == Progress(1, 1, 1)
     for before, after in zip(optimizer.state.values(), same.state.values(), strict=True):
@@ -160,7 +161,7 @@ def test_bfloat16_checkpoints_hold_the_masters(tmp_path: Path) -> None:
     bound, tensors, _ = shared(plain, tmp_path / "served", 2, torch.bfloat16, MasteredParameter.over)
     StartWeights(str(tmp_path / "served"), tensors.values()).write()
     assert all(parameter.dtype == torch.bfloat16 for parameter in bound.parameters())
-    folder = save_final_model(tmp_path, bound, None, WHOLE_MODEL)
+    folder = TrainedModel(bound).write(tmp_path / "final_model")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for (name, found), (_, expected) in zip(loaded.named_parameters(), plain.named_parameters(), strict=True):
         assert torch.equal(found, expected), name  # float32, not rounded

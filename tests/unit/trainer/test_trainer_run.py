@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from example_trainer import grpo
-from example_trainer.checkpoint import CheckpointError, find_checkpoint
+from example_trainer.checkpoint import find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.metrics import ROW_KEYS
+from example_trainer.weights.written import CheckpointError
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
 
 REPOSITORY = Path(__file__).parents[3]
@@ -387,9 +388,10 @@ def test_wrong_flags_are_one_line_and_exit_2(flags: list[str], says: str, capsys
 def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     root = logging.getLogger()
     handlers = list(root.handlers)
-    code = grpo.main(["--model", "m", *BROADCAST, "--save-path", str(tmp_path), "--resume", "latest"])
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(["--model", "m", *BROADCAST, "--save-path", str(tmp_path), "--resume", "latest"])
     root.handlers[:] = handlers
-    assert code == 1
+    assert ended.value.code == 1
     assert (
         capsys.readouterr().err
         == f"grpo: error: --resume latest: {tmp_path}/latest does not exist; --resume auto starts afresh then, or name"

@@ -1,0 +1,112 @@
+"""A trainer's session with one vLLM server, the same for every mode: offered once, renewed by heartbeats, and ended.
+
+    offer ──▶ accepted ──▶ heartbeat every third of the lease ──▶ close
+
+A server holds one session at a time, until its trainer leaves or falls silent for the lease.
+"""
+
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TypeVar
+
+from atroposlib.clients.heartbeat import Heartbeat
+from atroposlib.errors import reading
+from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import Manifest, Offer, compare
+from example_trainer.bridges.base import BridgeError, WeightBridge
+from example_trainer.bridges.parity import parity
+from example_trainer.bridges.vllm_client import SESSIONS, VllmClient
+from example_trainer.weights.written import TrainedModel
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+STOP_S = 30.0  # for a heartbeat under way
+
+
+def offer(make: Callable[..., T], lease_s: float) -> T:
+    """An offer of this process under a fresh random id; `make` takes the fields that all offers have."""
+    return make(session=uuid.uuid4().hex, trainer=f"{socket.gethostname()}:{os.getpid()}", lease_s=lease_s)
+
+
+class Session:
+    """The server at `vllm` has accepted `offer`, at `route`. From here on it is kept until `close` or `fence`."""
+
+    def __init__(self, vllm: VllmClient, offer: Offer, route: str = SESSIONS) -> None:
+        self.vllm = vllm
+        self.id = offer.session
+        self._route = route
+        self._open = True
+        beat = partial(vllm.heartbeat, self.id, route)
+        self._heart = Heartbeat(vllm.url, beat, offer.lease_s / 3, BridgeError)
+        self._heart.start()
+
+    @property
+    def lost(self) -> str | None:
+        """Why the last heartbeat failed, None if it did not."""
+        return self._heart.lost
+
+    def check(self) -> None:
+        """Raise BridgeError if the last heartbeat failed; never waits."""
+        if self.lost is not None:
+            raise BridgeError(f"the session with vLLM is lost: {self.lost}")
+
+    def close(self) -> None:
+        """Leave in an orderly way, once; a server that cannot be told is logged."""
+        if self._end(STOP_S):
+            with told(f"Left session {self.id}, but vLLM could not be told"):
+                self.vllm.close_session(self.id, self._route)
+
+    def fence(self, reason: str) -> None:
+        """End a session that failed; ask the server, if it still listens, not to sample from a version that the others
+        have left.
+        """
+        if self._end(0):
+            with told(f"{self.vllm.url} could not be fenced off and may go on serving an older version"):
+                self.vllm.fence(self.id, reason)
+
+    def _end(self, timeout_s: float) -> bool:
+        """Stop the heartbeat; False if the session has ended before."""
+        was_open, self._open = self._open, False
+        self._heart.stop(timeout_s)
+        return was_open
+
+
+class SessionBridge(WeightBridge):
+    """What the bridges with one session have in common: all but `sync`."""
+
+    def __init__(self, session: Session, trained: TrainedModel, served_dtype: str) -> None:
+        self.served_dtype = served_dtype
+        self._session = session
+        self._vllm = session.vllm
+        self._trained = trained
+
+    def parity_probe(self) -> float:
+        return parity(self._trained.model, self._vllm)
+
+    def check(self) -> None:
+        self._session.check()
+
+    def close(self) -> None:
+        self._session.close()
+
+
+@contextmanager
+def told(otherwise: str) -> Iterator[None]:
+    """Around a last word to a server, which may be gone: then `otherwise` is logged, and the trainer goes on."""
+    try:
+        yield
+    except RuntimeError as error:
+        log.warning("[Bridge] %s: %s", otherwise, error)
+
+
+def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> Manifest:
+    """What `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by name and shape."""
+    manifest = vllm.manifest()
+    with reading(f"trainer and the vLLM server at {vllm.url} do not hold the same model", BridgeError):
+        compare(manifest, shapes)
+    return manifest

@@ -1,0 +1,162 @@
+"""Weights as a directory in the Hugging Face format that trainers and vLLM load: whole or absent.
+
+    model (or adapter), tokenizer ──▶ .NAME.partial-PID/ ──manifest.json──flush──rename──▶ NAME/
+
+`manifest.json` holds the size and SHA-256 of every file. Whatever fails before the rename leaves what was there
+before. What a directory holds of the model is a `Form`: the whole model here, the adapter alone in
+example_trainer/adapters.py.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from atroposlib.errors import reading
+from atroposlib.files import sync
+from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import write_policy_version
+from example_trainer.bf16 import exact_value
+from example_trainer.errors import TrainerError
+from example_trainer.weights.sharded import whole_parameters
+
+MANIFEST = "manifest.json"
+
+log = get_logger(__name__)
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint that cannot be written or read."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is kept of a model: the directories' names, the writer of its files into an existing one, and their size."""
+
+    step_prefix: str
+    final: str
+    write: Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase | None], None]
+    nbytes: Callable[[PreTrainedModel], int]
+
+
+class FileRecord(msgspec.Struct):
+    """A file of a directory, in its manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    model.save_pretrained(folder, state_dict=dict(whole_parameters(model)))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+WHOLE_MODEL = Form(
+    "step_",
+    "final_model",
+    _write_model,
+    lambda model: sum(exact_value(parameter).nbytes for parameter in model.parameters()),
+)
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a run trains, and how it is written: `form`, with the tokenizer where there is one (training never uses
+    text).
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    form: Form = WHOLE_MODEL
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in a directory."""
+        return self.form.nbytes(self.model)
+
+    def write(
+        self,
+        target: Path,
+        policy_version: int | None = None,
+        also: Callable[[Path], None] = lambda folder: None,
+        also_bytes: int = 0,
+    ) -> Path:
+        """Make the directory `target`, labelled with `policy_version` and with the files that `also` adds. Raises
+        CheckpointError, with what was there untouched.
+        """
+
+        def write(folder: Path) -> None:
+            self.form.write(folder, self.model, self.tokenizer)
+            if policy_version is not None:
+                write_policy_version(folder, policy_version)
+            also(folder)
+
+        write_folder(target, write, self.nbytes + also_bytes)
+        return target
+
+
+def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
+    """Make `target` from what `write` puts into an empty directory, all or nothing. Raises CheckpointError."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    remedy = "earlier checkpoints are untouched. Free space, lower --keep-checkpoints, or choose another --save-path"
+    with ExitStack() as cleanup:
+        cleanup.enter_context(
+            reading(f"cannot write {target}", CheckpointError, remedy=remedy, also=(RuntimeError, SafetensorError))
+        )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < expected_bytes:
+            raise OSError(f"about {expected_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+        partial.mkdir()
+        cleanup.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing left of it
+        write(partial)
+        _write_manifest(partial)
+        _sync_folder(partial)
+        _replace_folder(partial, target)
+
+
+def remove_leftovers(save_path: Path) -> None:
+    """Remove half-written directories of processes that no longer run."""
+    for folder in save_path.glob(".*.partial-*"):
+        if not Path(f"/proc/{folder.name.rpartition('-')[2]}").exists():
+            log.info("Removing %s, left half-written by a process that has ended", folder)
+            shutil.rmtree(folder)
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write_manifest(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path)) for path in files}
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def _sync_folder(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        sync(path)
+    sync(folder)
+
+
+def _replace_folder(partial: Path, target: Path) -> None:
+    """Rename `partial` to `target`; a directory already there, from an earlier run, steps aside first and is removed
+    after.
+    """
+    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    if target.exists():
+        target.rename(aside)
+    partial.rename(target)
+    sync(target.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
