@@ -140,9 +140,8 @@ class CalculatorEnv(QuestionEnv):
         return result
 
     async def close(self) -> None:
-        """End the calculator, then everything else."""
+        """End the calculator."""
         await self.pool.close()
-        await super().close()
 
     async def score(self, item: Question, answer: str) -> float:
         """0 to 1: 1 for the right number, less `tool_cost` for each call. An expression of that value is no answer."""

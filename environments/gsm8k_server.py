@@ -9,15 +9,11 @@ model learns in minutes). An answer is graded by math-verify. A group in which t
 counted: to score that sample as wrong would teach the model from the grader's fault.
 """
 
-import asyncio
-from collections import Counter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.problems import (
     Problem,
@@ -27,8 +23,7 @@ from atroposlib.envs.problems import (
     hub_problem_set,
     read_problem_set,
 )
-from atroposlib.envs.server_handling.dispatch import Split
-from atroposlib.envs.server_handling.managed_server import SequenceNode
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, last_number
 from atroposlib.logs import get_logger
 
@@ -41,8 +36,8 @@ BOXED_PROMPT = (
 )
 
 
-class GSM8kEnvConfig(BaseEnvConfig):
-    """What this environment can be told beside the fields of every environment."""
+class GSM8kEnvConfig(QuestionEnvConfig):
+    """What this environment can be told beside the fields of every question environment."""
 
     dataset: Literal["auto", "gsm8k", "arithmetic"] = Field(
         default="auto",
@@ -55,8 +50,6 @@ class GSM8kEnvConfig(BaseEnvConfig):
         default=None, description="JSONL file to measure with; else part of dataset_path is held out."
     )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")
-    heldout_size: int = Field(default=64, ge=1, description="Problems to measure with, at most.")
-    seed: int = Field(default=0, description="Order of the problems and choice of the held-out ones.")
     prompt_style: Literal["auto", "boxed", "plain"] = Field(
         default="auto",
         description=(
@@ -64,50 +57,43 @@ class GSM8kEnvConfig(BaseEnvConfig):
             " arithmetic."
         ),
     )
-    max_new_tokens: int | None = Field(
+    max_new_tokens: int | None = Field(  # type: ignore[assignment]  # settled by `setup`
         default=None, ge=1, description="Tokens of an answer; if unset 24 for plain prompts, 512 for boxed."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
+    max_eval_workers: int = Field(default=64, ge=1, description="Held-out problems asked at once.")
     grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
     grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
 
 
-class GSM8kEnv(BaseEnv):
+class GSM8kEnv(QuestionEnv):
     """See the module's head."""
 
     name = "gsm8k"
     env_config_cls = GSM8kEnvConfig
+    outcomes = tuple(map(str, Outcome))
+    unscored_count = "groups_dropped_by_grader"
 
     def __init__(self, config: GSM8kEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
-        self.outcomes: Counter[Outcome] = Counter()
         self.problems = ProblemSet([], [])
         self.stream = ProblemStream([], config.seed)
         self.boxed = config.prompt_style == "boxed"
 
-    @classmethod
-    def config_init(cls) -> tuple[GSM8kEnvConfig, APIServerConfig]:
-        """The guide's setting: one vLLM on port 9001, whose model names itself and its tokenizer."""
-        server = APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")
-        return GSM8kEnvConfig(tokenizer_name="default"), server
-
-    # --- problems -------------------------------------------------------------------------------------------------
-
     async def setup(self) -> None:
         """Load the problems."""
         self.problems, source = await self._load()
+        self.stream, self.held_out = ProblemStream(self.problems.train, self.config.seed), self.problems.held_out
         if self.config.prompt_style == "auto":
             self.boxed = source != "arithmetic"
-        self.stream = ProblemStream(self.problems.train, self.config.seed)
+        self.config.max_new_tokens = self.config.max_new_tokens or (512 if self.boxed else 24)
         log.info(
             "Problems: %s, %d to train on, %d held out; prompt %s, at most %d new tokens",
             source,
             len(self.problems.train),
-            len(self.problems.held_out),
+            len(self.held_out),
             "boxed" if self.boxed else "plain",
-            self.max_new_tokens,
+            self.config.max_new_tokens,
         )
 
     async def _load(self) -> tuple[ProblemSet, str]:
@@ -128,117 +114,32 @@ class GSM8kEnv(BaseEnv):
             log.warning("Using the built-in arithmetic problems instead of GSM8K: %s", error)
             return arithmetic_problems(config.heldout_size), "arithmetic"
 
-    async def get_next_item(self) -> Problem:
-        """The next problem, without end."""
-        return self.stream.take()
+    async def training_item(self, number: int) -> Problem:
+        """The training set again and again, each time in another order."""
+        return self.stream[number]
 
-    # --- rollouts -------------------------------------------------------------------------------------------------
-
-    @property
-    def max_new_tokens(self) -> int:
-        """Tokens that an answer may have."""
-        return self.config.max_new_tokens or (512 if self.boxed else 24)
-
-    def prompt(self, problem: Problem) -> list[dict[str, str]]:
-        """The messages that ask `problem`."""
-        question = {"role": "user", "content": problem.question}
+    def prompt(self, item: Problem) -> list[dict[str, Any]]:
+        """The question, under `boxed` with the request to write the result in a box."""
+        question = {"role": "user", "content": item.question}
         return [{"role": "system", "content": BOXED_PROMPT}, question] if self.boxed else [question]
 
-    async def sample(
-        self, problem: Problem, n: int, split: Split, temperature: float, top_p: float = 1.0
-    ) -> tuple[list[str], list[SequenceNode]]:
-        """Texts and tokens of `n` answers."""
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            reply = await managed.chat_completion(
-                messages=self.prompt(problem),
-                n=n,
-                max_tokens=self.max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                split=split,
-            )
-            return [choice.message.content or "" for choice in reply.choices], managed.get_state()["nodes"]
+    async def score(self, item: Problem, answer: str) -> Scored:
+        """1 for the right result; no score when the grader failed."""
+        outcome = await self.grader.grade(extract_boxed(answer) if self.boxed else last_number(answer), item.result)
+        return Scored(None if outcome is Outcome.GRADER_FAILED else float(outcome is Outcome.RIGHT), str(outcome))
 
-    async def grade(self, problem: Problem, answer: str) -> Outcome:
-        """Whether `answer` gives the result of `problem`."""
-        given = extract_boxed(answer) if self.boxed else last_number(answer)
-        return await self.grader.grade(given, problem.result)
-
-    async def collect_trajectories(self, item: Problem) -> tuple[ScoredDataGroup | None, list[Problem]]:
-        """A group of graded samples; None when the grader failed on one of them."""
-        texts, nodes = await self.sample(
-            item, self.config.group_size, "train", self.config.temperature, self.config.top_p
-        )
-        outcomes = await asyncio.gather(*(self.grade(item, text) for text in texts))
-        self.outcomes.update(outcomes)
-        if Outcome.GRADER_FAILED in outcomes:
-            failed = outcomes.count(Outcome.GRADER_FAILED)
-            reason = f"the grader failed on {failed} of its answers to {item.question!r}"
-            self.note_unscored(reason, "groups_dropped_by_grader")
-            return None, []
-        return self.group(item, texts, nodes, outcomes), []
-
-    def group(
-        self, problem: Problem, texts: Sequence[str], nodes: Sequence[SequenceNode], outcomes: Sequence[Outcome]
-    ) -> ScoredDataGroup:
-        """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
-        versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
-        return ScoredDataGroup(
-            tokens=[node.tokens for node in nodes],
-            masks=[node.masked_tokens for node in nodes],
-            inference_logprobs=[node.logprobs for node in nodes],
-            scores=[float(outcome is Outcome.RIGHT) for outcome in outcomes],
-            messages=[[*self.prompt(problem), {"role": "assistant", "content": text}] for text in texts],  # type: ignore[list-item]
-            generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
-            policy_versions=versions if all(versions) else None,
-        )
-
-    # --- evaluation -----------------------------------------------------------------------------------------------
-
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-        """Greedy accuracy on the held-out problems; an answer on which the grader failed is left out of it, and
-        counted.
-        """
-        graded = await asyncio.gather(*(self._evaluate_one(problem) for problem in self.problems.held_out))
-        outcomes = Counter(outcome for _, _, outcome in graded)
-        total = len(graded) - outcomes[Outcome.GRADER_FAILED]
-        metrics = {
-            **({"accuracy": outcomes[Outcome.RIGHT] / total} if total else {}),
-            "correct": outcomes[Outcome.RIGHT],
-            "total": total,
-            "temperature": 0.0,
-            **{str(outcome): outcomes[outcome] for outcome in Outcome},
+    def sample_record(self, item: Problem, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+        """The question with its known result and the answer."""
+        return {
+            "question": item.question,
+            "known": item.result,
+            "answer": rollout.text,
+            "outcome": scored.outcome,
         }
-        if self.config.data_dir_to_save_evals is not None:
-            fields = ("question", "known", "answer", "outcome")
-            samples = [
-                dict(zip(fields, (each.question, each.result, text, outcome), strict=True))
-                for each, text, outcome in graded
-            ]
-            await self.evaluate_log(metrics, samples=samples, verbose=False)
-        return metrics
-
-    async def _evaluate_one(self, problem: Problem) -> tuple[Problem, str, Outcome]:
-        texts, _ = await self.sample(problem, 1, "eval", temperature=0.0)
-        return problem, texts[0], await self.grade(problem, texts[0])
-
-    # --- figures --------------------------------------------------------------------------------------------------
-
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add what became of the answers since the last call."""
-        outcomes, self.outcomes = self.outcomes, Counter()
-        metrics = dict(wandb_metrics or {})
-        if outcomes:
-            shares = ", ".join(f"{outcomes[outcome]} {outcome.replace('_', ' ')}" for outcome in Outcome)
-            log.info("Step %d: %d answers, %s", self.curr_step, outcomes.total(), shares)
-            metrics |= {f"train/answers_{outcome}": outcomes[outcome] for outcome in Outcome}
-            metrics["train/percent_correct"] = outcomes[Outcome.RIGHT] / outcomes.total()
-        await super().wandb_log(metrics)
 
     async def close(self) -> None:
-        """End the grader, then everything else."""
+        """End the grader."""
         await self.grader.close()
-        await super().close()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxRepor
 from atroposlib.config import nearest
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.envs.run import run_of
 from atroposlib.grading import extract_tagged
 from atroposlib.logs import get_logger
 
@@ -84,7 +85,7 @@ class ReasoningGymEnv(QuestionEnv):
         count = config.scorer_processes
         self.pool = ChildPool(CHILD, count=count, time_limit_s=config.scorer_timeout, start_limit_s=START_LIMIT_S)
         self.weights: dict[str, float] = {}
-        self.counts["answers_rejected"] = 0
+        run_of(self).counts["answers_rejected"] = 0
 
     async def setup(self) -> None:
         """Learn the names of the tasks, check those that are configured, and hold entries out."""
@@ -145,7 +146,7 @@ class ReasoningGymEnv(QuestionEnv):
             log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, problem)
             return None
         if reply["rejected"]:
-            self.counts["answers_rejected"] += 1
+            run_of(self).counts["answers_rejected"] += 1
             log.info("Rejected %r for entry %d of '%s': %s", given[:200], item.index, item.name, reply["rejected"])
         return score
 
@@ -158,9 +159,8 @@ class ReasoningGymEnv(QuestionEnv):
         }
 
     async def close(self) -> None:
-        """End the child processes, then everything else."""
+        """End the child processes."""
         await self.pool.close()
-        await super().close()
 
 
 def weights_by_name(tasks: str) -> dict[str, float]:

@@ -54,14 +54,16 @@ def evaluate_log(
         return
     if verbose:
         print(markdown_table(metrics), flush=True)
-    now = time.time()
-    begun, ended = start_time if start_time is not None else now, end_time if end_time is not None else now
-    general = {
-        "model_name": model_name,
-        "total_evaluation_time_seconds": ended - begun,
-        "generation_parameters": generation_parameters or {},
-    }
-    write_eval_results(Path(eval_dir), metrics, task_name or "eval", general, samples)
+    write_eval_results(
+        Path(eval_dir),
+        task_name or "eval",
+        metrics,
+        samples,
+        model_name=model_name,
+        start_time=start_time,
+        end_time=end_time,
+        generation_parameters=generation_parameters,
+    )
     log.info("Wrote the evaluation to %s", eval_dir)
 
 

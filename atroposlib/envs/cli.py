@@ -30,6 +30,7 @@ from atroposlib.config import Config, config_yaml, known_keys, load_config, near
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
+from atroposlib.envs.run import run_of
 from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv, with_teacher
@@ -80,7 +81,7 @@ async def run_process(env: "BaseEnv", tree: EnvTree) -> None:
 
 async def run_evaluate(env: "BaseEnv", tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
-    try:
+    async with run_of(env):
         await wait_for_inference(env)
         await env.setup()
         returned = await env.evaluate()
@@ -88,8 +89,6 @@ async def run_evaluate(env: "BaseEnv", tree: EnvTree) -> None:
             log.info("Evaluation: %s", dict(returned))
         if env.config.data_dir_to_save_evals is not None:
             write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
-    finally:
-        await env.close()
 
 
 COMMANDS: dict[str, Callable[["BaseEnv", EnvTree], Awaitable[None]]] = {

@@ -5,7 +5,7 @@ from enum import Enum
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from atroposlib.config import OutputFileText
-from atroposlib.envs.server_handling.reasoning import Effort, ReasoningConfig
+from atroposlib.envs.server_handling.reasoning import Effort
 from atroposlib.names import Name
 
 
@@ -104,13 +104,3 @@ class BaseEnvConfig(BaseModel):
         default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode."
     )
     custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
-
-    @property
-    def reasoning(self) -> ReasoningConfig:
-        """What the inference clients are told about reasoning."""
-        return ReasoningConfig.from_env_config(self)
-
-    @property
-    def evaluation_interval(self) -> int | None:
-        """Policy versions between evaluations, or None for never."""
-        return self.steps_per_eval if self.steps_per_eval > 0 else None

@@ -22,7 +22,13 @@ class DataError(EnvError):
 
 
 class Unscored(Exception):
-    """An answer could not be scored, through no fault of the environment's code: its group is dropped and counted."""
+    """An answer could not be scored, through no fault of the environment's code: its group is dropped and counted,
+    in the metrics as `count`.
+    """
+
+    def __init__(self, reason: str = "", count: str = "groups_unscored") -> None:
+        super().__init__(reason)
+        self.count = count
 
 
 class RecordError(EnvError):

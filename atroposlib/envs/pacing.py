@@ -61,6 +61,11 @@ def plan(
     return Plan(max(0, min(limit - ahead, max_workers - in_flight)), f"{in_flight} of {max_workers} workers are busy")
 
 
+def evaluation_interval(config: BaseEnvConfig) -> int | None:
+    """Policy versions between evaluations, or None for never."""
+    return config.steps_per_eval if config.steps_per_eval > 0 else None
+
+
 class EvaluationSchedule:
     """Which policy versions are to be evaluated: every multiple of `interval`, the last one, and 0 if `at_start`.
 

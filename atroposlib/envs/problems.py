@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,16 +171,16 @@ class ProblemStream:
     """Problems without end: the training set again and again, each time in another order that `seed` fixes."""
 
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
-        self._order = _endless(problems, random.Random(seed))
+        self._problems = problems
+        self._generator = random.Random(seed)
+        self._epochs: list[list[Problem]] = []
 
-    def take(self) -> Problem:
-        """The next one."""
-        return next(self._order)
-
-
-def _endless(problems: Sequence[Problem], generator: random.Random) -> Iterator[Problem]:
-    while True:
-        yield from generator.sample(list(problems), len(problems))
+    def __getitem__(self, number: int) -> Problem:
+        """Problem `number`: 0, 1, 2, ..."""
+        epoch, place = divmod(number, len(self._problems))
+        while len(self._epochs) <= epoch:
+            self._epochs.append(self._generator.sample(self._problems, len(self._problems)))
+        return self._epochs[epoch][place]
 
 
 def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:

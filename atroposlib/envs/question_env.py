@@ -8,7 +8,9 @@ checkpoint was written, and two runs with one seed ask the same. A multi-turn en
 """
 
 import asyncio
+import inspect
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -39,6 +41,14 @@ class Rollout:
     node: SequenceNode
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What became of one answer: its reward, None when it could not be told, and a word for it that is counted."""
+
+    reward: float | None
+    outcome: str = ""
+
+
 class QuestionEnvConfig(BaseEnvConfig):
     """What a `QuestionEnv` can be told beside the fields of every environment."""
 
@@ -53,6 +63,8 @@ class QuestionEnv(BaseEnv):
     """Write `setup` (it sets `held_out`), `training_item`, `prompt` and `score`."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
+    outcomes: ClassVar[Sequence[str]] = ()  # those that `score` gives, in the order in which they are logged
+    unscored_count: ClassVar[str] = "groups_unscored"  # the metric that counts groups dropped for want of a score
 
     def __init__(
         self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -61,7 +73,7 @@ class QuestionEnv(BaseEnv):
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
         self.held_out: Sequence[Item] = []
         self.taken = 0
-        self.scores: list[float] = []
+        self.scored: list[Scored] = []  # training answers since the last log
         self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
 
     @classmethod
@@ -81,8 +93,18 @@ class QuestionEnv(BaseEnv):
         """The messages that ask `item`; if the last one is the assistant's, the model goes on with it."""
 
     @abstractmethod
-    async def score(self, item: Item, answer: str) -> float | None:
-        """The reward of `answer`, 1 for a right one; None when it cannot be told, which drops the group."""
+    async def score(self, item: Item, answer: str) -> float | Scored | None:
+        """The reward of `answer`, 1 for a right one; None when it cannot be told, which drops the group. As `Scored`
+        with one of `outcomes`, for those who watch the run.
+        """
+
+    def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+        """What is kept of an evaluated answer in samples.jsonl."""
+        return {"messages": rollout.messages, "score": scored.reward}
+
+    async def close(self) -> None:
+        """End what this environment started; called when a command ends."""
+        return
 
     # --- sampling -------------------------------------------------------------------------------------------------
 
@@ -122,61 +144,71 @@ class QuestionEnv(BaseEnv):
         rollouts = await self.rollouts(
             item, self.config.group_size, "train", self.config.temperature, self.config.top_p
         )
-        scores = await gather_or_cancel([self._score(item, rollout) for rollout in rollouts])
-        known = [score for score in scores if score is not None]
-        self.scores.extend(known)
-        if len(known) < len(scores):
-            self.note_unscored(f"{len(scores) - len(known)} of its {len(scores)} answers could not be scored")
-            return None, []
-        return scored_group(rollouts, known, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
+        scored = await gather_or_cancel([self._score(item, rollout) for rollout in rollouts])
+        self.scored.extend(scored)
+        rewards = [each.reward for each in scored if each.reward is not None]
+        if len(rewards) < len(scored):
+            unscored = len(scored) - len(rewards)
+            raise Unscored(f"{unscored} of its {len(scored)} answers could not be scored", self.unscored_count)
+        return scored_group(rollouts, rewards, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
 
-    async def _score(self, item: Item, rollout: Rollout) -> float | None:
+    async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
         try:
-            return await self.score(item, answer)
+            found = await self.score(item, answer)
         except Unscored as error:
             log.warning("An answer could not be scored: %s", error)
-            return None
+            found = None
+        return found if isinstance(found, Scored) else Scored(found)
 
-    # --- evaluation and figures -----------------------------------------------------------------------------------
+    # --- evaluation and metrics -----------------------------------------------------------------------------------
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
         results = await gather_or_cancel([self._evaluate_one(item) for item in self.held_out])
-        scores = [score for _, _, score in results if score is not None]
-        correct = sum(score >= self.right_from for score in scores)
-        shares = {"accuracy": correct / len(scores), "mean_score": sum(scores) / len(scores)} if scores else {}
-        metrics = {
-            **shares,
-            "correct": correct,
-            "total": len(scores),
-            "unscored": len(results) - len(scores),
-            "temperature": 0.0,
-        }
+        metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
-            samples = [{"messages": rollout.messages, "score": score} for _, rollout, score in results]
+            samples = [self.sample_record(*result) for result in results]
             await self.evaluate_log(metrics, samples=samples, verbose=False)
         return metrics
 
-    async def _evaluate_one(self, item: Item) -> tuple[Item, Rollout, float | None]:
+    async def _evaluate_one(self, item: Item) -> tuple[Item, Rollout, Scored]:
         async with self._eval_slots:
             rollout = (await self.rollouts(item, 1, "eval", 0.0, 1.0))[0]
             return item, rollout, await self._score(item, rollout)
 
+    def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:
+        """Shares of the answers that have a reward, and counts of all, also by outcome."""
+        rewards = [each.reward for each in scored if each.reward is not None]
+        right, total = sum(reward >= self.right_from for reward in rewards), len(rewards)
+        shares = {"accuracy": right / total, "mean_score": sum(rewards) / total} if total else {}
+        counts = Counter(each.outcome for each in scored)
+        by_outcome = {outcome: counts[outcome] for outcome in self.outcomes}
+        return {**shares, "correct": right, "total": total, "unscored": len(scored) - total, **by_outcome}
+
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Add the scores since the last call."""
-        scores, self.scores = self.scores, []
+        scored, self.scored = self.scored, []
         metrics = dict(wandb_metrics or {})
-        if scores:
-            right = sum(score >= self.right_from for score in scores)
-            mean = sum(scores) / len(scores)
-            log.info("Step %d: %d answers, %d right, mean score %.3f", self.curr_step, len(scores), right, mean)
-            metrics |= {"train/percent_correct": right / len(scores), "train/mean_score": mean}
+        if scored:
+            found = self._summary(scored)
+            words = ", ".join(f"{found[outcome]} {outcome.replace('_', ' ')}" for outcome in self.outcomes)
+            words = words or f"{found['correct']} right, mean score {found.get('mean_score', 0.0):.3f}"
+            log.info("Step %d: %d answers, %s", self.curr_step, len(scored), words)
+            names = {"accuracy": "train/percent_correct", "mean_score": "train/mean_score"}
+            names |= {outcome: f"train/answers_{outcome}" for outcome in self.outcomes}
+            metrics |= {name: found[key] for key, name in names.items() if key in found}
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
         """Keep how many questions were taken, so that a resumed run goes on with the next one."""
         super().save_checkpoint(step, {"taken": self.taken} | (data or {}))
+
+    async def _release(self) -> None:
+        closing: Any = self.close()
+        if inspect.isawaitable(closing):  # an author's may be a plain function
+            await closing
+        await super()._release()
 
 
 def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:

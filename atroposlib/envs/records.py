@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -85,12 +86,27 @@ def markdown_table(metrics: Mapping[str, Any]) -> str:
 
 def write_eval_results(
     folder: Path,
-    results: Mapping[str, Any],
     task: str,
-    general: Mapping[str, Any],
-    samples: Sequence[Mapping[str, Any]] | None,
+    results: Mapping[str, Any],
+    samples: Sequence[Any] | None,
+    *,
+    model_name: str | None,
+    start_time: float | None,
+    end_time: float | None,
+    generation_parameters: Mapping[str, Any] | None,
 ) -> None:
-    """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole."""
+    """`metrics.json` (lighteval's layout) and, given samples, `samples.jsonl` in `folder`, each replaced whole. Times
+    are seconds, now if they are not given.
+    """
+    now = time.time()
+    begun, ended = start_time if start_time is not None else now, end_time if end_time is not None else now
+    general = {
+        "model_name": model_name,
+        "start_time": begun,
+        "end_time": ended,
+        "total_evaluation_time_seconds": ended - begun,
+        "generation_parameters": generation_parameters or {},
+    }
     content = {"config_general": general, "results": {f"atropos|{task}|0": results, "all": results}}
     option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
     write_whole(folder / "metrics.json", orjson.dumps(content, option=option))

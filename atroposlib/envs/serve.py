@@ -18,9 +18,10 @@ from atroposlib.envs.author_errors import ErrorBudget, giver
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
-from atroposlib.envs.pacing import EvaluationSchedule, Plan, plan
+from atroposlib.envs.pacing import EvaluationSchedule, Plan, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import crossed
+from atroposlib.envs.run import EnvRun, run_of
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -40,29 +41,27 @@ async def serve(env: BaseEnv) -> None:
 
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
-    token = env.config.rollout_server_token
-    async with BatchingApiClient(
-        env.config.rollout_server_url, None if token is None else token.get_secret_value()
-    ) as client:
-        loop = ServeLoop(env, client)
-        try:
-            await loop.start_up()
-            await loop.run()
-        finally:
-            await loop.shut_down()
+    run, token = run_of(env), env.config.rollout_server_token
+    client = BatchingApiClient(env.config.rollout_server_url, None if token is None else token.get_secret_value())
+    async with client, run, ServeLoop(run, client) as loop:
+        await loop.start_up()
+        await loop.turn_until_done()
 
 
 class ServeLoop:
-    """One run of `env` against the API behind `client`: start_up, run, shut_down."""
+    """The run of an environment against the API behind `client`: start_up, turn_until_done. Leaving it ends what it
+    started.
+    """
 
-    def __init__(self, env: BaseEnv, client: BatchingApiClient) -> None:
-        self.env = env
-        self.link = env.link = ApiLink(client, env.announcement(), env.config.startup_timeout, self._joined)
+    def __init__(self, run: EnvRun, client: BatchingApiClient) -> None:
+        self.run = run
+        self.env = env = run.env
+        self.link = run.link = ApiLink(client, run.announcement(), env.config.startup_timeout, self._joined)
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
-        env.start_groups = self._sample  # type: ignore[method-assign]
+        run.start_groups = self._sample
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
         self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None
@@ -73,15 +72,15 @@ class ServeLoop:
         """Wait for every peer, load the data, join."""
         await wait_for_inference(self.env)
         start = time.monotonic()
-        log.info("Setting up %s", self.env.display_name)
+        log.info("Setting up %s", self.run.display_name)
         await self.env.setup()
-        log.info("Set up %s in %.1f s", self.env.display_name, time.monotonic() - start)
+        log.info("Set up %s in %.1f s", self.run.display_name, time.monotonic() - start)
         await self.link.wait_until_up()
         await self.env.register_env()
         await self.env.setup_wandb()
         await self.env.get_server_info()
 
-    async def run(self) -> None:
+    async def turn_until_done(self) -> None:
         """Turn until the policy has reached the last step and its evaluation is done."""
         await self._await_open_run()
         while True:
@@ -94,25 +93,28 @@ class ServeLoop:
                 log.info(
                     "Policy version %d follows %d: another trainer has taken over",
                     status.version,
-                    self.env.policy_version,
+                    self.run.policy_version,
                 )
                 await self._join_again()
             await self._follow(status)
-            if status.version >= self.env.total_steps:
+            if status.version >= self.run.total_steps:
                 break
             self._status, self._counted = status, in_flight
             await self.env.add_train_workers()
             if self.env.config.worker_timeout > 0:
-                self.env.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
-            self.env.durations.add("mainloop_timings", time.monotonic() - turn_began)
+                self.run.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
+            self.run.durations.add("mainloop_timings", time.monotonic() - turn_began)
             await self.pool.wait(TURN_S)
             self._raise_failures()
         await self.pool.cancel_all()
         await self._finish_evaluations()
-        log.info("Done: policy version %d of %d; %s", status.version, self.env.total_steps, dict(self.env.counts))
+        log.info("Done: policy version %d of %d; %s", status.version, self.run.total_steps, dict(self.run.counts))
 
-    async def shut_down(self) -> None:
-        """End workers and evaluation, disconnect, close; seconds at most, whatever the peers do."""
+    async def __aenter__(self) -> "ServeLoop":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """End workers and evaluation, and disconnect; seconds at most, whatever the peers do."""
         await self.pool.cancel_all()
         if self._evaluation is not None:
             self._evaluation.cancel()
@@ -124,7 +126,6 @@ class ServeLoop:
             log.warning(
                 "Left without disconnecting: %s did not reply within %g s", self.link.client.url, GOODBYE_LIMIT_S
             )
-        await self.env.close()
 
     async def _await_open_run(self) -> None:
         """Return when there are steps left: an API may still hold the trainer of a run that is over.
@@ -134,12 +135,12 @@ class ServeLoop:
 
         async def attempt() -> None:
             await self._join_again()
-            if (await self.env.get_status()).version >= self.env.total_steps:
+            if (await self.env.get_status()).version >= self.run.total_steps:
                 await self.link.leave()
-                raise NotYet(f"the one there has done all {self.env.total_steps} steps")
+                raise NotYet(f"the one there has done all {self.run.total_steps} steps")
 
         status = await self.env.get_status()
-        if status.version < self.env.total_steps:
+        if status.version < self.run.total_steps:
             return
         await self._follow(status)
         await self._finish_evaluations()
@@ -165,7 +166,7 @@ class ServeLoop:
             self.env.config,
             self._status,
             batch_size=self.env.config.batch_size,
-            total_steps=self.env.total_steps,
+            total_steps=self.run.total_steps,
             in_flight=self._counted,
             max_workers=self.env.max_num_workers,
             evaluating=self._evaluation is not None,
@@ -177,7 +178,7 @@ class ServeLoop:
             if item is None:
                 break
             self.pool.start(item)
-        self.env.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
+        self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
         self._report_idleness(decision)
 
     async def _next_item(self) -> Item:
@@ -189,7 +190,7 @@ class ServeLoop:
         except EnvError:
             raise
         except Exception as error:
-            self.env.counts["items_failed"] += 1
+            self.run.counts["items_failed"] += 1
             self.pool.note_failure(error, "that get_next_item was to give")
             return None
 
@@ -203,9 +204,9 @@ class ServeLoop:
             self._idle_since = now
 
     def _note_end(self, success: bool, seconds: float) -> None:
-        self.env.counts["items_done" if success else "items_failed"] += 1
-        self.env.durations.add("task_duration", seconds)
-        self.env.durations.add("succeeded_task_duration" if success else "failed_task_duration", seconds)
+        self.run.counts["items_done" if success else "items_failed"] += 1
+        self.run.durations.add("task_duration", seconds)
+        self.run.durations.add("succeeded_task_duration" if success else "failed_task_duration", seconds)
 
     def _raise_failures(self) -> None:
         if self.pool.fatal is not None:
@@ -217,15 +218,15 @@ class ServeLoop:
     # --- the trainer moves on -------------------------------------------------------------------------------------
 
     def _joined(self, registration: Registration) -> None:
-        env = self.env
-        env.note_registration(registration)
-        self.schedule.reschedule(env.config.evaluation_interval, env.total_steps, env.config.eval_at_start)
+        config = self.env.config
+        self.run.note_registration(registration)
+        self.schedule.reschedule(evaluation_interval(config), self.run.total_steps, config.eval_at_start)
 
     async def _follow(self, status: EnvStatus) -> None:
         """Take over step and policy version; evaluate, checkpoint and log if they changed."""
-        env = self.env
-        old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, env.policy_version)
-        env.policy_version = status.version
+        env, run = self.env, self.run
+        old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, run.policy_version)
+        run.policy_version = status.version
         due = self.schedule.advance(status.version)
         if due is not None:
             self._due = due
@@ -257,7 +258,7 @@ class ServeLoop:
         evaluation = await self._evaluation_of(version)
         keep(
             evaluation,
-            env.display_name,
+            self.run.display_name,
             evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals),
         )
         metrics = evaluation.metrics | {"served_version": float(evaluation.served_version)}
@@ -273,7 +274,7 @@ class ServeLoop:
         log.info("Evaluating policy version %d", version)
         for attempt in range(1, EVALUATION_TRIES + 1):
             try:
-                evaluation = await evaluate_version(self._evaluate_env, version, self.env.policy_version)
+                evaluation = await evaluate_version(self._evaluate_env, version, self.run.policy_version)
             except EnvError:
                 raise
             # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
@@ -281,17 +282,17 @@ class ServeLoop:
                 log.exception(
                     "The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES
                 )
-                self.env.counts["evaluations_failed"] += 1
+                self.run.counts["evaluations_failed"] += 1
             else:
                 log.info("%s", evaluation.line())
                 return evaluation
             await asyncio.sleep(EVALUATION_PAUSE_S)
-        return Evaluation(version, self.env.policy_version, None, {}, 0.0)
+        return Evaluation(version, self.run.policy_version, None, {}, 0.0)
 
     async def _evaluate_env(self) -> dict[str, float]:
-        self.env.eval_results = {}
+        self.run.eval_results = {}
         returned = await self.env.evaluate()
-        return dict(returned if returned is not None else self.env.eval_results)
+        return dict(returned if returned is not None else self.run.eval_results)
 
 
 async def wait_for_inference(env: BaseEnv) -> None:

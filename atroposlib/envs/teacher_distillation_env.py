@@ -76,15 +76,15 @@ class TeacherDistillationEnv(BaseEnv):
         """The teacher before YAML and flags."""
         return None
 
-    async def before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
+    async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """`group` with the teacher's log-probabilities."""
-        return await self._attach_teacher_distillation(await super().before_sending(group))
+        return await self._attach_teacher_distillation(await super()._before_sending(group))
 
-    async def close(self) -> None:
-        """Leave the teacher, then everything else."""
+    async def _release(self) -> None:
+        """Leave the teacher too."""
         if self.teacher_server is not None:
             await self.teacher_server.close()
-        await super().close()
+        await super()._release()
 
     def _validate_teacher_tokenizer_compatibility(self, teacher_tokenizer_name: str) -> None:
         student = self.tokenizer.name_or_path

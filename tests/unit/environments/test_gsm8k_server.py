@@ -6,13 +6,14 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.grading import Outcome
+from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
@@ -40,11 +41,9 @@ async def running_env(folder: Path, server: FakeInferenceServer, **fields: objec
     }
     config = GSM8kEnvConfig(**settings | fields)  # type: ignore[arg-type]
     env = GSM8kEnv(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
-    await env.setup()
-    try:
+    async with run_of(env):
+        await env.setup()
         yield env
-    finally:
-        await env.close()
 
 
 async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
@@ -57,7 +56,7 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
     assert group is not None
     assert backlog == []
     assert group["scores"] == [1.0, 0.0, 1.0, 0.0]
-    assert env.outcomes == {Outcome.RIGHT: 2, Outcome.WRONG: 1, Outcome.UNPARSEABLE: 1}
+    assert Counter(scored.outcome for scored in env.scored) == {"right": 2, "wrong": 1, "unparseable": 1}
     assert group["policy_versions"] == [[3, 3]] * 4
     assert group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
     tokenizer = make_tiny_tokenizer()
@@ -93,7 +92,7 @@ async def test_boxed_style_asks_for_and_reads_the_box(tmp_path: Path) -> None:
         group, _ = await env.collect_trajectories(env.problems.train[0])
     assert group is not None
     assert group["scores"] == [1.0, 1.0, 0.0, 0.0]
-    assert env.outcomes[Outcome.UNPARSEABLE] == 1
+    assert [scored.outcome for scored in env.scored].count("unparseable") == 1
 
 
 async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path) -> None:
@@ -102,10 +101,9 @@ async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path
         FakeInferenceServer(lambda prompt: answers) as server,
         running_env(tmp_path, server, prompt_style="boxed", grader_timeout=2.0, max_new_tokens=64) as env,
     ):
-        group, _ = await env.collect_trajectories(env.problems.train[0])
-        await env.wandb_log({})
-    assert group is None
-    assert env.counts["groups_dropped_by_grader"] == 1
+        await env.handle_env(env.problems.train[0])
+    assert run_of(env).counts == {"groups_dropped_by_grader": 1, "items_without_group": 1}
+    assert {scored.outcome for scored in env.scored} == {"unparseable", "grader_failed"}
 
 
 async def test_evaluation_is_greedy_over_the_held_out_problems(tmp_path: Path) -> None:

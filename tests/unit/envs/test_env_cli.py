@@ -7,6 +7,7 @@ from pydantic import Field
 from atroposlib.config import config_yaml
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerBaseline
 from atroposlib.envs.cli import EnvTree, build, load_tree, main, run
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.envs.fakes import CountingEnv
 
@@ -257,6 +258,9 @@ def test_documented_defaults_hold() -> None:
 
 
 def test_reasoning_is_enabled_by_its_details() -> None:
-    assert not BaseEnvConfig().reasoning.enabled
-    assert BaseEnvConfig(thinking_mode=True).reasoning.enabled
-    assert BaseEnvConfig(reasoning_effort="high").reasoning.effort == "high"
+    def reasoning(**fields: Any) -> ReasoningConfig:
+        return ReasoningConfig.from_env_config(BaseEnvConfig(**fields))
+
+    assert not reasoning().enabled
+    assert reasoning(thinking_mode=True).enabled
+    assert reasoning(reasoning_effort="high").effort == "high"

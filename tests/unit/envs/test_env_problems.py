@@ -95,9 +95,9 @@ def test_missing_file_and_too_many_held_out_are_named(tmp_path: Path) -> None:
 def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_its_order() -> None:
     problems = arithmetic_problems(64).train
     stream, again, other = ProblemStream(problems, 1), ProblemStream(problems, 1), ProblemStream(problems, 2)
-    taken = [stream.take() for _ in range(162)]
-    assert taken == [again.take() for _ in range(162)]
-    assert taken != [other.take() for _ in range(162)]
+    taken = [stream[number] for number in range(162)]
+    assert taken == [again[number] for number in reversed(range(162))][::-1]
+    assert taken != [other[number] for number in range(162)]
     assert set(taken[:81]) == set(taken[81:]) == set(problems)
     assert taken[:81] != taken[81:]
 

@@ -7,6 +7,7 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import TeacherTree, build, load_tree
 from atroposlib.envs.payloads import ScoredDataGroup
+from atroposlib.envs.run import run_of
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv, TeacherServers
@@ -38,8 +39,8 @@ def whole_group(**fields: Any) -> ScoredDataGroup:
 
 
 async def asked(env: TeacherDistillationEnv, **fields: Any) -> ScoredDataGroup:
-    group = await env.before_sending(whole_group(**fields))
-    await env.close()
+    async with run_of(env):
+        group = await env._before_sending(whole_group(**fields))
     return group
 
 
