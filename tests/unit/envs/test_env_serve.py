@@ -182,6 +182,30 @@ async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_
     assert "dropped the item 1" in caplog.text
 
 
+async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_later_items_stay(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
+    """Also where the group names its own size, which the shorter one would have."""
+
+    class Dropping(CountingEnv):
+        async def collect_trajectory(self, item: int) -> Any:
+            self.samples += 1
+            sample = {
+                "tokens": [5, 6],
+                "masks": [-100, 6],
+                "scores": float(self.samples),
+                "inference_logprobs": [1.0, 0.0],
+            }
+            sized = sample | {"group_overrides": {"group_size": 3}}
+            return (None if self.samples == 3 else sized), [self.samples]
+
+    env = build(tmp_path, api, inference, Dropping)
+    assert await env.collect_trajectories(1) == (None, [1, 2, 3, 4])
+    group, later = await env.collect_trajectories(2)
+    assert isinstance(group, dict)
+    assert (group["scores"], later) == ([5.0, 6.0, 7.0, 8.0], [5, 6, 7, 8])
+
+
 async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
     class Stuck(CountingEnv):
         async def collect_trajectory(self, item: int) -> Any:
