@@ -2,7 +2,8 @@
 update.
 
 python -m tests.integration.single_child MODEL PORT ACT [BF16_UPDATE]
-ACT: sync | train | idle | many | kill-mid-update | freeze-mid-update | fail-mid-update | kill-before-resume
+ACT: sync | train | idle | many | kill-mid-update | freeze-mid-update | freeze-when-told-mid-update (told by a line on
+stdin) | fail-mid-update | kill-before-resume
 """
 
 import os
@@ -28,6 +29,8 @@ def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> N
     if act == "many":
         sync_many(bridge, model)
     elif act not in ("sync", "train"):
+        if "when-told" in act:
+            sys.stdin.readline()
         bridge.sync(1, _interrupted(model, act))
     update = _training(model, model_name, bf16_update) if act == "train" else partial(change, model)
     for version in (1, 2, 3) if act in ("sync", "train") else ():

@@ -38,6 +38,7 @@ def start_child(
             [sys.executable, "-m", f"tests.integration.{child}", model or server.model, str(server.port), *act.split()]
         ),
         cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -101,16 +102,43 @@ def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> No
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
 
 
-def test_sync_changes_what_is_sampled_despite_the_prefix_cache(server: Server) -> None:
+def cached_tokens(server: Server) -> float:
+    """Prompt tokens that vLLM has taken from its prefix cache so far."""
+    metrics = server.request("GET", "/metrics").text
+    (found,) = re.findall(r"^vllm:prefix_cache_hits(?:_total)?{.*} (\S+)$", metrics, re.MULTILINE)
+    return float(found)
+
+
+def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(server: Server) -> None:
+    """The last block of a prompt is always computed anew, so another reply alone would not show it: the next token's
+    log-probability must be that of the whole prompt under the new weights, which a request for `prompt_logprobs`
+    computes without the cache.
+    """
     long_prompt = [5 + i % 50 for i in range(200)]
+
+    def next_token() -> tuple[int, float]:
+        reply = server.generate(long_prompt, max_tokens=1, temperature=0, logprobs=0)
+        ((entry,),) = reply["logprobs"][0]
+        ((token, logprob),) = entry.items()
+        return int(token), logprob
+
+    def computed_anew(token: int) -> float:
+        reply = server.generate([*long_prompt, token], max_tokens=1, prompt_logprobs=0)
+        return float(reply["prompt_logprobs"][len(long_prompt)][str(token)])
+
     idle = start_child(server, "idle")  # version 0: the weights on disk
     read_until(idle, "SYNCED 0")
-    before = server.generate(long_prompt, max_tokens=1, temperature=0, logprobs=0)["logprobs"]
+    before = next_token()
+    hits = cached_tokens(server)
+    assert next_token() == pytest.approx(before, abs=PARITY)
+    assert cached_tokens(server) > hits  # so there is something to forget
+    assert before[1] == pytest.approx(computed_anew(before[0]), abs=PARITY)
     idle.kill()
     idle.wait()
     sync_and_probe(server)
-    after = server.generate(long_prompt, max_tokens=1, temperature=0, logprobs=0)["logprobs"]
-    assert before != after
+    token, logprob = next_token()
+    assert logprob == pytest.approx(computed_anew(token), abs=PARITY)
+    assert abs(logprob - before[1]) > 10 * PARITY or token != before[0]
 
 
 @pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])
@@ -160,6 +188,7 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
     assert load.failures == []
     assert len(load.versions) > 20
     assert all(first <= last for first, last in load.versions)
+    assert any(first < last for first, last in load.versions)  # some were under way while a version was committed
     # 180 leaked staging buffers would be 400 MB, 180 leaked threads or sockets 180 of them
     for side in ("trainer", "server"):
         grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}

@@ -132,13 +132,24 @@ def test_half_updated_weights_are_never_served(server: Server, act: str) -> None
     assert generate(server).json()["policy_versions"] == [[3, 3]]
 
 
+def running_requests(server: Server) -> float:
+    metrics = server.request("GET", "/metrics").text
+    return sum(float(found) for found in re.findall(r"^vllm:num_requests_running{.*} (\S+)$", metrics, re.MULTILINE))
+
+
 def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server: Server) -> None:
-    child = start_child(vllm_server, "freeze-mid-update")
+    child = start_child(vllm_server, "freeze-when-told-mid-update")
     replies: list[requests.Response] = []
-    read_until(child, "MID-UPDATE")
-    waiting = threading.Thread(target=lambda: replies.append(generate(vllm_server, 400)))
+    read_until(child, "SYNCED 0")
+    waiting = threading.Thread(target=lambda: replies.append(generate(vllm_server, 500)))
     waiting.start()
-    time.sleep(1)
+    while not running_requests(vllm_server):
+        assert waiting.is_alive(), "it was done before it was seen"
+    assert child.stdin is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    read_until(child, "MID-UPDATE")
+    assert waiting.is_alive(), "it was done before the update began"
     child.kill()
     child.wait()
     waiting.join(DEADLINE_S)
