@@ -30,11 +30,16 @@ REPORT_INTERVAL_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """At most `attempts` tries; before try k+1 a pause of 50-100 % of min(cap, base * 2**(k-1)) seconds."""
+    """At most `attempts` tries; before try k+1 a pause of 50-100 % of min(cap, base * 2**(k-1)) seconds.
+
+    A server that does not answer is asked again every `dead_interval_s` seconds.
+    """
 
     attempts: int = 6
     base_s: float = 0.5
     cap_s: float = 10.0
+    dead_interval_s: float = 1.0
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
     def pause_s(self, failed: int, asked_s: float = 0.0) -> float:
         """Seconds to pause after `failed` tries; a server's Retry-After (`asked_s`) is honoured up to a minute."""
@@ -215,7 +220,7 @@ async def run_with_retries(
             log.warning(
                 "%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s
             )
-            await asyncio.sleep(pause_s)
+            await policy.sleep(pause_s)
     raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure
 
 

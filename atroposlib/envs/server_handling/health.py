@@ -10,7 +10,6 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 LIVE_INTERVAL_S = 5.0
-DEAD_INTERVAL_S = 1.0
 # A busy server may miss a probe; one that misses this many in a row gets no new requests.
 FAILURES_UNTIL_DEAD = 3
 LONGEST_REST_S = 60.0
@@ -27,7 +26,7 @@ class HealthMonitor:
     live.
     """
 
-    def __init__(self, name: str, probe: Probe, *, enabled: bool, dead_interval_s: float = DEAD_INTERVAL_S) -> None:
+    def __init__(self, name: str, probe: Probe, *, enabled: bool, dead_interval_s: float) -> None:
         self._name = name
         self._probe = probe
         self._enabled = enabled

@@ -44,7 +44,9 @@ class APIServer(InferenceCalls):
             "eval": AdmissionGate(config.num_requests_for_eval),
         }
         self.stats: dict[Split, RequestStats] = {split: RequestStats(config.rolling_buffer_length) for split in SPLITS}
-        self.health = HealthMonitor(self.name, self.probe, enabled=config.health_check)
+        self.health = HealthMonitor(
+            self.name, self.probe, enabled=config.health_check, dead_interval_s=self.retry.dead_interval_s
+        )
         self.dedicated_users = 0
         self._dispatchers: dict[Split, Dispatcher] = {split: Dispatcher([self], split) for split in SPLITS}
 

@@ -6,7 +6,7 @@ The routes, the session and the gate in front of it are the product's own; no en
 import asyncio
 import contextlib
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +61,10 @@ class FakeRank:
 
 
 class FakeEngine:
-    """`events` is what pauses, changes and resumes generation, in order. `while_generating` runs inside a request."""
+    """`events` is what pauses, changes and resumes generation, in order.
+
+    `during` holds what happens while a worker's method runs, or inside a request ("generate").
+    """
 
     errored = False
 
@@ -69,7 +72,7 @@ class FakeEngine:
         self.ranks = [FakeRank(rank) for rank in range(tp_size)]
         self.events: list[str] = []
         self.paused = False
-        self.while_generating: Callable[[], Any] | None = None
+        self.during: dict[str, Callable[[], Awaitable[None]]] = {}
         self.output: Any = None
         self.model_config = SimpleNamespace(
             dtype=torch.float32, is_multimodal_model=False, get_vocab_size=lambda: VOCABULARY
@@ -85,6 +88,8 @@ class FakeEngine:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method in ("bridge_apply", "bridge_renew"):
             self.events.append(method)
+        if method in self.during:
+            await self.during.pop(method)()
         return [msgspec.to_builtins(getattr(rank, method)(*args)) for rank in self.ranks]
 
     async def is_paused(self) -> bool:
@@ -112,8 +117,8 @@ class FakeEngine:
         self.events.append(f"label {version}")
 
     async def generate(self, prompt: Any, params: Any, request_id: str, lora_request: Any = None) -> AsyncIterator[Any]:
-        if self.while_generating is not None:
-            await self.while_generating()
+        if "generate" in self.during:
+            await self.during.pop("generate")()
         yield self.output
 
 

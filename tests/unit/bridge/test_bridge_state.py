@@ -256,6 +256,23 @@ async def test_a_fenced_server_generates_nothing_until_a_trainer_s_next_whole_ve
     assert engine.paused is False
 
 
+async def test_a_server_that_is_fenced_while_it_commits_stays_fenced(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    """The fence does not wait for a commit, which may hang."""
+    await opened(client)
+
+    async def fence() -> None:
+        assert (await post(client, "fence", session="a", reason="too slow")).status_code == 200
+
+    engine.during["bridge_apply"] = fence
+    await committed(client, engine, 1)
+    found = await status(client)
+    assert (found["policy_version"], found["poisoned"], found["session"]) == (1, None, None)
+    assert found["refusing"].startswith("too slow")
+    assert engine.paused
+
+
 # --- single copy ------------------------------------------------------------------------------------------------
 
 

@@ -93,9 +93,8 @@ async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s
         async def sync() -> None:
             await committed(client, engine, 2)
 
-        engine.while_generating = sync
+        engine.during["generate"] = sync
         across = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
-        engine.while_generating = None
         after = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
     assert across.json()["policy_versions"] == [[1, 2]] * 2
     assert after.json()["policy_versions"] == [[2, 2]] * 2
@@ -111,7 +110,7 @@ async def test_what_a_poisoned_engine_gave_up_is_refused_with_the_reason() -> No
         async def fence() -> None:
             await client.post("/v1/bridge/fence", json={"session": "a", "reason": "too slow"})
 
-        engine.while_generating = fence
+        engine.during["generate"] = fence
         reply = await client.post("/generate", json={"prompt": PROMPT})
     assert reply.status_code == 503
     assert reply.json()["error"]["message"].startswith("too slow")

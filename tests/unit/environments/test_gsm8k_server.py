@@ -99,7 +99,7 @@ async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path
     answers = ["1", r"\boxed{9^{9^{9^{9^9}}}}"]
     async with (
         FakeInferenceServer(lambda prompt: answers) as server,
-        running_env(tmp_path, server, prompt_style="boxed", grader_timeout=2.0, max_new_tokens=64) as env,
+        running_env(tmp_path, server, prompt_style="boxed", grader_timeout=0.3, max_new_tokens=64) as env,
     ):
         await env.handle_env(env.problems.train[0])
     assert run_of(env).counts == {"groups_dropped_by_grader": 1, "items_without_group": 1}

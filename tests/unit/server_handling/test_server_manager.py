@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from atroposlib.envs.server_handling.server_manager import APIServerConfig, Serv
 from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
 from tests.waiting import until
 
-HASTY = RetryPolicy(attempts=3, base_s=0.01, cap_s=0.02)
+HASTY = RetryPolicy(attempts=3, base_s=0.01, cap_s=0.02, dead_interval_s=0.02)
 CHAT: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
 MakeManager = Callable[..., ServerManager]
 
@@ -204,10 +205,19 @@ async def test_a_permanent_failure_is_not_retried(
 
 
 async def test_retry_after_is_honoured(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
-    fakes[0].fail_next(1, 429, {"Retry-After": "1"})
-    start = time.monotonic()
-    await manager_of(config_of(fakes[0])).chat_completion(messages=CHAT)
-    assert time.monotonic() - start >= 1.0
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    policy = replace(HASTY, sleep=pause)
+    for asked, server in (("7", fakes[0]), ("90", fakes[1])):
+        server.fail_next(1, 429, {"Retry-After": asked})
+        await manager_of(config_of(server), retry=policy).chat_completion(messages=CHAT)
+    fakes[0].fail_next(2, 429)
+    await manager_of(config_of(fakes[0]), retry=policy).chat_completion(messages=CHAT)
+    assert pauses[:2] == [7.0, 60.0]  # a minute at most
+    assert [0.005 <= pauses[2] <= 0.01, 0.01 <= pauses[3] <= 0.02, len(pauses)] == [True, True, 4]
 
 
 async def test_calls_leave_a_server_that_refuses_to_generate_for_as_long_as_it_asks(
@@ -229,8 +239,9 @@ async def test_a_request_that_takes_too_long_fails_with_the_limit(
     fakes: list[FakeInferenceServer], manager_of: MakeManager
 ) -> None:
     fakes[0].delay_s = 30
-    manager = manager_of(config_of(fakes[0], timeout=1), retry=RetryPolicy(attempts=1))
-    with pytest.raises(RetryableServerError, match="took longer than the timeout of 1 s"):
+    config = config_of(fakes[0]).model_copy(update={"timeout": 0.1})  # no user gives less than 1
+    manager = manager_of(config, retry=RetryPolicy(attempts=1))
+    with pytest.raises(RetryableServerError, match=r"took longer than the timeout of 0.1 s"):
         await manager.sample_tokens(input_ids=[5])
 
 
@@ -270,7 +281,7 @@ async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(
     fakes[0].healthy = False
     assert (await manager.servers[0].probe() or "").endswith("/health replied 503: the fake server was told to be ill")
     await manager.close()
-    manager = manager_of(config_of(fakes[0], timeout=1))
+    manager = manager_of(config_of(fakes[0]).model_copy(update={"timeout": 0.1}))
     with pytest.raises(NoLiveServerError, match="/health replied 503: the fake server was told to be ill"):
         await manager.sample_tokens(input_ids=[5])
 
