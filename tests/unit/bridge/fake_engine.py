@@ -31,6 +31,7 @@ class FakeRank:
         self.staged: set[tuple[str, int]] = set()
         self.served: list[int] = []
         self.breaks = False  # at the next apply
+        self.immovable: str | None = None  # why its memory cannot be moved away from a late writer
 
     def bridge_manifest(self) -> Manifest:
         return MANIFEST
@@ -47,8 +48,8 @@ class FakeRank:
         process = msgspec.to_builtins(this_process())
         return {"rank": self.status.rank, "nbytes": 16, "process": process, "layout": {}, "shards": [], "fd": 0}
 
-    def bridge_renew(self) -> None:
-        """Its memory moves away from whoever may still write to it."""
+    def bridge_renew(self) -> str | None:
+        return self.immovable
 
     def bridge_staged(self, session: str, version: int) -> bool:
         return (session, version) in self.staged

@@ -364,6 +364,34 @@ async def test_a_trainer_that_ends_in_the_middle_of_a_step_poisons_the_weights(
     assert (await refusal(client, "resume", session="a", policy_version=0))[0] == 404
 
 
+async def test_a_trainer_that_may_still_write_is_kept_away_from_the_next_one_s_weights(
+    client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
+) -> None:
+    await post(client, "attach", **single_copy(process=process_of(trainer.pid)))
+    await paused(client, 0, deadline_s=0.01)
+    await until(lambda: engine.events == ["pause keep", "pause abort"])
+    engine.ranks[1].immovable = "captured CUDA graphs hold the addresses of the weights"
+    code, why = await refusal(client, "attach", **single_copy("b"))
+    assert code == 409
+    assert f"process {trainer.pid} was in the middle of an update and still runs; end it first (captured" in why
+    assert (await status(client))["session"] is None
+    engine.ranks[1].immovable = None
+    assert (await post(client, "attach", **single_copy("b"))).status_code == 200
+    assert engine.events[2:] == ["bridge_renew", "bridge_renew"]
+
+
+async def test_a_dead_trainer_s_memory_stays_where_it_is(
+    client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
+) -> None:
+    await post(client, "attach", **single_copy(process=process_of(trainer.pid)))
+    await paused(client, 0)
+    trainer.kill()
+    trainer.wait()
+    await until(lambda: "pause abort" in engine.events)
+    assert (await post(client, "attach", **single_copy("b"))).status_code == 200
+    assert "bridge_renew" not in engine.events
+
+
 async def test_a_trainer_that_ends_between_steps_leaves_the_weights_whole_and_another_may_come(
     client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
 ) -> None:
