@@ -7,18 +7,8 @@ from pathlib import Path
 import pytest
 from torch.optim import AdamW
 
-from example_trainer.checkpoint import (
-    MANIFEST,
-    STATE,
-    WHOLE_MODEL,
-    CheckpointError,
-    Checkpoints,
-    Progress,
-    find_checkpoint,
-    save_final_model,
-    save_served_model,
-    write_folder,
-)
+from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint
+from example_trainer.weights.written import MANIFEST, CheckpointError, TrainedModel, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
 
@@ -54,13 +44,13 @@ def test_a_checkpoint_that_is_replaced_is_removed_when_the_new_one_has_its_name_
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Act]]:
     """Two steps of a model, kept one at a time, and how they came to the disk."""
-    model = tiny_model()
-    optimizer = AdamW(model.parameters())
-    checkpoints = Checkpoints(tmp_path, 1, WHOLE_MODEL)
-    checkpoints.save(Progress(1, 1, 1), model, None, optimizer)
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(Progress(1, 1, 1), trained, optimizer)
     with monkeypatch.context() as patch:
         acts = watch_disk(patch)
-        checkpoints.save(Progress(2, 2, 2), model, None, optimizer)
+        checkpoints.save(Progress(2, 2, 2), trained, optimizer)
     return tmp_path, acts
 
 
@@ -80,24 +70,19 @@ def test_the_checkpoint_before_goes_when_latest_no_longer_names_it(saved: tuple[
 
 
 def test_a_disk_that_fails_at_the_flush_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    model = tiny_model()
-    optimizer = AdamW(model.parameters())
-    checkpoints = Checkpoints(tmp_path, 1, WHOLE_MODEL)
-    checkpoints.save(Progress(1, 1, 1), model, None, optimizer)
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1)
+    checkpoints.save(Progress(1, 1, 1), trained, optimizer)
     with broken_disk(), pytest.raises(CheckpointError, match=r"cannot write .*step_2: .*Input/output error"):
-        checkpoints.save(Progress(2, 2, 2), model, None, optimizer)
+        checkpoints.save(Progress(2, 2, 2), trained, optimizer)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1"]
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
 
 
-def test_served_and_final_models_are_flushed_before_they_have_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny_model()
+def test_a_model_is_flushed_before_its_directory_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that vLLM loads, and that of the end of the run."""
     acts = watch_disk(monkeypatch)
-    for folder in (
-        save_served_model(tmp_path, model, None, 3, WHOLE_MODEL),
-        save_final_model(tmp_path, model, None, WHOLE_MODEL),
-    ):
-        expect_durable(acts, folder)
-        assert (folder / "model.safetensors").exists()
+    folder = TrainedModel(tiny_model()).write(tmp_path / "served_3", 3)
+    expect_durable(acts, folder)
+    assert {"model.safetensors", "policy.json", MANIFEST} <= {path.name for path in folder.iterdir()}
