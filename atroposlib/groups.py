@@ -11,7 +11,7 @@ a rule for everyone; what no trainer can use is refused by `atroposlib/api/group
 `vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass the whole
 check.
 
-Pure: numpy, the standard library and the wire. A group holds lists, as from JSON, or numpy arrays. The check reads each list
+Pure: numpy, the standard library and the wire. A group is a record, or a mapping of lists, as from JSON, or of numpy arrays. The check reads each list
 once.
 """
 
@@ -21,9 +21,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
-from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
@@ -62,8 +63,10 @@ class Untrainable(ValueError):
         self.where: Location = where
 
 
-def check(group: Mapping[str, Any], needs: Needs) -> None:
+def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
     """Raise Untrainable if the trainer cannot use this group."""
+    if isinstance(group, ScoredData):
+        group = {name: None if (value := getattr(group, name)) is UNSET else value for name in CHECKED_FIELDS}
     if not isinstance(group, Mapping):
         raise Untrainable(f"{_shown(group)} is not an object")
     if needs.trainable_only:

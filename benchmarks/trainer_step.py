@@ -73,8 +73,10 @@ def answer(**values: Any) -> None:
 
 def our_arm(work: Path, threads: int) -> None:
     """This trainer's step, by the functions that its loop calls."""
+    import msgspec
     import torch
 
+    from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
     from example_trainer.config import TrainerConfig
     from example_trainer.model import load_model
@@ -89,7 +91,7 @@ def our_arm(work: Path, threads: int) -> None:
     model = load_model(config.model_name, device)
     optimizer = make_optimizer(model.parameters(), config)
     scheduler = make_scheduler(optimizer, config, 0)
-    items = json.loads((work / "items.json").read_text())
+    items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
     settings = LossSettings(clip_low=CLIP, clip_high=CLIP)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
@@ -112,8 +114,10 @@ def our_arm(work: Path, threads: int) -> None:
 
 def prepare_logprobs(work: Path, threads: int) -> None:
     """Fill `inference_logprobs` with the model's own log-probabilities plus noise, as a sampler's would be."""
+    import msgspec
     import torch
 
+    from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
     from example_trainer.model import load_model
     from example_trainer.packing import micro_batches
@@ -127,7 +131,7 @@ def prepare_logprobs(work: Path, threads: int) -> None:
         group["inference_logprobs"] = [
             [1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]
         ]
-        batch = make_batch([group], seq_len=10**6, divide_by_std=True, policy_version=0)
+        batch = make_batch([msgspec.convert(group, ScoredData)], seq_len=10**6, divide_by_std=True, policy_version=0)
         for row, rollout in zip(group["inference_logprobs"], batch.rollouts, strict=True):
             (micro,) = micro_batches([rollout], 1, torch.device("cpu"))
             logprobs = token_logprobs(model, micro, 128)

@@ -10,7 +10,7 @@ counted. A first token cannot be trained, since nothing predicts it. A group tha
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.groups import Needs, Untrainable, check
-from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 
-Item = Mapping[str, Any]
+Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_batch(
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts."""
     rejected = _flaws(items, Needs(vocab_size, trainable_only=True))
-    trainable = [item for place, item in enumerate(items) if place not in rejected]
+    trainable = [item for place, item in enumerate(items) if isinstance(item, ScoredData) and place not in rejected]
     rollouts: list[Rollout] = []
     completions: list[int] = []
     scores: list[float] = []
@@ -80,9 +80,12 @@ def make_batch(
     zero_variance = truncated = 0
     for item in trainable:
         group = _group(item, divide_by_std)
-        scores += [float(score) for score in item["scores"]]
-        completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in item["masks"]]
-        staleness += [policy_version - int(first) for first, _last in item.get("policy_versions") or []]
+        scores += [float(score) for score in item.scores]
+        completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in item.masks]
+        staleness += [
+            policy_version - int(first)
+            for first, _last in (item.policy_versions if isinstance(item.policy_versions, list) else [])
+        ]
         if group is None:
             zero_variance += 1
             continue
@@ -107,25 +110,27 @@ def _flaws(items: Sequence[Item], needs: Needs) -> dict[int, str]:
     flaws = {}
     for place, item in enumerate(items):
         try:
+            if isinstance(item, Untrainable):
+                raise item
             check(item, needs)
         except Untrainable as error:
             flaws[place] = str(error)
     return flaws
 
 
-def _group(item: Item, divide_by_std: bool) -> list[Rollout] | None:
+def _group(item: ScoredData, divide_by_std: bool) -> list[Rollout] | None:
     """The rollouts of one item, or None for a group without a signal."""
-    advantages = _advantages(item, np.asarray(item["scores"], dtype=np.float64), divide_by_std)
+    advantages = _advantages(item, np.asarray(item.scores, dtype=np.float64), divide_by_std)
     if advantages is None:
         return None
     return [_rollout(item, index, each) for index, each in enumerate(advantages)]
 
 
-def _advantages(item: Item, scores: NDArray[np.float64], divide_by_std: bool) -> list[NDArray[np.float32]] | None:
+def _advantages(item: ScoredData, scores: NDArray[np.float64], divide_by_std: bool) -> list[NDArray[np.float32]] | None:
     """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a
     signal.
     """
-    if given := item.get("advantages"):  # environments send [] for "none"
+    if given := item.advantages:  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):
         rows = [
@@ -133,24 +138,25 @@ def _advantages(item: Item, scores: NDArray[np.float64], divide_by_std: bool) ->
         ]
     else:
         return None
-    for index, override in enumerate(item.get("overrides") or []):
+    for index, override in enumerate(item.overrides or []):
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
-    staleness_weight = (item.get("group_overrides") or {}).get("staleness_weight")
+    staleness_weight = (item.group_overrides or {}).get("staleness_weight")
     if staleness_weight is not None:  # an API that was told to down-weight groups of old policies
         rows = [row * np.float32(staleness_weight) for row in rows]
     return rows if any(row.any() for row in rows) else None
 
 
-def _rollout(item: Item, index: int, advantages: NDArray[np.float32]) -> Rollout:
-    tokens = np.asarray(item["tokens"][index], dtype=np.int64)
-    trained = np.asarray(item["masks"][index], dtype=np.int64) != NOT_TRAINED
+def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32]) -> Rollout:
+    tokens = np.asarray(item.tokens[index], dtype=np.int64)
+    trained = np.asarray(item.masks[index], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
-    reference = item.get("ref_logprobs")
+    reference = item.ref_logprobs
+    assert item.inference_logprobs is not None  # checked
     return Rollout(
         tokens=tokens,
         trained=trained,
-        sampler_logprobs=np.asarray(item["inference_logprobs"][index], dtype=np.float32),
+        sampler_logprobs=np.asarray(item.inference_logprobs[index], dtype=np.float32),
         advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages,
         reference_logprobs=np.asarray(reference[index], dtype=np.float32) if reference else None,
         temperature=sampling_temperature(item, index),
@@ -159,7 +165,7 @@ def _rollout(item: Item, index: int, advantages: NDArray[np.float32]) -> Rollout
     )
 
 
-def sampling_temperature(item: Item, index: int) -> float:
+def sampling_temperature(item: ScoredData, index: int) -> float:
     """The sampler's temperature for one sequence: its override, else the group's parameters, else 1. Greedy (0) counts
     as 1.
     """
@@ -167,10 +173,10 @@ def sampling_temperature(item: Item, index: int) -> float:
     return float(temperature) if temperature is not None and float(temperature) > 0 else 1.0
 
 
-def sampling_setting(item: Item, index: int, name: str) -> Any:
+def sampling_setting(item: ScoredData, index: int, name: str) -> Any:
     """One sampling parameter of one sequence: its override, else the group's parameters, else None."""
-    overrides = item.get("overrides")
-    for source in (overrides[index] if overrides else None, item.get("generation_params"), item.get("group_overrides")):
+    override = item.overrides[index] if item.overrides else None
+    for source in (override, item.generation_params, item.group_overrides):
         if source and source.get(name) is not None:
             return source[name]
     return None

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -32,6 +32,7 @@ from transformers.utils.logging import disable_progress_bar
 from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
@@ -329,17 +330,18 @@ def loss_settings(config: TrainerConfig) -> LossSettings:
     )
 
 
-def registration(config: TrainerConfig) -> dict[str, Any]:
-    """The body of the API's /register, but for the step it starts from."""
-    return {
-        "wandb_group": config.wandb_group or config.save_path.name,
-        "wandb_project": config.wandb_project,
-        "batch_size": config.sequences_per_step,
-        "max_token_len": config.seq_len,
-        "checkpoint_dir": str(config.save_path),
-        "save_checkpoint_interval": config.checkpoint_interval,
-        "num_steps": config.training_steps,
-    }
+def registration(config: TrainerConfig) -> Registration:
+    """What the API is told of this run; the step it starts from is known later."""
+    return Registration(
+        wandb_group=config.wandb_group or config.save_path.name,
+        wandb_project=config.wandb_project,
+        batch_size=config.sequences_per_step,
+        max_token_len=config.seq_len,
+        checkpoint_dir=str(config.save_path),
+        save_checkpoint_interval=config.checkpoint_interval,
+        starting_step=0,
+        num_steps=config.training_steps,
+    )
 
 
 def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:

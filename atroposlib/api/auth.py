@@ -16,26 +16,13 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.token_file import TokenFile
+from atroposlib.wire.routes import ROUTES
 
 Role = Literal["train", "post"]
 ROLE = "atropos.role"  # in a request's scope, once its token is known
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-POST_PATHS = frozenset(
-    {
-        "/",
-        "/register-env",
-        "/disconnect-env",
-        "/status-env",
-        "/scored_data",
-        "/scored_data_list",
-        "/heartbeat",
-        "/evaluation",
-        "/status",
-        "/info",
-        "/wandb_info",
-    }
-)
+OPEN_PATHS = frozenset(route.path for route in ROUTES if route.sender == "anyone")
+POST_PATHS = frozenset(route.path for route in ROUTES if route.sender == "environment")
 
 
 class Tokens:

@@ -10,12 +10,13 @@ from atroposlib.api.changes import PostedGroup
 from atroposlib.api.decoding import BodyDecoder, RefusedBody, check_names
 from atroposlib.api.group_checks import check_group
 from atroposlib.api.http import beside, is_packed, read_body, read_group_body, reply, say_once, service_of
-from atroposlib.api.openapi import describe
+from atroposlib.api.openapi import serves
 from atroposlib.api.posted_groups import read_group, read_groups
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
+from atroposlib.wire import routes
 
 log = get_logger(__name__)
 router = APIRouter()
@@ -33,7 +34,7 @@ MAX_METRICS = 256  # of one evaluation
 _KEY = {KEY_HEADER: {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH}}
 
 
-@router.post("/register-env", **describe(wire.EnvRegistered, body=wire.EnvRegistration))
+@serves(router, routes.REGISTER_ENV)
 async def register_env(request: Request) -> Response:
     """Register an environment server.
 
@@ -45,7 +46,7 @@ async def register_env(request: Request) -> Response:
     environment = await service.join(joining)
     run = service.state.queue.registration
     if environment is None or run is None:
-        return _readable(reply(wire.Outcome(wire.WAIT_FOR_TRAINER)))
+        return _readable(reply(wire.WaitForTrainer()))
     size = environment.request.group_size
     log.info("Environment %s registered: env_id=%d, group_size=%d", environment.name, environment.env_id, size)
     if run.batch_size % size:
@@ -74,7 +75,7 @@ def _readable(answer: Response) -> Response:
     return answer
 
 
-@router.post("/disconnect-env", **describe(wire.Outcome, body=wire.EnvId))
+@serves(router, routes.DISCONNECT_ENV)
 async def disconnect_env(request: Request) -> Response:
     """Take an environment out of weights, minimums and announced evaluations. Its groups stay queued."""
     env_id = _env_id.decode(await read_body(request)).env_id
@@ -86,8 +87,8 @@ async def disconnect_env(request: Request) -> Response:
     return reply(wire.Outcome("success"))
 
 
-@router.get("/status-env", **describe(wire.EnvStatus, body=wire.EnvId, body_required=False))
-@router.post("/status-env", **describe(wire.EnvStatus, body=wire.EnvId, body_required=False))
+@serves(router, routes.STATUS_ENV, body_required=False)
+@serves(router, routes.STATUS_ENV, method="POST", body_required=False)
 async def status_env(request: Request, env_id: int | None = Query(None, ge=-(2**53), lt=2**53)) -> Response:
     """The queue as one environment sees it. `env_id` comes in the query or in a JSON body, by GET or POST; 404 when it
     is unknown.
@@ -97,7 +98,7 @@ async def status_env(request: Request, env_id: int | None = Query(None, ge=-(2**
     return reply(service_of(request).env_status(env_id))
 
 
-@router.post("/scored_data", **describe(wire.Accepted, body=wire.PostedData, headers=_KEY))
+@serves(router, routes.SCORED_DATA, headers=_KEY)
 async def scored_data(request: Request) -> Response:
     """Post one scored group, as JSON or MessagePack.
 
@@ -112,7 +113,7 @@ async def scored_data(request: Request) -> Response:
     return reply(wire.Accepted("received") if buffered is None else wire.Accepted("buffered", buffered))
 
 
-@router.post("/scored_data_list", **describe(wire.ListAccepted, body=list[wire.PostedData], headers=_KEY))
+@serves(router, routes.SCORED_DATA_LIST, headers=_KEY)
 async def scored_data_list(request: Request) -> Response:
     """Post several scored groups at once. All are accepted, or none. Idempotency-Key stands for the whole list."""
     packed = is_packed(request)
@@ -125,7 +126,7 @@ async def scored_data_list(request: Request) -> Response:
     return reply(answer)
 
 
-@router.post("/heartbeat", **describe(wire.Outcome, body=wire.Heartbeat))
+@serves(router, routes.HEARTBEAT)
 async def heartbeat(request: Request) -> Response:
     """A sign of life of an environment or a trainer that has nothing else to say. 404 and 409 where it is not known
     any more.
@@ -143,7 +144,7 @@ async def heartbeat(request: Request) -> Response:
     return reply(wire.Outcome("success"))
 
 
-@router.post("/evaluation", **describe(wire.Outcome, body=wire.Evaluation))
+@serves(router, routes.EVALUATION)
 async def evaluation(request: Request) -> Response:
     """Post held-out results of a policy version; a second post for the same environment and version replaces the
     first.

@@ -12,29 +12,30 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, Kept
 from atroposlib.api.http import NO_BROWSER, beside, encode, large_reply, reply, service_of
-from atroposlib.api.openapi import describe
+from atroposlib.api.openapi import serves
 from atroposlib.api.posted_groups import as_json
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
+from atroposlib.wire import routes
 
 log = get_logger(__name__)
 router = APIRouter()
 legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
 
 
-@router.get("/", **describe(wire.Message))
+@serves(router, routes.ROOT)
 async def root() -> Response:
     """Say what this is."""
     return reply(wire.Message("AtroposLib API"))
 
 
-@router.get("/health", **describe(wire.Outcome))
+@serves(router, routes.HEALTH)
 async def health() -> Response:
     """Whether the server answers."""
     return reply(wire.Outcome("ok"))
 
 
-@router.get("/ready", **describe(wire.Outcome))
+@serves(router, routes.READY)
 async def ready(request: Request) -> Response:
     """Whether groups are taken; 503 with the reason while the journal cannot be written."""
     error = service_of(request).journal_error
@@ -48,14 +49,14 @@ async def metrics(request: Request) -> Response:
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/wandb_info", **describe(wire.WandbInfo))
+@serves(router, routes.WANDB_INFO)
 async def wandb_info(request: Request) -> Response:
     """The tracking group and project of the run."""
     run = service_of(request).state.queue.registration
     return reply(wire.WandbInfo(run.wandb_group, run.wandb_project) if run else wire.WandbInfo(None, None))
 
 
-@router.get("/info", **describe(wire.Info))
+@serves(router, routes.INFO)
 async def info(request: Request) -> Response:
     """Batch size in sequences and the longest sequence in tokens."""
     service = service_of(request)
@@ -64,7 +65,7 @@ async def info(request: Request) -> Response:
     return reply(wire.Info(size, length, UNSET if vocab_size is None else vocab_size, trainable_only))
 
 
-@router.get("/status", **describe(wire.Status))
+@serves(router, routes.STATUS)
 async def status(request: Request) -> Response:
     """Delivered batches and waiting groups."""
     state = service_of(request).state
@@ -73,7 +74,7 @@ async def status(request: Request) -> Response:
     return reply(answer)
 
 
-@router.get("/latest_example", **describe(wire.ScoredData))
+@serves(router, routes.LATEST_EXAMPLE)
 async def latest_example(request: Request) -> Response:
     """The group that came last; empty lists before any."""
     latest = service_of(request).latest
@@ -83,7 +84,7 @@ async def latest_example(request: Request) -> Response:
     return await large_reply(request, body)
 
 
-@router.get("/dead-letters", **describe(list[wire.DeadLetter]))
+@serves(router, routes.DEAD_LETTERS)
 async def dead_letters(
     request: Request, limit: int = Query(100, ge=1, le=MAX_LETTERS_IN_MEMORY), groups: bool = Query(False)
 ) -> Response:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.decoding import RefusedBody, shown
-from atroposlib.groups import CHECKED_FIELDS, Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.wire.batching import PostedData, ScoredData
 
 
@@ -45,7 +45,7 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
         _same_count("policy_versions", data.policy_versions, count)
     _check_messages(data.messages or [])
     try:
-        check({name: getattr(data, name) or None for name in CHECKED_FIELDS}, needs)
+        check(data, needs)
     except Untrainable as error:
         raise RefusedBody(422, error.message, location=error.where, kind="untrainable") from None
     return list(_suspicions(data, lengths))

@@ -1,50 +1,45 @@
 """OpenAPI descriptions of handlers that read and write bodies by themselves: schemas come from the wire structures."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.openapi.utils import get_openapi
+
+from atroposlib.wire.routes import Route
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
 
 _REF = "#/components/schemas/{name}"
 _described: list[Any] = []
 
 
-def describe(
-    answer: Any = None,
+def serves(
+    router: APIRouter,
+    route: Route[Any],
     *,
-    body: Any = None,
+    method: str | None = None,
     body_required: bool = True,
-    content: dict[str, str] | None = None,
-    headers: dict[str, dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments of a route decorator: the types of its JSON body and answer, or the answer's `content` in
-    words.
-
-    `headers` holds the schemas of optional request headers.
-    """
-    extra: dict[str, Any] = {
-        "responses": {"200": {"description": "Success", "content": _json(_schema(answer, content))}}
-    }
-    if body is not None:
-        extra["requestBody"] = {"required": body_required, "content": _json(_schema(body))}
+    headers: dict[str, Any] | None = None,
+) -> Callable[[Handler], Handler]:
+    """The decorator of the handler of `route`. `headers` holds the schemas of optional request headers."""
+    extra: dict[str, Any] = {"responses": {"200": {"description": "Success", "content": _json(route.reply)}}}
+    if route.request is not None:
+        extra["requestBody"] = {"required": body_required, "content": _json(route.request)}
         extra["responses"]["422"] = {"description": "The body was refused; `detail` names value and position"}
     if headers is not None:
         extra["parameters"] = [
             {"name": name, "in": "header", "required": False, "schema": schema} for name, schema in headers.items()
         ]
-    return {"openapi_extra": extra, "response_class": Response}
+    methods = [method or route.method]
+    return router.api_route(route.path, methods=methods, openapi_extra=extra, response_class=Response)
 
 
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
+def _json(record: Any) -> dict[str, Any]:
+    _described.append(record)
+    schema = msgspec.json.schema_components([record], ref_template=_REF)[0][0]
     return {"application/json": {"schema": schema}}
-
-
-def _schema(of: Any, content: dict[str, str] | None = None) -> dict[str, Any]:
-    if content is not None:
-        return {"type": "object", "properties": {name: {"description": text} for name, text in content.items()}}
-    _described.append(of)
-    return msgspec.json.schema_components([of], ref_template=_REF)[0][0]
 
 
 def with_components(app: FastAPI) -> None:

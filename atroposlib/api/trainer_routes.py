@@ -2,10 +2,10 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from msgspec import Raw
 
 from atroposlib.api.decoding import BodyDecoder, check_names
 from atroposlib.api.http import (
@@ -18,18 +18,21 @@ from atroposlib.api.http import (
     say_once,
     service_of,
 )
-from atroposlib.api.openapi import describe
+from atroposlib.api.openapi import serves
 from atroposlib.api.posted_groups import as_json, with_weight
 from atroposlib.api.queue import NotRegistered
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
+from atroposlib.wire import routes
 
 log = get_logger(__name__)
 router = APIRouter()
 legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
 
-NOT_REGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+NOT_REGISTERED: wire.BatchReply[Raw] = wire.BatchReply(
+    [], status="error", message="Trainer not registered. Call /register first."
+)
 
 _registration = BodyDecoder(wire.Registration)
 _lease_request = BodyDecoder(wire.LeaseRequest)
@@ -38,7 +41,7 @@ _trainer_step = BodyDecoder(wire.TrainerStep)
 _rejection = BodyDecoder(wire.Rejection)
 
 
-@router.post("/register", **describe(wire.Registered, body=wire.Registration))
+@serves(router, routes.REGISTER)
 async def register(request: Request) -> Response:
     """Register a trainer.
 
@@ -70,7 +73,7 @@ async def register(request: Request) -> Response:
     return reply(wire.Registered(trainer))
 
 
-@legacy_router.get("/batch", **describe(content={"batch": "array of items, or null"}))
+@serves(legacy_router, routes.BATCH)
 async def batch(request: Request) -> Response:
     """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none
     yet.
@@ -86,23 +89,12 @@ async def batch(request: Request) -> Response:
         return reply(NOT_REGISTERED)
     if contents is None:
         say_once(request, service.state.queue.obstacle())
-        return reply({"batch": None})
+        return reply(wire.BatchReply(None))
     log.info("Sending batch %d of %d groups", service.state.queue.current_step, len(contents))
-    return await _batch_reply(request, contents, {})
+    return await _batch_reply(request, contents, wire.BatchReply())
 
 
-@router.post(
-    "/batch/lease",
-    **describe(
-        content={
-            "batch": "array of items, or null",
-            "lease": "its lease, or null",
-            "ids": "with `ids`: names of the items, for /batch/reject",
-            "rejected": "with `ids`: groups that were set aside since the last reply",
-        },
-        body=wire.LeaseRequest,
-    ),
-)
+@serves(router, routes.LEASE)
 async def lease_batch(request: Request) -> Response:
     """As GET /batch, but the batch is kept until /batch/ack names its `lease`.
 
@@ -115,18 +107,21 @@ async def lease_batch(request: Request) -> Response:
         leased = await service.lease(body.trainer, body.holding)
     except NotRegistered:
         return reply(NOT_REGISTERED)
-    more: dict[str, Any] = {"rejected": msgspec.to_builtins(service.take_untold())} if body.ids else {}
+    answer: wire.BatchReply[Raw] = wire.BatchReply(None, lease=None)
+    if body.ids:
+        answer.rejected = service.take_untold()
     if leased is None:
         say_once(request, service.state.queue.obstacle())
-        return reply({"batch": None, "lease": None} | more)
+        return reply(answer)
     lease, contents = leased
     log.info("Lending batch %d of %d groups, lease %d", service.state.queue.current_step, len(contents), lease.lease_id)
+    answer.lease = lease.lease_id
     if body.ids:
-        more["ids"] = [group.record.id for group in lease.groups]
-    return await _batch_reply(request, contents, {"lease": lease.lease_id} | more)
+        answer.ids = [group.record.id for group in lease.groups]
+    return await _batch_reply(request, contents, answer)
 
 
-@router.post("/batch/ack", **describe(wire.Acknowledged, body=wire.Acknowledgement))
+@serves(router, routes.ACKNOWLEDGE)
 async def acknowledge(request: Request) -> Response:
     """The trainer is done with these leases; their batches are forgotten. Repeating it is harmless."""
     body = _acknowledgement.decode(await read_body(request))
@@ -136,7 +131,7 @@ async def acknowledge(request: Request) -> Response:
         return reply(wire.Acknowledged("error", 0, body.leases))
 
 
-@router.post("/batch/reject", **describe(wire.RejectionTaken, body=wire.Rejection))
+@serves(router, routes.REJECT)
 async def reject(request: Request) -> Response:
     """Set aside groups of a leased batch that the trainer cannot train on: they are never delivered again.
 
@@ -151,7 +146,7 @@ async def reject(request: Request) -> Response:
         return reply(wire.RejectionTaken("error", [], [group.id for group in body.groups]))
 
 
-@router.post("/trainer-step", **describe(wire.Outcome, body=wire.TrainerStep))
+@serves(router, routes.TRAINER_STEP)
 async def trainer_step(request: Request) -> Response:
     """Tell environments which step is finished and which policy version vLLM serves from now on."""
     report = _trainer_step.decode(await read_body(request))
@@ -159,27 +154,26 @@ async def trainer_step(request: Request) -> Response:
     return reply(wire.Outcome("success"))
 
 
-@router.get("/evaluations", **describe(wire.Evaluations))
+@serves(router, routes.EVALUATIONS)
 async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**53)) -> Response:
     """Results of a policy version, and which environments announced one and still owe it."""
     service_of(request).hear_silence()
     return reply(service_of(request).state.queue.evaluations(policy_version))
 
 
-async def _batch_reply(request: Request, contents: Sequence[Content], extra: dict[str, Any]) -> Response:
+async def _batch_reply(request: Request, contents: Sequence[Content], answer: wire.BatchReply[Raw]) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
     packed = accepts_packed(request) and all(is_packed for _, is_packed, _ in contents)
-    work = functools.partial(_batch, contents, extra, packed)
+    work = functools.partial(_batch, contents, answer, packed)
     as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
     return await large_reply(
         request, work() if as_stored else await beside(request, work), wire.MSGPACK if packed else "application/json"
     )
 
 
-def _batch(contents: Sequence[Content], extra: dict[str, Any], packed: bool) -> bytes:
-    items = []
+def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bool) -> bytes:
+    answer.batch = []
     for data, is_packed, weight in contents:
         item = data if weight == 1 else with_weight(data, is_packed, weight)
-        items.append(msgspec.Raw(as_json(item) if is_packed and not packed else item))
-    codec = msgspec.msgpack if packed else msgspec.json
-    return codec.encode({"batch": items} | extra)
+        answer.batch.append(Raw(as_json(item) if is_packed and not packed else item))
+    return (msgspec.msgpack if packed else msgspec.json).encode(answer)

@@ -9,17 +9,23 @@ log = get_logger(__name__)
 
 
 class Heartbeat:
-    """Calls `beat` every `every_s` seconds, from `start` to `stop`.
+    """Calls `beat` every `interval_s` seconds, from `start` to `stop`.
 
     A beat that raises `failure` is logged and `lost` holds the reason until one succeeds. Any other error ends the
     thread, since it is a bug.
     """
 
-    def __init__(self, peer: str, beat: Callable[[], object], every_s: float, failure: type[Exception]) -> None:
+    def __init__(
+        self,
+        peer: str,
+        beat: Callable[[], object],
+        interval_s: float,
+        failure: type[Exception] | tuple[type[Exception], ...],
+    ) -> None:
         self.lost: str | None = None
         self._peer = peer
         self._beat = beat
-        self._every_s = every_s
+        self._interval_s = interval_s
         self._failure = failure
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -37,7 +43,7 @@ class Heartbeat:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        while not self._ended.wait(self._every_s):
+        while not self._ended.wait(self._interval_s):
             try:
                 self._beat()
             except self._failure as error:

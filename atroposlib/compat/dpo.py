@@ -4,12 +4,13 @@ A line is {"prefix", "pos", "neg", "score", "neg_score"}; with --save-messages t
 messages.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
 from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+from atroposlib.wire.batching import ScoredData
 
 
 class DpoConfig(GenerationConfig):
@@ -24,9 +25,9 @@ class DpoConfig(GenerationConfig):
     tasks_per_step: int = Field(default=8, ge=1, description="Groups a batch.")
 
 
-def records(config: DpoConfig, group: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+def records(config: DpoConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The lines of one group."""
-    order, scores = ranked(config, group), group["scores"]
+    order, scores = ranked(config, group), group.scores
     for good, bad in list(zip(order, reversed(order), strict=True))[
         : min(config.save_n_pairs_per_group, len(order) // 2)
     ]:

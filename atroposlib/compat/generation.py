@@ -4,28 +4,28 @@ send as text.
 environments ──groups──▶ batching API ──GET /batch──▶ fetch_groups ──▶ records ──▶ FILE, one JSON object a line
 """
 
+import contextlib
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import requests
 from pydantic import Field
 
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, BatchingApi, Flags
+from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.records import append_jsonl
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.redirects import refused_redirect
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire import routes
+from atroposlib.wire.batching import NOT_TRAINED, Registration, ScoredData
+from atroposlib.wire.routes import Route
 
 log = get_logger(__name__)
 
-POLL_S = 1.0
-REPORT_S = 10.0
-REQUEST_TIMEOUT_S = 30.0
+R = TypeVar("R")
 
 
 class GenerationConfig(Config):
@@ -60,7 +60,7 @@ class GenerationError(Exception):
 
 
 def run(
-    config_cls: type[C], prog: str, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]
+    config_cls: type[C], prog: str, records_of: Callable[[C, ScoredData, Any], Iterable[dict[str, Any]]]
 ) -> NoReturn:
     """The command: FILE and flags from the command line, records until there are enough, an exit code."""
     arguments = sys.argv[1:]
@@ -78,7 +78,7 @@ def run(
     raise SystemExit(0)
 
 
-def generate(config: C, path: Path, records_of: Callable[[C, Mapping[str, Any], Any], Iterable[dict[str, Any]]]) -> int:
+def generate(config: C, path: Path, records_of: Callable[[C, ScoredData, Any], Iterable[dict[str, Any]]]) -> int:
     """Write exactly `num_seqs_to_save` records to `path`; how many. Raises GenerationError before anything is asked of
     the API.
     """
@@ -96,91 +96,75 @@ def generate(config: C, path: Path, records_of: Callable[[C, Mapping[str, Any], 
     return written
 
 
-def fetch_groups(config: GenerationConfig) -> Iterator[dict[str, Any]]:
+def fetch_groups(config: GenerationConfig) -> Iterator[ScoredData]:
     """Groups without end, as a trainer that trains on nothing gets them. Raises GenerationError."""
-    with requests.Session() as session:
-        session.trust_env = False
-        session.headers.update({"Authorization": f"Bearer {config.token}"} if config.token else {})
-        _register(config, session)
+    with contextlib.closing(BatchingApi(config.api_url, config.token, Flags("--api-url", "--token"))) as api:
+        _register(config, api)
         while True:
-            yield from _next_batch(config, session)
+            yield from _next_batch(config, api)
 
 
-def _register(config: GenerationConfig, session: requests.Session) -> None:
-    info = _call(config, session, "GET", "/info")
-    if info["batch_size"] > 0 and not config.take_over:
+def _register(config: GenerationConfig, api: BatchingApi) -> None:
+    if _call(api, routes.INFO).batch_size > 0 and not config.take_over:
         raise GenerationError(
             f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
         )
-    body = {
-        "wandb_group": "",
-        "wandb_project": "",
-        "batch_size": config.group_size * config.tasks_per_step,
-        "max_token_len": config.max_token_len,
-        "checkpoint_dir": "",
-        "save_checkpoint_interval": -1,
-        "starting_step": 0,
-        "num_steps": 0,
-    }
-    _call(config, session, "POST", "/register", body)
+    registration = Registration(
+        wandb_group="",
+        wandb_project="",
+        batch_size=config.group_size * config.tasks_per_step,
+        max_token_len=config.max_token_len,
+        checkpoint_dir="",
+        save_checkpoint_interval=-1,
+        starting_step=0,
+        num_steps=0,
+    )
+    _call(api, routes.REGISTER, registration)
 
 
-def _next_batch(config: GenerationConfig, session: requests.Session) -> list[dict[str, Any]]:
-    start = reported = time.monotonic()
-    while time.monotonic() - start < config.timeout:
-        batch: list[dict[str, Any]] | None = _call(config, session, "GET", "/batch")["batch"]
-        if batch:
-            return batch
-        if time.monotonic() - reported >= REPORT_S:
-            reported = time.monotonic()
-            log.info(
-                "Waiting for a batch from %s, %.0f s of at most %.0f s so far",
-                config.api_url,
-                reported - start,
-                config.timeout,
-            )
-        time.sleep(POLL_S)
-    raise GenerationError(f"no batch from {config.api_url} within {config.timeout:g} s; is an environment running?")
+def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:
+    def attempt() -> list[ScoredData]:
+        batch = _call(api, routes.BATCH).batch
+        if not isinstance(batch, list) or not batch:
+            raise NotYet("there is none yet")
+        return batch
+
+    def failed(reason: str) -> GenerationError:
+        limit = f"within {config.timeout:g} s"
+        return GenerationError(f"no batch from {config.api_url} {limit}; is an environment running?")
+
+    return wait_for(attempt, Wait("a batch", config.api_url, config.timeout, failed))
 
 
-def _call(
-    config: GenerationConfig, session: requests.Session, method: str, path: str, body: Any = None
-) -> dict[str, Any]:
-    url = config.api_url.rstrip("/") + path
+def _call(api: BatchingApi, route: Route[R], body: Registration | None = None) -> R:
     try:
-        reply = session.request(method, url, json=body, timeout=REQUEST_TIMEOUT_S, allow_redirects=False)
-        if redirected := refused_redirect(url, reply.status_code, reply.headers.get("Location")):
-            raise GenerationError(redirected)
-        reply.raise_for_status()
-        content: dict[str, Any] = reply.json()
-    except (requests.RequestException, ValueError) as error:
-        raise GenerationError(f"{url}: {error}; start the API with `run-api`, or correct --api-url") from error
-    return content
+        return api.call(route, body)
+    except (ApiRefused, ApiUnreachable) as error:
+        raise GenerationError(f"{api.url}: {error}; start the API with `run-api`, or correct --api-url") from error
 
 
 # --- records --------------------------------------------------------------------------------------------------------
 
 
-def ranked(config: GenerationConfig, group: Mapping[str, Any]) -> list[int]:
+def ranked(config: GenerationConfig, group: ScoredData) -> list[int]:
     """The group's samples, best first; none when its scores differ too little."""
-    scores: Sequence[float] = group["scores"]
+    scores = group.scores
     if not scores or max(scores) - min(scores) < config.minimum_score_diff_max_min:
         return []
     return sorted(range(len(scores)), key=lambda index: -scores[index])
 
 
-def prompt_and_completion(group: Mapping[str, Any], index: int, tokenizer: Any) -> tuple[str, str]:
+def prompt_and_completion(group: ScoredData, index: int, tokenizer: Any) -> tuple[str, str]:
     """A sample's text up to the first token that is trained on, and from there on."""
-    tokens, mask = group["tokens"][index], group["masks"][index]
+    tokens, mask = group.tokens[index], group.masks[index]
     first = next((place for place, value in enumerate(mask) if value != NOT_TRAINED), len(tokens))
     return tokenizer.decode(tokens[:first]), tokenizer.decode(tokens[first:])
 
 
-def messages_of(group: Mapping[str, Any], index: int) -> list[Any]:
+def messages_of(group: ScoredData, index: int) -> list[Any]:
     """A sample's messages. Raises GenerationError when the environment sends none."""
-    if not group.get("messages"):
+    if not group.messages:
         raise GenerationError(
             "the environment sends no messages: start it with --env.include_messages true, or leave out --save-messages"
         )
-    found: list[Any] = group["messages"][index]
-    return found
+    return group.messages[index]

@@ -6,22 +6,27 @@ at the API's step. An API that is away costs a line; the figures go on with the 
 """
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import httpx
 from pydantic import Field, SecretStr
 
+from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.metrics import Sink, open_wandb
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.wire.routes import STATUS, WANDB_INFO, Route
 
 log = get_logger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
+
+R = TypeVar("R")
 
 
 class WatcherConfig(Config):
@@ -51,30 +56,26 @@ class WatcherConfig(Config):
         return {f"server/server_health_{self.node_num}_{index}": url for index, url in enumerate(urls)}
 
 
-async def ask_api(config: WatcherConfig, client: httpx.AsyncClient, path: str) -> dict[str, Any]:
-    """The reply of the batching API. Raises NotYet when there is none."""
-    headers = {} if config.token is None else {"Authorization": f"Bearer {config.token.get_secret_value()}"}
-    try:
-        reply = await client.get(f"{config.api_addr.rstrip('/')}{path}", headers=headers)
-        reply.raise_for_status()
-        content: dict[str, Any] = reply.json()
-        return content
-    except (httpx.HTTPError, ValueError) as error:
-        raise NotYet(str(error) or type(error).__name__) from None
-
-
-async def project(config: WatcherConfig, client: httpx.AsyncClient) -> tuple[str | None, str]:
+async def project(config: WatcherConfig, api: AsyncBatchingApi) -> tuple[str | None, str]:
     """(group, project) that the trainer named. Raises PeerError after the timeout."""
 
     async def attempt() -> tuple[str | None, str]:
-        named = await ask_api(config, client, "/wandb_info")
-        if not named["project"]:
+        named = await ask_api(api, WANDB_INFO)
+        if not named.project:
             raise NotYet("no trainer has named one")
-        return named["group"], named["project"]
+        return named.group, named.project
 
     remedy = "start the trainer with --use-wandb and --wandb-project, or correct --api-addr"
     limit_s = config.startup_timeout
     return await wait_for_peer("W&B project", config.api_addr, attempt, timeout_s=limit_s, remedy=remedy, every_s=1.0)
+
+
+async def ask_api(api: AsyncBatchingApi, route: Route[R]) -> R:
+    """The reply of the batching API. Raises NotYet when there is none."""
+    try:
+        return await api.call(route)
+    except ApiRefused as error:
+        raise NotYet(str(error)) from None
 
 
 async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, float]:
@@ -90,12 +91,12 @@ async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, 
     return dict(zip(names, await asyncio.gather(*map(one, urls)), strict=True))
 
 
-async def watch(config: WatcherConfig, client: httpx.AsyncClient, sink: Sink) -> None:
+async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.AsyncClient, sink: Sink) -> None:
     """Write the health of all servers to `sink`, until cancelled."""
     step, known = 0, dict[str, float]()
     while True:
         try:
-            step = (await ask_api(config, client, "/status"))["current_step"]
+            step = (await ask_api(api, STATUS)).current_step
         except NotYet as reason:
             log.warning("Step %d still, as far as known: %s does not answer (%s)", step, config.api_addr, reason)
         found = await health(config, client)
@@ -109,13 +110,17 @@ async def watch(config: WatcherConfig, client: httpx.AsyncClient, sink: Sink) ->
 
 async def run(config: WatcherConfig) -> None:
     """Wait for the project, then watch. Raises EnvError when there is no project, or no W&B to log to."""
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
-        group, name = await project(config, client)
+    token = None if config.token is None else config.token.get_secret_value()
+    async with (
+        contextlib.aclosing(AsyncBatchingApi(config.api_addr, token, Flags("--api-addr", "ATROPOS_API_TOKEN"))) as api,
+        httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
+    ):
+        group, name = await project(config, api)
         sink = await open_wandb(f"inf_node_{config.node_num}", group, name, config.model_dump(mode="json"))
         if sink is None:
             raise EnvError("there is nowhere to log to; the reason is above")
         try:
-            await watch(config, client, sink)
+            await watch(config, api, client, sink)
         finally:
             sink.close()
 

@@ -3,12 +3,13 @@
 A line is {"prefix", "completion", "score"}, or with --save-messages {"messages", "score"}.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
 from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+from atroposlib.wire.batching import ScoredData
 
 
 class SftConfig(GenerationConfig):
@@ -17,10 +18,10 @@ class SftConfig(GenerationConfig):
     save_top_n_per_group: int = Field(default=3, ge=1, description="Samples kept of a group, best first.")
 
 
-def records(config: SftConfig, group: Mapping[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
+def records(config: SftConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The lines of one group."""
     for index in ranked(config, group)[: config.save_top_n_per_group]:
-        score = group["scores"][index]
+        score = group.scores[index]
         if score < 0 and not config.allow_negative_scores:
             continue
         if config.save_messages:

@@ -2,6 +2,6 @@
 
 base.py ── base_env.py     what an author extends       config.py, payloads.py   what is configured, what is sent
            serve.py        the loop of `serve`          pacing.py    when to sample and to evaluate (pure)
-           process.py      `process`                    api_link.py, api_client.py   the batching API
+           process.py      `process`                    api_link.py                  the batching API
            cli.py          commands, flags, signals     metrics.py, records.py, html_report.py   what is written
 """

@@ -4,32 +4,44 @@ The serve loop asks for `status`; that call is also what notices an API that was
 line every ten seconds, and registers again. Rollouts that finish meanwhile wait here to be posted: none is lost.
 """
 
-import asyncio
-import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from pydantic import ValidationError
+from msgspec.structs import replace
 
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, UnexpectedReply
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs.api_client import (
-    ApiRefused,
-    ApiUnreachable,
-    BatchingApiClient,
-    BatchLimits,
-    EnvStatus,
-    Registration,
-)
-from atroposlib.envs.errors import PeerError
 from atroposlib.envs.waits import wait_for_peer
+from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
+from atroposlib.wire import routes
+from atroposlib.wire.batching import (
+    EnvId,
+    EnvRegistered,
+    EnvRegistration,
+    EnvStatus,
+    Evaluation,
+    PostedData,
+    WaitForTrainer,
+)
+from atroposlib.wire.routes import Route
 
 log = get_logger(__name__)
 
-T = TypeVar("T")
+R = TypeVar("R")
 
+POLL_S = 0.5
 REPOST_PAUSE_S = 1.0
+NOBODY = -1  # the id of no environment
+
+
+class BatchLimits(NamedTuple):
+    """What a group must be to enter a batch: its sequences, their tokens, and what the trainer needs of them."""
+
+    batch_size: int
+    max_token_len: int
+    needs: Needs
 
 
 class ApiLink:
@@ -37,94 +49,87 @@ class ApiLink:
 
     def __init__(
         self,
-        client: BatchingApiClient,
-        announcement: Mapping[str, Any],
+        client: AsyncBatchingApi,
+        announcement: EnvRegistration,
         timeout_s: float,
-        on_joined: Callable[[Registration], None] = lambda registration: None,
+        on_joined: Callable[[EnvRegistered], None] = lambda registered: None,
     ) -> None:
         self.client = client
         self.env_id: int | None = None
         self._announcement = announcement
         self._timeout_s = timeout_s
         self._on_joined = on_joined
-        self._last_evaluation: dict[str, Any] | None = None
+        self._last_evaluation: Evaluation | None = None
 
     async def wait_until_up(self) -> None:
         """Return when the API answers. Raises PeerError after the timeout."""
-
         remedy = "start it with `python -m atroposlib.cli.run_api`, or correct --env.rollout_server_url"
-        await self._answered("a reply of the batching API", self.client.root, remedy)
+        await self._answered("a reply of the batching API", routes.ROOT, remedy=remedy)
 
-    async def join(self) -> Registration:
+    async def join(self) -> EnvRegistered:
         """Register, once a trainer has started. Raises PeerError after the timeout or when the API refuses."""
-
-        async def attempt() -> Registration:
-            registration = await self.client.register_env(self._announcement)
-            if registration is None:
-                raise NotYet("no trainer has registered and asked for a batch")
-            return registration
-
-        registration = await self._answered("registration", attempt, "start a trainer for this API")
-        self.env_id = registration.env_id
+        remedy = "start a trainer for this API"
+        joined = await self._answered("registration", routes.REGISTER_ENV, lambda: self._announcement, remedy=remedy)
+        assert isinstance(joined, EnvRegistered)
+        self.env_id = joined.env_id
         log.info(
             "Registered as %s (id %d) with %s at step %d of %d",
-            registration.wandb_name,
-            registration.env_id,
+            joined.wandb_name,
+            joined.env_id,
             self.client.url,
-            registration.starting_step,
-            registration.num_steps,
+            joined.starting_step,
+            joined.num_steps,
         )
-        self._on_joined(registration)
-        return registration
+        self._on_joined(joined)
+        return joined
 
     async def status(self) -> EnvStatus:
         """The API's figures for this environment, registered again first if the API has forgotten it."""
         while True:
             try:
-                return await self._answered("its status", lambda: self.client.status(self._joined_id()))
+                return await self._answered("its status", routes.STATUS_ENV, query={"env_id": self._joined_id()})
             except ApiRefused as error:
                 log.warning(
                     "%s does not know this environment any more (%s): registering again", self.client.url, error
                 )
                 await self.join()
                 if self._last_evaluation is not None:
-                    await self.post_evaluation(**self._last_evaluation)
+                    await self._report(self._last_evaluation)
 
     async def batch_limits(self) -> BatchLimits:
-        """The trainer's."""
-        return await self._answered("the batch size", self.client.batch_limits)
+        """The trainer's, -1 each before it registered."""
+        info = await self._answered("the batch size", routes.INFO)
+        vocab_size = info.vocab_size if isinstance(info.vocab_size, int) else None
+        return BatchLimits(info.batch_size, info.max_token_len, Needs(vocab_size, info.trainable_only))
 
     async def wandb_info(self) -> tuple[str | None, str | None]:
         """(group, project) that the trainer named."""
-        return await self._answered("the W&B project", self.client.wandb_info)
+        named = await self._answered("the W&B project", routes.WANDB_INFO)
+        return named.group, named.project
 
-    async def post_groups(self, bodies: Sequence[dict[str, Any]]) -> None:
+    async def post_groups(self, groups: Sequence[PostedData]) -> None:
         """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API stays away."""
         key = uuid.uuid4().hex  # of all tries together
-        await self._persistently(
-            lambda: self.client.post_groups([body | {"env_id": self.env_id} for body in bodies], key), "groups"
-        )
+
+        def bodies() -> list[PostedData]:  # an environment that had to register again has another id
+            return [replace(group, env_id=self.env_id) for group in groups]
+
+        if len(groups) == 1:
+            await self._posted("groups", routes.SCORED_DATA, lambda: bodies()[0], key)
+        else:
+            await self._posted("groups", routes.SCORED_DATA_LIST, bodies, key)
 
     async def post_evaluation(self, policy_version: int, accuracy: float | None, metrics: Mapping[str, float]) -> None:
         """Report an evaluation; the last one is reported again to an API that was restarted."""
-        self._last_evaluation = {"policy_version": policy_version, "accuracy": accuracy, "metrics": dict(metrics)}
-        evaluation = self._last_evaluation
-        try:
-            await self._persistently(
-                lambda: self.client.post_evaluation(evaluation | {"env_id": self.env_id}), "an evaluation"
-            )
-        except ApiRefused as error:
-            log.warning(
-                "The API refused an evaluation, which is reported again if this environment has to register again: %s",
-                error,
-            )
+        self._last_evaluation = Evaluation(NOBODY, policy_version, accuracy, dict(metrics))
+        await self._report(self._last_evaluation)
 
     async def leave(self) -> None:
         """Disconnect, if registered; an API that is gone needs no goodbye."""
         if self.env_id is None:
             return
         try:
-            await self.client.disconnect_env(self.env_id)
+            await self.client.call(routes.DISCONNECT_ENV, EnvId(self.env_id))
             log.info("Disconnected from %s", self.client.url)
         except (ApiUnreachable, ApiRefused) as error:
             log.warning("Left without disconnecting: %s", error)
@@ -135,37 +140,45 @@ class ApiLink:
             raise RuntimeError("this environment has not joined the API")
         return self.env_id
 
-    async def _answered(self, what: str, call: Callable[[], Awaitable[T]], remedy: str = "start it again") -> T:
-        """The reply to `call`, asked again while the API is away. Raises ApiRefused, or PeerError after the timeout."""
+    async def _report(self, evaluation: Evaluation) -> None:
+        def body() -> Evaluation:
+            return replace(evaluation, env_id=NOBODY if self.env_id is None else self.env_id)
 
-        async def attempt() -> T:
+        try:
+            await self._posted("an evaluation", routes.EVALUATION, body)
+        except ApiRefused as error:
+            log.warning(
+                "The API refused an evaluation, which is reported again if this environment has to register again: %s",
+                error,
+            )
+
+    async def _posted(self, what: str, route: Route[Any], body: Callable[[], Any], key: str | None = None) -> None:
+        await self._answered(f"receipt for {what}", route, body, key=key, every_s=REPOST_PAUSE_S)
+
+    async def _answered(
+        self,
+        what: str,
+        route: Route[R],
+        body: Callable[[], Any] = lambda: None,
+        *,
+        query: Mapping[str, int] | None = None,
+        key: str | None = None,
+        remedy: str = "start it again",
+        every_s: float = POLL_S,
+    ) -> R:
+        """The reply, asked again while the API is away or waits for a trainer. Raises ApiRefused, or PeerError after
+        the timeout.
+        """
+
+        async def attempt() -> R:
             try:
-                return await call()
-            except (ApiUnreachable, ValidationError) as error:
-                raise NotYet(str(error)) from None
+                reply = await self.client.call(route, body(), query=query, key=key)
+            except UnexpectedReply as error:  # perhaps of what stands there while the API starts
+                raise NotYet(str(error)) from error
+            if isinstance(reply, WaitForTrainer):
+                raise NotYet("no trainer has registered and asked for a batch")
+            return reply
 
-        return await wait_for_peer(what, self.client.url, attempt, timeout_s=self._timeout_s, remedy=remedy)
-
-    async def _persistently(self, post: Callable[[], Awaitable[Any]], what: str) -> None:
-        start, tries = time.monotonic(), 0
-        while True:
-            try:
-                await post()
-                return
-            except ApiUnreachable as error:
-                tries += 1
-                waited = time.monotonic() - start
-                if waited >= self._timeout_s:
-                    raise PeerError(
-                        f"could not post {what} to {self.client.url} within {self._timeout_s:g} s: {error}"
-                    ) from error
-                if tries == 1:
-                    log.warning(
-                        "Keeping %s until %s takes them, at most %.0f s: %s",
-                        what,
-                        self.client.url,
-                        self._timeout_s,
-                        error,
-                    )
-                pause = REPOST_PAUSE_S if error.retry_after_s is None else error.retry_after_s
-            await asyncio.sleep(min(pause, self._timeout_s - waited))
+        return await wait_for_peer(
+            what, self.client.url, attempt, timeout_s=self._timeout_s, remedy=remedy, every_s=every_s
+        )

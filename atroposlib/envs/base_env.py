@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from msgspec import to_builtins
+
 from atroposlib.envs import checkpoints
-from atroposlib.envs.api_client import EnvStatus
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem, group_items
@@ -27,6 +28,7 @@ from atroposlib.envs.server_handling.server_baseline import APIServer, APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.batching import EnvStatus
 
 log = get_logger(__name__)
 
@@ -169,7 +171,7 @@ class BaseEnv(ABC):
     async def get_status(self) -> EnvStatus:
         """Ask the API where things are, and note it."""
         status = await self._env_run.joined_link.status()
-        self.status_dict = status.model_dump()
+        self.status_dict = to_builtins(status)
         return status
 
     async def env_step_checks(self) -> None:

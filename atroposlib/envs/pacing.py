@@ -8,8 +8,8 @@ until the trainer has trained on every batch it took, so that all samples come f
 
 from dataclasses import dataclass
 
-from atroposlib.envs.api_client import EnvStatus
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.wire.batching import EnvStatus
 
 # A trainer that took its last batch needs no more; if it then lost that batch it is given another after this long.
 SURPLUS_PATIENCE_S = 60.0
@@ -48,7 +48,7 @@ def plan(
         return Plan(0, "an evaluation runs")
     if evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
         max_workers = int(max_workers * config.eval_limit_ratio)
-    untrained = max(0, status.current_step - status.trained_steps) if status.trained_steps is not None else 0
+    untrained = max(0, status.current_step - status.trained_steps) if isinstance(status.trained_steps, int) else 0
     if config.max_batches_offpolicy == 0 and untrained:
         return Plan(0, f"on-policy: the trainer has {untrained} batch(es) to train on")
     if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:

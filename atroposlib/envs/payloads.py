@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.type_definitions import Item, Message
-from atroposlib.wire.batching import NOT_TRAINED
+from atroposlib.wire.batching import NOT_TRAINED, PostedData
 
 __all__ = [
     "NOT_TRAINED",
@@ -149,12 +149,12 @@ def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, 
     return None
 
 
-def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bool) -> dict[str, Any]:
+def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bool) -> PostedData:
     """The body of /scored_data: the known fields that are set, and who posts."""
-    body = {key: group[key] for key in WIRE_FIELDS if group.get(key) is not None}
+    fields = {key: group[key] for key in WIRE_FIELDS if group.get(key) is not None}
     if not include_messages:
-        body.pop("messages", None)
-    return body | {"env_id": env_id}
+        fields.pop("messages", None)
+    return PostedData(**fields, env_id=env_id)
 
 
 def completion_lengths(group: Mapping[str, Any]) -> list[int]:

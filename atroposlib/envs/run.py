@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.envs.api_client import ApiRefused, Registration
+from atroposlib.clients.batching_api import ApiRefused
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
@@ -29,6 +29,7 @@ from atroposlib.envs.payloads import (
 )
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
+from atroposlib.wire.batching import EnvRegistered, EnvRegistration
 
 if TYPE_CHECKING:
     from atroposlib.envs.base_env import BaseEnv
@@ -205,20 +206,20 @@ class EnvRun:
             raise RuntimeError("there is no batching API outside of `serve`")
         return self.link
 
-    def announcement(self) -> dict[str, Any]:
+    def announcement(self) -> EnvRegistration:
         """The body of /register-env."""
         config = self.env.config
-        return {
-            "max_token_length": config.max_token_length,
-            "desired_name": self.display_name,
-            "weight": config.inference_weight,
-            "group_size": config.group_size,
-            "min_batch_allocation": config.min_batch_allocation,
-            "steps_per_eval": evaluation_interval(config),
-            "eval_at_start": config.eval_at_start,
-        }
+        return EnvRegistration(
+            max_token_length=config.max_token_length,
+            desired_name=self.display_name,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+            steps_per_eval=evaluation_interval(config),
+            eval_at_start=config.eval_at_start,
+        )
 
-    def note_registration(self, registration: Registration) -> None:
+    def note_registration(self, registration: EnvRegistered) -> None:
         """Take over what the API said when this environment joined, and load the checkpoint of a run that goes on."""
         env = self.env
         self.registered_name = registration.wandb_name

@@ -9,10 +9,11 @@ make room.
 """
 
 import asyncio
+import contextlib
 import time
 
+from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs.api_client import BatchingApiClient, EnvStatus, Registration
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
 from atroposlib.envs.base_env import BaseEnv
@@ -25,6 +26,7 @@ from atroposlib.envs.run import EnvRun, run_of
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
+from atroposlib.wire.batching import EnvRegistered, EnvStatus
 
 log = get_logger(__name__)
 
@@ -42,8 +44,9 @@ async def serve(env: BaseEnv) -> None:
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
     run, token = run_of(env), env.config.rollout_server_token
-    client = BatchingApiClient(env.config.rollout_server_url, None if token is None else token.get_secret_value())
-    async with client, run, ServeLoop(run, client) as loop:
+    flags = Flags("--env.rollout_server_url", "ATROPOS_API_TOKEN")
+    api = AsyncBatchingApi(env.config.rollout_server_url, None if token is None else token.get_secret_value(), flags)
+    async with contextlib.aclosing(api), run, ServeLoop(run, api) as loop:
         await loop.start_up()
         await loop.turn_until_done()
 
@@ -53,7 +56,7 @@ class ServeLoop:
     started.
     """
 
-    def __init__(self, run: EnvRun, client: BatchingApiClient) -> None:
+    def __init__(self, run: EnvRun, client: AsyncBatchingApi) -> None:
         self.run = run
         self.env = env = run.env
         self.link = run.link = ApiLink(client, run.announcement(), env.config.startup_timeout, self._joined)
@@ -217,7 +220,7 @@ class ServeLoop:
 
     # --- the trainer moves on -------------------------------------------------------------------------------------
 
-    def _joined(self, registration: Registration) -> None:
+    def _joined(self, registration: EnvRegistered) -> None:
         config = self.env.config
         self.run.note_registration(registration)
         self.schedule.reschedule(evaluation_interval(config), self.run.total_steps, config.eval_at_start)

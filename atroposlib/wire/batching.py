@@ -4,15 +4,16 @@ The API decodes requests into these records, and its clients decode replies into
 strings, integral floats and booleans as numbers (`atroposlib/api/decoding.py`). Unknown fields are ignored.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
+
+G = TypeVar("G")
 
 # A token that was not sampled: its mask, and its log-probability (no real one is positive).
 NOT_TRAINED = -100
 NO_LOGPROB = 1.0
 MSGPACK = "application/msgpack"
-WAIT_FOR_TRAINER = "wait for trainer to start"  # the status of /register-env before a trainer polled for a batch
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
@@ -64,7 +65,7 @@ class EnvRegistration(Struct):
     eval_at_start: bool = False
 
 
-class EnvRegistered(Struct):
+class EnvRegistered(Struct, tag_field="status", tag="success"):
     """What an environment needs to know of the run."""
 
     env_id: int
@@ -73,7 +74,10 @@ class EnvRegistered(Struct):
     starting_step: int
     checkpoint_interval: int
     num_steps: int
-    status: str = "success"
+
+
+class WaitForTrainer(Struct, tag_field="status", tag="wait for trainer to start"):
+    """The reply of /register-env until a trainer has registered and asked for a batch."""
 
 
 class EnvId(Struct):
@@ -83,7 +87,7 @@ class EnvId(Struct):
 
 
 class Outcome(Struct, omit_defaults=True):
-    """`status` is "success", "failure" (with `error`) or "wait for trainer to start"."""
+    """`status` is "success", "ok", or "failure" with `error`."""
 
     status: str
     error: str | UnsetType = UNSET
@@ -119,23 +123,28 @@ class Status(Struct, omit_defaults=True):
     rejected_groups: int = 0
 
 
-class EnvStatus(Struct, omit_defaults=True):
+class EnvStatus(Struct):
     """The queue as one environment sees it: `queue_size` and `self_queue_size` are in groups of its own size.
 
     `num_steps` is the trainer's; `instance` changes when the API has forgotten its environments, which then register
-    again.
+    again. The defaults are for an API that does not know a field.
     """
 
     current_step: int
     queue_size: int
-    unallocated_fraction: float
-    self_queue_size: int
-    max_group_size: int
-    env_weight: float
-    num_steps: int
-    instance: str
+    unallocated_fraction: float = 1.0
+    self_queue_size: int = 0
+    max_group_size: int = 1
+    env_weight: float = 1.0
+    num_steps: int = -1
+    instance: str = ""
     policy_version: int | UnsetType = UNSET
     trained_steps: int | UnsetType = UNSET
+
+    @property
+    def version(self) -> int:
+        """The policy version that is served, as far as known."""
+        return self.policy_version if isinstance(self.policy_version, int) else self.current_step
 
 
 class LeaseRequest(Struct):
@@ -147,6 +156,21 @@ class LeaseRequest(Struct):
     trainer: Integer
     holding: list[Integer] = []
     ids: bool = False
+
+
+class BatchReply(Struct, Generic[G]):
+    """`batch` is null while there is none. Of a lease the reply has `lease`, and with `ids` in the request also `ids`
+    and `rejected`: groups that were set aside since the last reply.
+
+    Before any registration `status` is "error", with a `message` and an empty batch.
+    """
+
+    batch: list[G] | UnsetType | None = UNSET
+    lease: int | UnsetType | None = UNSET
+    ids: list[int] | UnsetType = UNSET
+    rejected: list["SetAside"] | UnsetType = UNSET
+    status: str | UnsetType = UNSET
+    message: str | UnsetType = UNSET
 
 
 class Acknowledgement(Struct):
@@ -292,7 +316,7 @@ class ScoredData(Struct):
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
     inference_logprobs: list[list[float]] | None = None
-    overrides: list[dict[str, Any]] | None = None
+    overrides: list[dict[str, Any] | None] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
     env_id: Integer | None = None
@@ -301,7 +325,7 @@ class ScoredData(Struct):
     policy_versions: list[tuple[Step, Step]] | UnsetType | None = UNSET
 
 
-class PostedData(ScoredData):
+class PostedData(ScoredData, omit_defaults=True):
     """A group as it is posted: a post that is repeated with the same `idempotency_key` is stored once."""
 
     idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None

@@ -3,12 +3,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import requests
 
 from atroposlib.cli import dpo, sft
 from atroposlib.compat.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
+from atroposlib.wire.batching import ScoredData
 from tests.unit.envs.fakes import Api, running_api
 from tests.waiting import until
 
@@ -30,29 +32,33 @@ def group(*scores: float, messages: bool = False) -> dict[str, Any]:
     }
 
 
+def scored(*scores: float, messages: bool = False) -> ScoredData:
+    return msgspec.convert(group(*scores, messages=messages), ScoredData)
+
+
 def test_best_samples_are_kept_with_prompt_and_completion_apart() -> None:
-    lines = list(sft.records(sft.SftConfig(save_top_n_per_group=2), group(0.0, 1.0, -1.0), TOKENIZER))
+    lines = list(sft.records(sft.SftConfig(save_top_n_per_group=2), scored(0.0, 1.0, -1.0), TOKENIZER))
     assert lines == [
         {"prefix": "ask ask ", "completion": "ask 1", "score": 1.0},
         {"prefix": "ask ask ", "completion": "ask 0", "score": 0.0},
     ]
-    assert [line["score"] for line in sft.records(sft.SftConfig(), group(0.0, 1.0, -1.0), TOKENIZER)] == [1.0, 0.0]
-    assert list(sft.records(sft.SftConfig(minimum_score_diff_max_min=3.0), group(0.0, 1.0, -1.0), TOKENIZER)) == []
+    assert [line["score"] for line in sft.records(sft.SftConfig(), scored(0.0, 1.0, -1.0), TOKENIZER)] == [1.0, 0.0]
+    assert list(sft.records(sft.SftConfig(minimum_score_diff_max_min=3.0), scored(0.0, 1.0, -1.0), TOKENIZER)) == []
 
 
 def test_messages_are_kept_if_there_are_some() -> None:
     config = sft.SftConfig(save_messages=True, save_top_n_per_group=1)
-    (line,) = sft.records(config, group(0.0, 1.0, messages=True), TOKENIZER)
+    (line,) = sft.records(config, scored(0.0, 1.0, messages=True), TOKENIZER)
     assert line["messages"][-1]["content"] == "1"
     with pytest.raises(GenerationError, match="include_messages"):
-        list(sft.records(config, group(0.0, 1.0), TOKENIZER))
+        list(sft.records(config, scored(0.0, 1.0), TOKENIZER))
 
 
 def test_pairs_are_best_with_worst_and_differ_enough() -> None:
-    lines = list(dpo.records(dpo.DpoConfig(), group(0.0, 1.0, 0.9, 0.2), TOKENIZER))
+    lines = list(dpo.records(dpo.DpoConfig(), scored(0.0, 1.0, 0.9, 0.2), TOKENIZER))
     assert [(line["score"], line["neg_score"]) for line in lines] == [(1.0, 0.0), (0.9, 0.2)]
     assert lines[0] == {"prefix": "ask ask ", "pos": "ask 1", "neg": "ask 0", "score": 1.0, "neg_score": 0.0}
-    assert list(dpo.records(dpo.DpoConfig(), group(0.4, 0.5), TOKENIZER)) == []
+    assert list(dpo.records(dpo.DpoConfig(), scored(0.4, 0.5), TOKENIZER)) == []
 
 
 async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) -> None:

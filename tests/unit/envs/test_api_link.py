@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 
 from atroposlib.api.settings import ApiSettings
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
 from atroposlib.envs import api_link
-from atroposlib.envs.api_client import ApiRefused, ApiUnreachable, BatchingApiClient
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.errors import PeerError
+from atroposlib.wire.batching import EnvRegistration, PostedData
+from atroposlib.wire.routes import ROOT, SCORED_DATA
 from tests.unit.envs.fakes import Api, running_api
 
 TOKEN = "correct-horse"
-ANNOUNCEMENT = {"max_token_length": 8, "desired_name": "env", "weight": 1.0, "group_size": 1}
+ANNOUNCEMENT = EnvRegistration(max_token_length=8, desired_name="env", weight=1.0, group_size=1)
 RUN: dict[str, Any] = {
     "wandb_group": "",
     "wandb_project": "",
@@ -34,8 +36,12 @@ RUN: dict[str, Any] = {
 pytestmark = pytest.mark.timeout(60)
 
 
-def group(mark: int) -> dict[str, Any]:
-    return {"tokens": [[mark, 2]], "masks": [[-100, 2]], "scores": [0.5]}
+def group(mark: int) -> PostedData:
+    return PostedData(tokens=[[mark, 2]], masks=[[-100, 2]], scores=[0.5])
+
+
+def api_client(url: str, token: str | None = None) -> contextlib.aclosing[AsyncBatchingApi]:
+    return contextlib.aclosing(AsyncBatchingApi(url, token))
 
 
 async def ask(method: str, url: str, body: Any = None, **headers: str) -> tuple[str, bytes]:
@@ -60,10 +66,10 @@ async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_varia
     async with running_api(ApiSettings(token=TOKEN)) as api:
         await start_run(api.url, **authorized)
         for wrong in (None, "wrong-horse"):
-            async with BatchingApiClient(api.url, wrong) as client:
+            async with api_client(api.url, wrong) as client:
                 with pytest.raises(ApiRefused, match="set ATROPOS_API_TOKEN"):
                     await ApiLink(client, ANNOUNCEMENT, timeout_s=5).join()
-        async with BatchingApiClient(api.url, TOKEN) as client:
+        async with api_client(api.url, TOKEN) as client:
             link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
             await link.join()
             await link.post_groups([group(7)])
@@ -73,7 +79,7 @@ async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_varia
 @contextlib.asynccontextmanager
 async def full_queue(timeout_s: float) -> AsyncIterator[tuple[Api, ApiLink]]:
     """An API that takes one group and holds it, and an environment's link to it."""
-    async with running_api(ApiSettings(max_queued_groups=1)) as api, BatchingApiClient(api.url) as client:
+    async with running_api(ApiSettings(max_queued_groups=1)) as api, api_client(api.url) as client:
         await start_run(api.url)
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=timeout_s)
         await link.join()
@@ -106,18 +112,13 @@ async def test_a_queue_that_stays_full_ends_the_wait_at_its_deadline() -> None:
 
 async def test_groups_travel_as_messagepack_once_the_api_has_said_that_it_reads_it() -> None:
     packed = "application/msgpack"
-    async with running_api() as api, BatchingApiClient(api.url) as client:
+    async with running_api() as api, api_client(api.url) as client:
         await start_run(api.url)
-        await client.post_groups([group(1)])  # it has not joined, so it cannot know
+        await client.call(SCORED_DATA, group(1))  # it has not joined, so it cannot know
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
         await link.join()
-        arrays = {
-            "tokens": [np.array([2, 2])],
-            "masks": [np.array([-100, 2])],
-            "scores": np.array([0.5]),
-            "inference_logprobs": None,
-        }
-        await link.post_groups([arrays])
+        arrays: Any = [np.array([2, 2])], [np.array([-100, 2])], np.array([0.5])
+        await link.post_groups([PostedData(*arrays)])
         await link.post_groups([group(3), group(4)])
         replies = [await ask("GET", f"{api.url}/batch", Accept=packed) for _ in range(4)]
     assert [kind for kind, _ in replies] == ["application/json", packed, packed, packed]
@@ -128,7 +129,7 @@ async def test_groups_travel_as_messagepack_once_the_api_has_said_that_it_reads_
 
 
 async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refused_with_its_position() -> None:
-    async with running_api() as api, BatchingApiClient(api.url) as client:
+    async with running_api() as api, api_client(api.url) as client:
         await ask("POST", f"{api.url}/register", RUN | {"vocab_size": 100})
         await ask("GET", f"{api.url}/batch")
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=5)
@@ -140,14 +141,14 @@ async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refus
 
 async def test_an_api_that_is_asked_too_often_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
-    async with running_api(ApiSettings(max_requests_per_second=0.5)) as api, BatchingApiClient(api.url) as client:
+    async with running_api(ApiSettings(max_requests_per_second=0.5)) as api, api_client(api.url) as client:
 
         async def ask_too_often() -> None:
             for _ in range(5):
-                await client.root()
+                await client.call(ROOT)
 
         with pytest.raises(ApiUnreachable) as refused:
             await ask_too_often()
-        assert refused.value.retry_after_s in (1, 2)
+        assert refused.value.after_s in (1, 2)
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=20)
         assert (await link.batch_limits()).batch_size == -1  # it waits, and asks again

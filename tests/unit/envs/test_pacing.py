@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.envs.api_client import EnvStatus
 from atroposlib.envs.base import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.pacing import SURPLUS_PATIENCE_S, EvaluationSchedule, batch_share, plan
+from atroposlib.wire.batching import EnvStatus
 
 
 def groups(status: dict[str, Any] | None = None, config: dict[str, Any] | None = None, **situation: Any) -> int:

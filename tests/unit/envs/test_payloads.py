@@ -1,6 +1,7 @@
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from atroposlib.envs.payloads import completion_lengths, defect, group_items, rejection, wire_form
 
@@ -93,8 +94,9 @@ def test_group_override_changes_the_expected_size() -> None:
 
 def test_wire_form_has_known_set_fields_and_messages_only_on_request() -> None:
     sent = wire_form(group(messages=[[], []], unknown=1), env_id=3, include_messages=False)
-    assert sent == {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [0.0, 1.0], "env_id": 3}
-    assert wire_form(group(messages=[[], []]), 3, include_messages=True)["messages"] == [[], []]
+    expected = {"tokens": [[1, 2, 3]] * 2, "masks": [[-100, 2, 3]] * 2, "scores": [0.0, 1.0], "env_id": 3}
+    assert to_builtins(sent) == expected
+    assert wire_form(group(messages=[[], []]), 3, include_messages=True).messages == [[], []]
 
 
 def test_completion_lengths_count_sampled_tokens() -> None:

@@ -1,6 +1,7 @@
 """No client follows a redirect: a server that is not what it seems does not have prompts and keys sent elsewhere."""
 
 import asyncio
+import contextlib
 import http.server
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi
 from atroposlib.compat.generation import GenerationConfig, GenerationError, fetch_groups
-from atroposlib.envs.api_client import ApiRefused, BatchingApiClient
 from atroposlib.envs.discovery import served_model
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.server_handling.errors import PermanentServerError
@@ -21,6 +22,8 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from atroposlib.wire.batching import PostedData, Registration
+from atroposlib.wire.routes import SCORED_DATA
 from example_trainer.api_client import ApiClient, ApiError
 from example_trainer.bridges import BridgeError
 from example_trainer.bridges.vllm_client import VllmClient
@@ -119,8 +122,8 @@ async def discovery(url: str, folder: Path) -> None:
 
 
 async def batching_api(url: str, folder: Path) -> None:
-    async with BatchingApiClient(url, KEY) as api:
-        await api.post_groups([{"tokens": [[1]]}])
+    async with contextlib.aclosing(AsyncBatchingApi(url, KEY)) as api:
+        await api.call(SCORED_DATA, PostedData([[1]], [[1]], [1.0]))
 
 
 async def proxy(url: str, folder: Path) -> None:
@@ -132,8 +135,9 @@ async def generation(url: str, folder: Path) -> None:
 
 
 async def trainers_api_client(url: str, folder: Path) -> None:
-    client = ApiClient(url, {"batch_size": 4}, patience_s=0.2, token=KEY)
-    client._beat()  # the heartbeat's thread; it reports nothing
+    client = ApiClient(url, Registration("", "", 4, 8, "", 0, 0, 9), patience_s=0.2, token=KEY)
+    with pytest.raises(ApiRefused):
+        client._beat()  # as the heartbeat's thread does
     await asyncio.to_thread(client.register, 0)
 
 

@@ -5,12 +5,13 @@ records.
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import numpy as np
 import torch
 from transformers import (
@@ -23,6 +24,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from atroposlib.groups import Untrainable
+from atroposlib.wire.batching import ScoredData
 from example_trainer.bridges import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.weights.written import TrainedModel
 
@@ -84,6 +87,18 @@ def item(scores: list[float], *, seed: int = 0, prompt: int = 4, longest: int = 
         group["masks"].append([-100] * prompt + answer)
         group["inference_logprobs"].append([1.0] * prompt + (-generator.uniform(0.05, 6.0, len(answer))).tolist())
     return group | fields
+
+
+def as_records(items: Sequence[Any]) -> list[ScoredData | Untrainable]:
+    """A batch as the trainer's client reads it from JSON."""
+
+    def read(each: Any) -> ScoredData | Untrainable:
+        try:
+            return msgspec.convert(each, ScoredData)
+        except msgspec.ValidationError as error:
+            return Untrainable(str(error))
+
+    return [read(each) for each in items]
 
 
 class RecordingBridge(WeightBridge):

@@ -6,17 +6,29 @@ from typing import Any
 
 import pytest
 import requests
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from atroposlib.api.settings import ApiSettings
+from atroposlib.wire.batching import Registration, ScoredData
 from example_trainer.api_client import ApiClient, ApiError
 from tests.unit.trainer.fakes import FakeApi, item, serve
 from tests.unit.trainer.test_trainer_with_api import real_api
 
-REGISTRATION = {"batch_size": 2, "num_steps": 3}
+RUN = Registration(
+    wandb_group="g",
+    wandb_project="p",
+    batch_size=2,
+    max_token_len=8,
+    checkpoint_dir="",
+    save_checkpoint_interval=0,
+    starting_step=0,
+    num_steps=9,
+)
 
 
 def client(url: str, patience_s: float = 5.0) -> ApiClient:
-    return ApiClient(url, REGISTRATION, patience_s=patience_s)
+    return ApiClient(url, RUN, patience_s=patience_s)
 
 
 def batches(count: int) -> list[dict[str, Any]]:
@@ -28,13 +40,20 @@ def free_port() -> int:
         return int(url.rpartition(":")[2])
 
 
+def scores_of(trainer: ApiClient) -> list[float]:
+    """Of the first group of its next batch."""
+    group = trainer.fetch_batch(5)[0]
+    assert isinstance(group, ScoredData)
+    return group.scores
+
+
 def test_registers_and_fetches() -> None:
     api = FakeApi(batches)
     with serve(api) as url:
         trainer = client(url)
         trainer.register(starting_step=4)
-        assert trainer.fetch_batch(5)[0]["scores"] == [1.0, 0.0]
-    assert api.registrations == [REGISTRATION | {"starting_step": 4}]
+        assert scores_of(trainer) == [1.0, 0.0]
+    assert api.registrations == [to_builtins(replace(RUN, starting_step=4))]
 
 
 def test_polls_until_there_is_a_batch() -> None:
@@ -76,7 +95,7 @@ def test_an_api_that_comes_up_late_is_waited_for() -> None:
             if len(pauses) == 3:
                 services.enter_context(serve(FakeApi(batches), port))
 
-        ApiClient(f"http://127.0.0.1:{port}", REGISTRATION, patience_s=60, sleep=pause).wait_until_up()
+        ApiClient(f"http://127.0.0.1:{port}", RUN, patience_s=60, sleep=pause).wait_until_up()
         assert len(pauses) == 3
 
 
@@ -98,7 +117,7 @@ def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None
     api, pauses = FakeApi(batches), list[float]()
     api.evaluations, api.pending = {3: 0.75}, {3: 10**9}
     with serve(api) as url:
-        trainer = ApiClient(url, REGISTRATION, patience_s=5, sleep=pauses.append)
+        trainer = ApiClient(url, RUN, patience_s=5, sleep=pauses.append)
         assert trainer.evaluation(3, deadline_s=0) is None
         assert (pauses, api.pending[3]) == ([], 10**9 - 1)  # asked once
         assert trainer.evaluation(3, deadline_s=0.2) is None
@@ -121,16 +140,6 @@ def test_a_server_that_is_not_the_api_is_named() -> None:
 
 # --- against the real API -------------------------------------------------------------------------------------------
 
-RUN = {
-    "wandb_group": "g",
-    "wandb_project": "p",
-    "batch_size": 2,
-    "max_token_len": 8,
-    "checkpoint_dir": "",
-    "save_checkpoint_interval": 0,
-    "num_steps": 9,
-}
-
 
 def trainer_of(
     url: str, *, first_batches: int = 0, token: str | None = None, **registered: Any
@@ -138,7 +147,7 @@ def trainer_of(
     """A registered trainer, and the first scores of so many batches that it fetched."""
     trainer = ApiClient(url, RUN, patience_s=5, token=token)
     trainer.register(0, run="r", **registered)
-    return trainer, [trainer.fetch_batch(5)[0]["scores"][0] for _ in range(first_batches)]
+    return trainer, [scores_of(trainer)[0] for _ in range(first_batches)]
 
 
 def post_groups(url: str, count: int) -> None:
@@ -193,9 +202,9 @@ def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() 
         trainer = ApiClient(url, RUN, patience_s=5)
         trainer._heartbeat._interval_s = 0.05
         trainer.register(0)
-        beats: list[None] = []
+        beats: list[object] = []
         beat = trainer._heartbeat._beat
-        trainer._heartbeat._beat = lambda: beats.append(beat())  # type: ignore[func-returns-value]
+        trainer._heartbeat._beat = lambda: beats.append(beat())
         trainer.fetch_batch(5)
         thread, end = trainer._heartbeat._thread, time.monotonic() + 30
         while len(beats) < 2:

@@ -26,7 +26,7 @@ from example_trainer.bad_data import Rejection, RejectionBudget
 from example_trainer.batching import make_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
+from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, as_records, item, model_folder, serve
 
 Group = dict[str, Any]
 
@@ -190,7 +190,9 @@ def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: 
 
 @pytest.mark.parametrize("name", [*HOPELESS, *FURTHER])
 def test_what_fails_the_check_is_left_out_of_the_batch(name: str) -> None:
-    batch = make_batch([good(1), shaped(name)], seq_len=64, divide_by_std=True, policy_version=0, vocab_size=VOCAB)
+    batch = make_batch(
+        as_records([good(1), shaped(name)]), seq_len=64, divide_by_std=True, policy_version=0, vocab_size=VOCAB
+    )
     assert list(batch.rejected) == [1]
     assert batch.groups == 1
 

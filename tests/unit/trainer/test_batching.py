@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.wire.batching import ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.batching import Batch, make_batch, sampling_temperature
-from tests.unit.trainer.fakes import item
+from tests.unit.trainer.fakes import as_records, item
 
 
 def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0) -> Batch:
-    return make_batch(items, seq_len=seq_len, divide_by_std=True, policy_version=policy_version)
+    return make_batch(as_records(items), seq_len=seq_len, divide_by_std=True, policy_version=policy_version)
 
 
 def advantages_of(batch: Batch) -> list[float]:
@@ -172,7 +173,9 @@ def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
     ],
 )
 def test_temperature_comes_from_the_most_specific_place(fields: dict[str, Any], expected: float) -> None:
-    assert sampling_temperature(item([1.0, 0.0], **fields), 0) == expected
+    (record,) = as_records([item([1.0, 0.0], **fields)])
+    assert isinstance(record, ScoredData)
+    assert sampling_temperature(record, 0) == expected
 
 
 def broken(change: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from example_trainer.exactness import Comparison, NotExact, summary
 from example_trainer.model import load_model
 from example_trainer.packing import micro_batches
 from example_trainer.policy import accumulate_gradients, token_logprobs
-from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve, tiny_model
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder, serve, tiny_model
 from vllm_patching.batch_invariant import kernels
 
 SHAPE: dict[str, Any] = dict(
@@ -48,7 +48,7 @@ def exact(name: str) -> Any:
 
 
 def batch_of(items: list[dict[str, Any]]) -> Any:
-    return make_batch(items, seq_len=2048, divide_by_std=True, policy_version=0)
+    return make_batch(as_records(items), seq_len=2048, divide_by_std=True, policy_version=0)
 
 
 def scored(model: str, seed: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import logprobs_and_entropy
 from example_trainer.step import StepMetrics, batch_gradients
-from tests.unit.trainer.fakes import item, tiny_model
+from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 CPU = torch.device("cpu")
 FP32_RELATIVE = 2e-5  # float32 forward and backward of a two-layer model against float64
@@ -98,7 +98,7 @@ def trained_model(family: str, **changes: Any) -> PreTrainedModel:
 def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
 ) -> StepMetrics:
-    batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records(items()), seq_len=64, divide_by_std=True, policy_version=0)
     return batch_gradients(
         model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb
     )
@@ -148,7 +148,7 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
 
 
 def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> None:
-    batch = make_batch(items(), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records(items()), seq_len=64, divide_by_std=True, policy_version=0)
 
     def gradient(extra_tokens: int) -> Tensor:
         model = trained_model("llama")
@@ -174,7 +174,7 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
         gaps = [given[at] - logprobs[at - 1, target].item() for at, target in enumerate(mask) if target != -100]
         expected += [math.exp(gap) - gap - 1 for gap in gaps]
-    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(
         model,
         micro_batches(batch.rollouts, 100, CPU),
@@ -188,7 +188,7 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
     model, reference = trained_model("llama"), trained_model("llama", seed=9)
 
     def kl(*groups: dict[str, Any]) -> float:
-        batch = make_batch(groups, seq_len=64, divide_by_std=True, policy_version=0)
+        batch = make_batch(as_records(groups), seq_len=64, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
             model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference
         )
@@ -209,7 +209,7 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
         for position, target in enumerate(group["masks"][index]):
             if target != -100:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
-    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio_clipped_frac"] == 0
@@ -237,7 +237,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
     def policy_loss_and_gradient(weight: float | None) -> tuple[float, Tensor]:
         model = trained_model("llama")
         group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
-        batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+        batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
         figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
@@ -265,7 +265,7 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 kept = sorted({*kept, target})
                 logprobs = logits[position - 1, kept].log_softmax(0)
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
-    batch = make_batch([group], seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
     assert figures["logprob_diff_max"] < 1e-5
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

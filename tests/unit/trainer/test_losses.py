@@ -17,7 +17,7 @@ from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import logprobs_and_entropy, token_logprobs
 from example_trainer.step import batch_gradients
-from tests.unit.trainer.fakes import item, tiny_model
+from tests.unit.trainer.fakes import as_records, item, tiny_model
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
         "    return -2 * advantages * logprobs, {'drift': logprobs - sampler}\n"
     )
     monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
-    batch = make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0)
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))

@@ -15,7 +15,7 @@ from example_trainer.model import ModelError, check_packed_forward
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import fed_length, micro_batches, pack
 from example_trainer.policy import token_logprobs, trained_hidden
-from tests.unit.trainer.fakes import VOCAB, item, tiny_model
+from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")
 FP32_SUMS = 1e-4  # float32 sums in another order, on logits up to about 10
@@ -141,7 +141,10 @@ def packed_and_plain(model: PreTrainedModel, folder: str) -> tuple[PreTrainedMod
 def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str, Any], tmp_path: Any) -> None:
     packed, plain = packed_and_plain(tiny_model(family, **changes), tmp_path)
     batch = make_batch(
-        [item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)], seq_len=64, divide_by_std=True, policy_version=0
+        as_records([item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)]),
+        seq_len=64,
+        divide_by_std=True,
+        policy_version=0,
     )
     (row,) = micro_batches(batch.rollouts, 1000, CPU)
     found = packed.get_output_embeddings()(trained_hidden(packed, row))
@@ -177,7 +180,9 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         (row,) = micro_batches(
-            make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
+            make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts,
+            1000,
+            CPU,
         )
         trained_hidden(model, row).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.base_model.parameters()])
@@ -189,7 +194,7 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     (row,) = micro_batches(
-        make_batch([item([1.0, 0.0])], seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
+        make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
     )
     whole = token_logprobs(model, row, 128)
     monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 2)

@@ -12,7 +12,9 @@ assert not loaded, loaded
 """
 
 
-@pytest.mark.parametrize("module", ["atroposlib.wire.batching", "atroposlib.api"])
+@pytest.mark.parametrize(
+    "module", ["atroposlib.wire.batching", "atroposlib.wire.bridge", "atroposlib.wire.routes", "atroposlib.api"]
+)
 def test_import_loads_neither_a_framework_nor_an_app(module: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(module=module)], capture_output=True, text=True, timeout=60
