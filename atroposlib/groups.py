@@ -114,7 +114,7 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
 
 
 class _Rows(NamedTuple):
-    """The lists of one field, one a sequence, laid end to end."""
+    """The lists of one field, one per sequence, laid end to end."""
 
     name: str
     values: NDArray[Any]

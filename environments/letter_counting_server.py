@@ -109,7 +109,7 @@ def read_words(path: Path) -> list[str]:
         raise DataError(f"cannot read words from {path}: {error.strerror}") from error
     usable = [word for word in words if any(letter.isalpha() for letter in word.lower())]
     if not usable:
-        raise DataError(f"{path} holds no words; write one a line")
+        raise DataError(f"{path} holds no words; write one per line")
     return usable
 
 

@@ -196,7 +196,7 @@ class OutputSettings(Config):
     )
     log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
     metrics_path: OutputFile | None = Field(
-        None, description="metrics file, one JSON object a step; default LOG_DIR/metrics.jsonl"
+        None, description="metrics file, one JSON object per step; default LOG_DIR/metrics.jsonl"
     )
     use_wandb: bool = Field(
         False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases"

@@ -28,7 +28,7 @@ MOMENTS = {
     "adamw": 2 * FLOAT32,
     "adamw_8bit": 2,
     "adafactor": 0,
-}  # bytes a weight; Adafactor's are one number a row and column
+}  # bytes per weight; Adafactor's are one number per row and column
 CGROUP = Path("/sys/fs/cgroup")
 
 log = get_logger(__name__)

@@ -1,4 +1,4 @@
-"""The weight bridge modes: one class a mode, with its settings, what people type for it, and what it needs.
+"""The weight bridge modes: one class per mode, with its settings, its flags, and what it needs.
 
 `TrainerConfig.bridge` is one of these classes, told apart by `kind`. The guide's flags are a translation onto it:
 

@@ -3,7 +3,7 @@
 #
 # Before a run: checks versions, limits, environment variables, ports and who holds them, running vLLM servers
 # (reachable, bridge on, key right, free of another trainer), ranks against GPUs or cores, memory, shared memory, and
-# that vLLM holds the trainer's model. Prints a line a check: ok, warn or fail, what was found, the limit, what to
+# that vLLM holds the trainer's model. Prints one line per check: ok, warn or fail, what was found, the limit, what to
 # change. Exit status 1 if one fails. It changes nothing.
 #
 #   --mode MODE                                           the bridge: the MODE of scripts/run_gsm8k_MODE.sh

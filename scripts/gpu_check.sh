@@ -4,7 +4,7 @@
 # Runs every check of Atropos that needs a GPU and prints a table: each weight bridge in a short training run whose
 # parity probe compares vLLM with the trainer after the first syncs, and bit-exactness: batch m against n, prefill
 # against decode, trainer against both, then a strict training run. Beside each run stands its last step's line: reward,
-# tokens a second, stall. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
+# tokens per second, stall. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
 # What needs more GPUs than there are is named, not run.
 #
 #   --only WORD     the checks with this word in their name

@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One line a step: `{"step", "time", ...numbers}`; what is not a number is left out."""
+    """One line per step: `{"step", "time", ...numbers}`; what is not a number is left out."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

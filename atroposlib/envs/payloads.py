@@ -1,6 +1,6 @@
 """Groups of scored sequences, from what an environment returns to what the batching API accepts. Pure functions.
 
-A group holds parallel lists, one entry a sequence: tokens, masks (the token's id where it is trained on, -100
+A group holds parallel lists, one entry per sequence: tokens, masks (the token's id where it is trained on, -100
 elsewhere), scores, inference_logprobs (the sampler's log-probabilities, 1.0 on masked positions), policy_versions
 ([first, last] a sequence).
 """
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 REQUIRED = ("tokens", "masks", "scores")
-# Lists with one entry a sequence, for which an item has one entry of its own.
+# Lists with one entry per sequence, for which an item has one entry of its own.
 PER_SEQUENCE = (
     "advantages",
     "ref_logprobs",

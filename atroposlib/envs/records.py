@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 
 class JsonlWriter:
-    """Appends one JSON object a line to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ..."""
+    """Appends JSON lines to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ..."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -198,7 +198,7 @@ class ServeLoop:
             return None
 
     def _report_idleness(self, decision: Plan) -> None:
-        """A line a minute while nothing is sampled, with the reason."""
+        """Log one line per minute while nothing is sampled, with the reason."""
         now = time.monotonic()
         if self.pool.in_flight or self._evaluation is not None:
             self._idle_since = now

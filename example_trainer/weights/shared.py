@@ -72,7 +72,7 @@ def _put_together(tensor: SharedTensor, device: torch.device) -> Tensor:
 def shared_tensors(
     workers: list[SharedRank], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> dict[str, SharedTensor]:
-    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one a rank). Raises
+    """What the ranks' `bridge_attach` replies describe, as parameters over `buffers` (flat uint8, one per rank). Raises
     TrainerError.
     """
     parts: dict[str, dict[int, list[Tensor]]] = {}

@@ -1,4 +1,4 @@
-"""What a bridge asks of the trainer's weights, whatever their layout: names with shapes, and bytes a bucket at a time.
+"""What a bridge asks of the trainer's weights, whatever their layout: names with shapes, and bytes bucket by bucket.
 
 parameters on one device, or sharded over ranks ──bucket(b)──▶ flat uint8 [end - start] of the wire image ──▶ vLLM
 """

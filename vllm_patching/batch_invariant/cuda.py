@@ -5,7 +5,7 @@ The trainer calls them through example_trainer/exact_cuda.py. Forward only. Writ
 0.33, and not yet run on a GPU.
 
     linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be made fused
-    rms_norm      one Triton kernel, one program a row; of a sum, once the sum is rounded (compat.add_before_norm)
+    rms_norm      one Triton kernel, one program per row; of a sum, once the sum is rounded (compat.add_before_norm)
     silu_and_mul, rotate                 vLLM's elementwise kernels, the rotary table by vLLM's formula on the GPU
     attention     FlashAttention over a paged cache with pages of the server's size, the context never split
     log_softmax   the Triton kernel that the mode registers for torch's own

@@ -172,7 +172,7 @@ class Dispatcher:
         self._waiters.remove(waiter)
 
     def _report_waiting(self) -> None:
-        """A line a minute while calls wait, whether for a slot or for a server."""
+        """Log one line per minute while calls wait, whether for a slot or for a server."""
         self._report = None
         waiting = [waiter for waiter in self._waiters if not waiter.granted.done()]
         if not waiting:

@@ -43,10 +43,10 @@ __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "Seque
 
 
 class ManagedServer:
-    """Chat and text completions whose tokens are kept as nodes; one instance a rollout or a group.
+    """Chat and text completions whose tokens are kept as nodes; one instance per rollout or group.
 
     `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its
-    text instead of one node a completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into
+    text instead of one node per completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into
     OpenAI's form and back. Concurrent calls are safe: nodes appear whole, in the order of the calls.
     """
 

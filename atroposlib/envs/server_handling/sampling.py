@@ -11,7 +11,7 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[st
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """One completion. Raises ValueError unless it has a token, and exactly one log-probability a token.
+    """One completion. Raises ValueError unless it has a token, and exactly one log-probability per token.
 
     `policy_versions` are the versions that sampled the first and the last token; None when the server does not say.
     """

@@ -122,7 +122,7 @@ class SequenceBook(Protocol):
 
 
 class ListBook:
-    """One node a completion; a continuation takes its parent's place, its siblings (n > 1) go to the end."""
+    """One node per completion; a continuation takes its parent's place, its siblings (n > 1) go to the end."""
 
     def __init__(self) -> None:
         self._calls = 0
