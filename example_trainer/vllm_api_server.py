@@ -36,7 +36,7 @@ from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
-LORA_WORKER = "vllm_patching.adapter_worker.AdapterWorker"
+LORA_WORKER = "vllm_patching.worker.AdapterWorker"
 DEFAULT_PORT = 9001
 CONFIG_BYTES = 4 << 20  # the mapping of a model with some thousand parameters takes 1 to 2 MB
 PLUGIN_GROUPS = (

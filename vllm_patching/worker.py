@@ -1,7 +1,7 @@
-"""BridgeWorker: vLLM's own worker plus an arena and an updater thread, chosen with `--worker-cls
-vllm_patching.worker.BridgeWorker`.
+"""vLLM's own worker for servers that take weights, chosen with `--worker-cls`: BridgeWorker for whole ones, with an
+arena and an updater thread, AdapterWorker for LoRA adapters (--enable-lora).
 
-Its `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
+Their `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
 forward steps, in the same order on all ranks, which is what makes a commit atomic. They never raise: vLLM stops
 reading at the first rank that does, and every later call would get the replies that were left behind. What goes
 wrong is the reply, {"failed": why}.
@@ -19,9 +19,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from atroposlib.files import write_whole
-from atroposlib.wire.bridge import BroadcastOffer, Manifest, SharedRank, WorkerStatus
+from atroposlib.wire.bridge import AnyOffer, Manifest, Offer, SharedRank, WorkerStatus
 from atroposlib.wire.processes import this_process
-from vllm_patching import compat
+from vllm_patching import adapter_rows, compat
+from vllm_patching.engines import RECEIVERS
+from vllm_patching.engines.adapter_files import Pairs
 from vllm_patching.engines.updater import WeightUpdater
 from vllm_patching.memory import cuda_ipc, mapping, packed
 from vllm_patching.memory.arena import Arena
@@ -43,7 +45,7 @@ def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
     """`method` with its reply in plain types, as vLLM carries them, and {"failed": why} where it raises."""
 
     @functools.wraps(method)
-    def answer(self: "BridgeWorker", *args: Any) -> Any:
+    def answer(self: Any, *args: Any) -> Any:
         try:
             return msgspec.to_builtins(method(self, *args))
         except Exception as error:
@@ -90,9 +92,20 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_open(self, offer: Any) -> WorkerStatus:
-        self._updater.open(msgspec.convert(offer, BroadcastOffer))
+        """Let the receiver of the offer's kind join the session, in the background."""
+        typed: Offer = msgspec.convert(offer, AnyOffer)
+        self._updater.open(RECEIVERS[type(typed)](typed, self._tp_rank))
         packed.hold_once(False)
         return self._updater.status()
+
+    @_answered
+    def bridge_request(self, session: str, version: int, request: Any) -> None:
+        """Let the session's receiver stage what the server was asked for, in the background."""
+        self._updater.request(session, version, request)
+
+    @_answered
+    def bridge_leave(self) -> None:
+        self._updater.leave()
 
     @_answered
     def bridge_attach(self) -> SharedRank | dict[str, str]:
@@ -159,6 +172,42 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         handles = {"arena": {"pid": os.getpid(), "nbytes": self._arena.nbytes, **self._memory()}} if shared else {}
         _write_bridge_config(path, self._arena, self._tp_rank, handles)
         return path
+
+
+class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
+    """Loads adapters beside the one served."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        if compat.on_cpu():
+            compat.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
+        super().load_model(**kwargs)
+        if compat.on_cpu() and compat.get_tp_group().world_size > 1:
+            compat.unlink_collective_files()
+
+    @_answered
+    def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> None:
+        """Load the adapter directory `path`, which holds `pairs`. A half-loaded one is taken out."""
+        try:
+            self._check_layers(pairs)
+            self.add_lora(compat.adapter_request(name, lora_id, path))
+        except Exception:  # whatever is wrong with the files
+            self.remove_lora(lora_id)
+            raise
+
+    def _check_layers(self, pairs: Pairs) -> None:
+        """vLLM itself copies a matrix of another shape into a corner of its own."""
+        model = self.model_runner.get_model()
+        layers = mapping.adaptable_layers(model)
+        for name, (rank, inputs, outputs) in pairs.items():
+            layer = compat.adapted_layer(model, f"{name}.lora_A.weight")
+            if layer not in layers:
+                raise ValueError(f"the served model has no layer {layer} that takes an adapter")
+            sizes = layers[layer]
+            if sizes is not None and sizes != (inputs, outputs):
+                raise ValueError(
+                    f"{layer} has lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, "
+                    f"the served model's layer takes {sizes[0]} and gives {sizes[1]}"
+                )
 
 
 def _config_path(path: Path, tp_rank: int) -> Path:

@@ -116,6 +116,11 @@ class Offer(Struct, frozen=True, kw_only=True, tag_field="kind"):
     session: Name
     trainer: Name  # host:pid, for messages
     lease_s: Lease  # how long the session lives without a sign of life from the trainer
+    process: Process | None = None  # so that a server on the same machine sees at once when the trainer is gone
+
+    @property
+    def kind(self) -> str:
+        return str(self.__struct_config__.tag)
 
 
 class BroadcastOffer(Offer, frozen=True, kw_only=True, tag="broadcast"):
@@ -134,7 +139,7 @@ class SingleCopyOffer(Offer, frozen=True, kw_only=True, tag="single_copy"):
     """The trainer shares the weights themselves."""
 
     manifest_digest: Name
-    process: Process  # the trainer, so that the server sees at once when it is gone
+    process: Process
 
 
 class AdapterOffer(Offer, frozen=True, kw_only=True, tag="adapter"):
@@ -142,7 +147,7 @@ class AdapterOffer(Offer, frozen=True, kw_only=True, tag="adapter"):
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]  # --model-name
     rank: Annotated[int, Meta(ge=1, le=4096)]
-    process: Process  # so that the server sees at once when a trainer of this machine is gone
+    process: Process
 
 
 AnyOffer = BroadcastOffer | SingleCopyOffer | AdapterOffer

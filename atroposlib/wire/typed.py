@@ -6,12 +6,11 @@ and in ASCII.
 
 import math
 import reprlib
-import typing
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 INT64 = range(-(2**63), 2**63)
 MAX_DEPTH = 64  # as deep as vLLM takes a JSON schema
@@ -41,19 +40,20 @@ def brief(value: object) -> str:
     return printable(reprlib.repr(value), 80)
 
 
-def typed_body(what: str, body: Any, kind: type[T]) -> T:
+def typed_body(what: str, body: Any, kind: type[S]) -> S:
     """`body` as the structure `kind`. Raises WrongValue for a field that is missing, unknown or not as annotated."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    fields = {field.name: field for field in msgspec.structs.fields(kind)}
     if not isinstance(body, dict):
-        raise WrongValue(f"{what}={brief(body)}: expected an object with the fields {sorted(hints)}")
-    if wrong := sorted(set(hints) ^ set(body)):
-        raise WrongValue(f"{what}: missing or unknown fields {brief(wrong)}; expected {sorted(hints)}")
+        raise WrongValue(f"{what}={brief(body)}: expected an object with the fields {sorted(fields)}")
+    missing = {name for name, field in fields.items() if field.required} - set(body)
+    if wrong := sorted(missing | set(body) - set(fields)):
+        raise WrongValue(f"{what}: missing or unknown fields {brief(wrong)}; expected {sorted(fields)}")
     return kind(
         **{
-            name: (typed_body if hasattr(hint, "__struct_fields__") else typed_value)(
-                f"{what}: {name}", body[name], hint
+            name: (typed_body if hasattr(fields[name].type, "__struct_fields__") else typed_value)(
+                f"{what}: {name}", value, fields[name].type
             )
-            for name, hint in hints.items()
+            for name, value in body.items()
         }
     )
 

@@ -1,1 +1,29 @@
-"""The server's side of each bridge mode."""
+"""The server's side of the weight bridge: one class a mode, found by the offer that a trainer posts.
+
+base.py      Refused, the Engine and Receiver of a mode, and Serving, what an engine may do to the server
+session.py   who may: the one session and its lease, for all modes
+updater.py   the WeightUpdater_TP{r} thread of a worker: runs a session's Receiver, never writes live weights
+broadcast.py, single_copy.py, adapters.py   one mode each, with its own routes
+"""
+
+from atroposlib.wire.bridge import AdapterOffer, BroadcastOffer, Offer, SingleCopyOffer
+from vllm_patching.engines import adapters, session, single_copy
+from vllm_patching.engines.adapters import AdapterEngine
+from vllm_patching.engines.base import Engine, Receiver, Serving
+from vllm_patching.engines.broadcast import BroadcastEngine, BroadcastReceiver
+from vllm_patching.engines.single_copy import SingleCopyEngine
+
+ENGINES: dict[type[Offer], type[Engine]] = {
+    BroadcastOffer: BroadcastEngine,
+    SingleCopyOffer: SingleCopyEngine,
+    AdapterOffer: AdapterEngine,
+}
+RECEIVERS: dict[type[Offer], type[Receiver]] = {BroadcastOffer: BroadcastReceiver}
+ROUTES = (*session.ROUTES, *single_copy.ROUTES, *adapters.ROUTES)
+
+
+def engines_of(serving: Serving) -> dict[type[Offer], Engine]:
+    """The engines that this server can run: those for adapters, those for whole weights, or none."""
+    wanted = serving.max_lora_rank is not None
+    running = {offer: engine for offer, engine in ENGINES.items() if engine.takes_adapters == wanted}
+    return {offer: engine(serving) for offer, engine in running.items() if wanted or serving.bridge_on}

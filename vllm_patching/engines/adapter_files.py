@@ -4,7 +4,7 @@ says.
     adapter_config.json          types, rank, scaling, which layers
     adapter_model.safetensors    for each such layer a pair lora_A [rank, in], lora_B [out, rank] of finite floats
 
-The layers' own sizes are known to the workers, which compare them before they load (adapter_worker.py).
+The layers' own sizes are known to the workers, which compare them before they load (worker.py).
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The server's side of single copy: a trainer of this machine steps the live weights while generation is paused.
+"""Single copy: a trainer of this machine steps the live weights itself while generation is paused.
 
     attach ──▶ pause ──▶ (trainer writes) ──▶ resume ──▶ pause ...      one session, renewed by heartbeats
                  └── holder gone, silent, or past its deadline ──▶ poisoned: 503 until a whole sync
@@ -9,119 +9,191 @@ on.
 """
 
 import asyncio
+import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
-from atroposlib.wire.bridge import SingleCopyOffer, parse_offer
-from atroposlib.wire.processes import is_alive, this_process
-from atroposlib.wire.typed import WrongValue, brief
+import msgspec
+from msgspec import Meta, Struct
+
+from atroposlib.wire.bridge import Attached, Paused, Resumed, Served, SharedRank, SingleCopyOffer
+from atroposlib.wire.processes import Process, is_alive, this_process
+from atroposlib.wire.typed import Name, PolicyVersion
 from vllm_patching import compat
-from vllm_patching.http.replies import Refused
+from vllm_patching.engines.base import Engine, Refused, Serving
+from vllm_patching.engines.session import Route, Session, Sessions
 
-if TYPE_CHECKING:
-    from vllm_patching.bridge_state import BridgeState, Session
-
-log = compat.init_logger("vllm.atropos_bridge")
+log = logging.getLogger("vllm.atropos_bridge")
 
 WATCH_S = 0.1  # how often the holder of a pause is looked at
 
 
 @dataclass
-class Pause:
-    """Generation stands still for `version` of one session, at the latest until `deadline` (monotonic)."""
+class _Pause:
+    """Generation stands still for `version`, at the latest until `deadline` (monotonic)."""
 
+    session: Session
     version: int
     asked: float  # perf_counter when the trainer asked, and when the engine stood still
     still: float
     deadline: float
 
-    def broken_by(self, session: "Session") -> str | None:
+    def broken(self) -> str | None:
         """Why this pause must end without resume, if so."""
-        trainer = f"trainer {session.trainer}"
-        if session.process is not None and not is_alive(session.process):
-            return f"{trainer} died while it updated the weights to policy version {self.version}"
-        if session.lease_left() <= 0:
-            return f"{trainer} fell silent while it updated the weights to policy version {self.version}"
-        if time.monotonic() > self.deadline:
-            return f"{trainer} overstepped its deadline while it updated the weights to policy version {self.version}"
-        return None
-
-
-def local_offer(data: dict[str, Any]) -> SingleCopyOffer:
-    """Raises WrongValue for a malformed offer, Refused for a trainer elsewhere: it could not be watched, nor its
-    memory shared.
-    """
-    offer = parse_offer(data, SingleCopyOffer)
-    if not isinstance(offer, SingleCopyOffer):
-        raise WrongValue(f"kind={brief(data['kind'])}: another route takes it")
-    here = this_process()
-    if offer.process.boot_id != here.boot_id:
-        raise Refused(
-            f"trainer {offer.trainer} runs on another machine: single copy shares memory within one; "
-            "start it beside vLLM, or use --use-shared-memory (broadcast)",
-            422,
+        if self.session.gone():
+            fault = "died"
+        elif self.session.lease_left() <= 0:
+            fault = "fell silent"
+        elif time.monotonic() > self.deadline:
+            fault = "overstepped its deadline"
+        else:
+            return None
+        return (
+            f"trainer {self.session.offer.trainer} {fault} while it updated the weights to policy version"
+            f" {self.version}"
         )
-    if offer.process.pid_namespace != here.pid_namespace:
-        raise Refused(
-            f"trainer {offer.trainer} runs in another container: single copy needs the same process namespace (docker"
-            " --pid); or use --use-shared-memory (broadcast)",
-            422,
+
+
+class SingleCopyEngine(Engine):
+    """A version is staged where it is served; `apply` ends the pause in which the trainer wrote it."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving)
+        self._pause: _Pause | None = None
+        self._late_writer: Process | None = None  # may still write to the live weights, though it lost them
+
+    async def fits(self, offer: SingleCopyOffer) -> None:
+        here = this_process()
+        if offer.process.boot_id != here.boot_id:
+            raise Refused(
+                f"trainer {offer.trainer} runs on another machine: single copy shares memory within one; "
+                "start it beside vLLM, or use --use-shared-memory (broadcast)",
+                422,
+            )
+        if offer.process.pid_namespace != here.pid_namespace:
+            raise Refused(
+                f"trainer {offer.trainer} runs in another container: single copy needs the same process namespace"
+                " (docker --pid); or use --use-shared-memory (broadcast)",
+                422,
+            )
+        await self.serving.check_same_model(offer.manifest_digest)
+
+    async def open(self, offer: SingleCopyOffer) -> Attached:
+        workers = await self.serving.rpc("bridge_attach")
+        if refused := [worker["refused"] for worker in workers if "refused" in worker]:
+            raise Refused(refused[0], 422)
+        return Attached(self.serving.policy_version, msgspec.convert(workers, list[SharedRank]))
+
+    async def pause(self, session: Session, version: int, deadline_s: float) -> Paused:
+        """Stop generation so that the trainer may write `version`, at most `deadline_s` seconds."""
+        if self._pause is not None:
+            raise Refused(f"session {session.offer.session} is paused already")
+        asked = time.perf_counter()
+        log.info(
+            "Pausing generation while trainer %s makes policy version %d, at most %.0f s",
+            session.offer.trainer,
+            version,
+            deadline_s,
         )
-    return offer
+        await compat.pause(self.serving.client)
+        still = time.perf_counter()
+        session.renewed = time.monotonic()
+        self._pause = _Pause(session, version, asked, still, time.monotonic() + deadline_s)
+        return Paused(self.serving.policy_version, still - asked)
 
+    async def watch(self, sessions: Sessions) -> None:
+        """End the session if its trainer does not come back from the pause."""
+        pause = self._pause
+        while pause is not None and self._pause is pause:
+            if pause.broken():
+                async with sessions.lock:
+                    if self._pause is pause:
+                        await sessions.end(pause.session)
+                return
+            await asyncio.sleep(WATCH_S)
 
-async def attach(bridge: "BridgeState", offer: SingleCopyOffer) -> list[dict[str, Any]]:
-    """Every rank's live weights as a trainer can open them. Raises Refused where one cannot be shared."""
-    workers: list[dict[str, Any]] = await bridge.rpc("bridge_attach")
-    if refused := [worker["refused"] for worker in workers if "refused" in worker]:
-        raise Refused(refused[0], 422)
-    log.info(
-        "Trainer %s attaches to the live weights, session %s, lease %.0f s", offer.trainer, offer.session, offer.lease_s
-    )
-    return workers
+    async def apply(self, version: int) -> Resumed:
+        """The trainer has written `version`: serve it."""
+        return await self._resume(version)
 
+    async def cancel(self) -> Resumed:
+        """The trainer has written nothing: go on as before."""
+        return await self._resume(None)
 
-async def pause(bridge: "BridgeState", session: "Session", version: int, deadline_s: float) -> dict[str, Any]:
-    """Stop generation so that the trainer may write; from now on it is watched."""
-    asked = time.perf_counter()
-    log.info(
-        "Pausing generation while trainer %s makes policy version %d, at most %.0f s",
-        session.trainer,
-        version,
-        deadline_s,
-    )
-    await compat.pause(bridge.engine)
-    still = time.perf_counter()
-    session.renewed = time.monotonic()
-    session.pause = Pause(version, asked, still, time.monotonic() + deadline_s)
-    bridge.keep(asyncio.create_task(_watch(bridge, session, session.pause)))
-    return {"policy_version": bridge.policy_version, "pause_s": still - asked}
-
-
-async def resume(bridge: "BridgeState", session: "Session", pause: Pause, version: int | None) -> dict[str, Any]:
-    """The weights are `version`, whole: serve them. None: nothing was written, go on as before."""
-    session.pause = None
-    session.renewed = time.monotonic()
-    if version is not None:
-        await bridge.serve(session, version)
-    else:
-        await bridge.continue_serving()
-    done = time.perf_counter()
-    log.info("Serving policy version %d: stall %.1f ms", bridge.policy_version, (done - pause.asked) * 1e3)
-    return {
-        "policy_version": bridge.policy_version,
-        "stall_s": done - pause.asked,
-        "pause_s": pause.still - pause.asked,
-        "update_s": done - pause.still,
-    }
-
-
-async def _watch(bridge: "BridgeState", session: "Session", pause: Pause) -> None:
-    while session.pause is pause:
-        if reason := pause.broken_by(session):
-            async with bridge.lock:
-                if session.pause is pause:
-                    await bridge.abandon(session, reason)
+    async def close(self) -> None:
+        if (pause := self._pause) is None:
             return
-        await asyncio.sleep(WATCH_S)
+        self._pause = None
+        self._late_writer = pause.session.offer.process
+        trainer = pause.session.offer.trainer
+        await self.serving.poison(
+            pause.broken() or f"trainer {trainer} left in the middle of policy version {pause.version}"
+        )
+
+    async def keep_out(self) -> None:
+        writer, refused = self._late_writer, []
+        if writer is not None and is_alive(writer):
+            refused = [why for why in await self.serving.rpc("bridge_renew") if why is not None]
+        if writer is not None and refused:
+            raise Refused(
+                f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})"
+            )
+        self._late_writer = None
+
+    async def _resume(self, version: int | None) -> Resumed:
+        pause = self._pause
+        if pause is None or version not in (None, pause.version):
+            held = f"for policy version {pause.version}" if pause else "not at all"
+            raise Refused(f"resume with policy version {version}, but the session is paused {held}")
+        self._pause = None
+        pause.session.renewed = time.monotonic()
+        if version is not None:
+            await self.serving.serve(version)
+        else:
+            await self.serving.resume()
+        done = time.perf_counter()
+        log.info("Serving policy version %d: stall %.1f ms", self.serving.policy_version, (done - pause.asked) * 1e3)
+        return Resumed(self.serving.policy_version, done - pause.asked, pause.still - pause.asked, done - pause.still)
+
+
+class Pause(Struct):
+    session: Name
+    policy_version: PolicyVersion
+    deadline_s: Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Resume(Struct):
+    session: Name
+    policy_version: PolicyVersion | None = None
+
+
+def _attached(session: Session) -> SingleCopyEngine:
+    if not isinstance(session.engine, SingleCopyEngine):
+        raise Refused(f"session {session.offer.session} has not attached to the weights")
+    return session.engine
+
+
+async def _pause(sessions: Sessions, body: Pause) -> Paused:
+    async with sessions.lock:
+        session = sessions.current(body.session)
+        session.check_next(body.policy_version)
+        engine = _attached(session)
+        paused = await engine.pause(session, body.policy_version, body.deadline_s)
+    sessions.serving.in_background(engine.watch(sessions))
+    return paused
+
+
+async def _resume(sessions: Sessions, body: Resume) -> Served:
+    async with sessions.lock:
+        session = sessions.current(body.session)
+        if body.policy_version is None:
+            return await _attached(session).cancel()
+        return await sessions.apply(session, body.policy_version)
+
+
+ROUTES = (
+    Route("/v1/bridge/attach", SingleCopyOffer, SingleCopyOffer, Sessions.open),
+    Route("/v1/bridge/pause", SingleCopyOffer, Pause, _pause),
+    Route("/v1/bridge/resume", SingleCopyOffer, Resume, _resume),
+)

@@ -41,15 +41,16 @@ class Gate:
 class GateMiddleware:
     """ASGI middleware in front of every route."""
 
-    def __init__(self, app: App, gate: Gate) -> None:
+    def __init__(self, app: App, gate: Gate, open_paths: tuple[str, ...] = ()) -> None:
         self._app = app
         self._gate = gate
+        self._open_paths = open_paths  # that do not generate, beside OPEN_PREFIXES
 
     async def __call__(
         self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
         reason = self._gate.reason()
-        if reason is None or not generates(scope):
+        if reason is None or not generates(scope) or scope.get("path") in self._open_paths:
             await self._app(scope, receive, send)
         else:
             await unavailable(reason, scope, send)

@@ -15,26 +15,44 @@ from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request
+from msgspec import UNSET, Struct, UnsetType
 
+from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
 from vllm_patching import compat
-from vllm_patching.engines.adapters import Adapters
-from vllm_patching.http.replies import Refused
+from vllm_patching.engines.adapters import AdapterEngine
+from vllm_patching.engines.base import Refused
+from vllm_patching.engines.session import Sessions
 from vllm_patching.http.sampling import sampling_params
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
+Logprobs = dict[str, float]  # by token id
 
 
-async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+class Reply(Struct):
+    """As above: lists by sequence, and within these by position."""
+
+    text: list[str]
+    prompt: str | None
+    finish_reasons: list[str | None]
+    prompt_token_ids: list[int]
+    token_ids: list[list[int]]
+    policy_versions: list[list[int]]
+    logprobs: list[list[list[Logprobs]]] | UnsetType = UNSET
+    prompt_logprobs: list[Logprobs | None] | UnsetType = UNSET
+
+
+async def run_generate(request: Request, body: dict[str, Any]) -> Reply:
     """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused,
     WrongValue.
     """
-    prompt = _prompt(body, compat.vocabulary_size(request.app.state.bridge.engine))
+    sessions: Sessions = request.app.state.sessions
+    serving = sessions.serving
+    prompt = _prompt(body, compat.vocabulary_size(serving.client))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
-    bridge = request.app.state.bridge
-    adapter, adapter_version = _adapter(request, body)
-    started = bridge.policy_version
-    generating = asyncio.create_task(_final_output(bridge.engine, prompt, params, adapter))
+    adapter, adapter_version = _adapter(sessions, body)
+    started = serving.policy_version
+    generating = asyncio.create_task(_final_output(serving.client, prompt, params, adapter))
     hung_up = asyncio.create_task(_disconnected(request))
     try:
         done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -50,12 +68,12 @@ async def run_generate(request: Request, body: dict[str, Any]) -> dict[str, Any]
         output = generating.result()
     except (ValueError, compat.VLLMValidationError, compat.EngineGenerateError, compat.EngineDeadError) as error:
         raise _refusal(error) from error
-    refusal = bridge.gate.reason()
+    refusal = serving.gate.reason()
     if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
         raise Refused(refusal, 503)
-    reply = _reply(output, params, started, bridge.policy_version)
+    reply = _reply(output, params, started, serving.policy_version)
     if adapter_version is not None:  # a request keeps its adapter to the end
-        reply["policy_versions"] = [[adapter_version, adapter_version] for _ in output.outputs]
+        reply.policy_versions = [[adapter_version, adapter_version] for _ in output.outputs]
     return reply
 
 
@@ -69,11 +87,11 @@ def _refusal(error: BaseException) -> Refused:
     return Refused(f"vLLM cannot generate: {printable(str(error), 500)}", 400 if of_the_request else 500)
 
 
-def _adapter(request: Request, body: dict[str, Any]) -> tuple[Any, int | None]:
+def _adapter(sessions: Sessions, body: dict[str, Any]) -> tuple[Any, int | None]:
     """The adapter that the request samples from, and its policy version; nothing and None on a server without LoRA."""
-    adapters: Adapters | None = request.app.state.adapters
     model = typed_value("model", body.get("model"), str | None)
-    return (None, None) if adapters is None else adapters.resolve(model)
+    engine = sessions.engines.get(AdapterOffer)
+    return engine.resolve(model) if isinstance(engine, AdapterEngine) else (None, None)
 
 
 def _prompt(body: dict[str, Any], vocabulary: int | None) -> Any:
@@ -103,21 +121,21 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _reply(output: Any, params: Any, started: int, finished: int) -> dict[str, Any]:
-    reply: dict[str, Any] = {
-        "text": [sequence.text for sequence in output.outputs],
-        "prompt": output.prompt,
-        "finish_reasons": [sequence.finish_reason for sequence in output.outputs],
-        "prompt_token_ids": list(output.prompt_token_ids),
-        "token_ids": [list(sequence.token_ids) for sequence in output.outputs],
-        "policy_versions": [compat.policy_versions(sequence, started, finished) for sequence in output.outputs],
-    }
+def _reply(output: Any, params: Any, started: int, finished: int) -> Reply:
+    reply = Reply(
+        text=[sequence.text for sequence in output.outputs],
+        prompt=output.prompt,
+        finish_reasons=[sequence.finish_reason for sequence in output.outputs],
+        prompt_token_ids=list(output.prompt_token_ids),
+        token_ids=[list(sequence.token_ids) for sequence in output.outputs],
+        policy_versions=[compat.policy_versions(sequence, started, finished) for sequence in output.outputs],
+    )
     if params.logprobs is not None:
-        reply["logprobs"] = [
+        reply.logprobs = [
             [[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs
         ]
     if params.prompt_logprobs is not None:
-        reply["prompt_logprobs"] = [
+        reply.prompt_logprobs = [
             None if position is None else {str(token): entry.logprob for token, entry in position.items()}
             for position in output.prompt_logprobs
         ]
@@ -129,12 +147,12 @@ def _reply(output: Any, params: Any, started: int, finished: int) -> dict[str, A
     return reply
 
 
-def _maps(reply: dict[str, Any]) -> Iterator[dict[str, float]]:
+def _maps(reply: Reply) -> Iterator[Logprobs]:
     """All log-probabilities of a reply."""
-    for sequence in reply.get("logprobs", []):
+    for sequence in reply.logprobs or []:
         for (position,) in sequence:
             yield position
-    yield from filter(None, reply.get("prompt_logprobs", []))
+    yield from filter(None, reply.prompt_logprobs or [])
 
 
 def _sampled(sequence: Any) -> list[tuple[int, Any]]:

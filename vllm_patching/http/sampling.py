@@ -14,7 +14,7 @@ import numpy as np
 
 from atroposlib.wire.typed import WrongValue, brief, printable, typed_value
 from vllm_patching import compat
-from vllm_patching.http.replies import Refused
+from vllm_patching.engines.base import Refused
 
 LARGEST_BIAS = 100.0  # as in OpenAI's API
 # what vLLM keeps in the same structure for itself, beside all names that begin with _

@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from atroposlib.wire.typed import WrongValue
 from vllm_patching import compat
-from vllm_patching.http.replies import Refused
+from vllm_patching.engines.base import Refused
 from vllm_patching.http.sampling import _types, sampling_params
 
 ENCODER, DECODER = MsgpackEncoder(), MsgpackDecoder(EngineCoreRequest)

@@ -1,0 +1,270 @@
+"""Who may hand weights to a server, and what a commit does, by real engines and workers over a fake vLLM."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from atroposlib.wire.bridge import BroadcastOffer, Offer, SingleCopyOffer
+from tests.unit.bridge.engine_with_workers import (
+    HERE,
+    EngineWithWorkers,
+    broadcast_offer,
+    make_sessions,
+    single_copy_offer,
+)
+from tests.waiting import until
+from vllm_patching.engines.base import FENCE, WEIGHTS, Receiver, Refused, Serving, WorkerFailed
+from vllm_patching.engines.session import ROUTES, Session, Sessions
+from vllm_patching.engines.single_copy import ROUTES as SINGLE_COPY_ROUTES
+from vllm_patching.engines.single_copy import Pause, Resume
+
+DEAD = HERE | {"pid": 2**22 - 1, "started": 1}
+
+
+class Filled(Receiver):
+    """Receives any version that it is asked for: every byte is that version's number."""
+
+    requested: int | None = None
+
+    def request(self, version: int, request: Any) -> None:
+        self.requested = version
+
+    def next_version(self, wait_s: float) -> int | None:
+        version, self.requested = self.requested, None
+        time.sleep(0.001)
+        return version
+
+    def fill(self, bucket: Any, buffer: torch.Tensor) -> None:
+        buffer.fill_(int(self.fills))
+
+    @property
+    def fills(self) -> int:
+        return int(self.offer.port)
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sessions, EngineWithWorkers]:
+    from vllm_patching import worker
+
+    monkeypatch.setitem(worker.RECEIVERS, BroadcastOffer, Filled)
+    return make_sessions(tmp_path, tp=2)
+
+
+def offer(body: dict[str, Any]) -> Offer:
+    return msgspec.convert(body, SingleCopyOffer if "address" not in body else BroadcastOffer)
+
+
+async def stage(client: EngineWithWorkers, version: int, ranks: int = 2) -> None:
+    for worker in client.workers[:ranks]:
+        worker.bridge_request("s", version, None)
+    await until(lambda: [w.bridge_staged("s", version) for w in client.workers].count(True) == ranks)
+
+
+async def test_a_version_is_served_once_every_rank_has_staged_it(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(broadcast_offer(world_size=3, port=1)))
+    await stage(client, 7, ranks=1)
+    with pytest.raises(Refused, match="policy version 7 is staged on 1 of 2 workers; send it whole first"):
+        await sessions.commit("s", 7)
+    assert client.calls.count("pause") == 0
+    assert client.weights().eq(0).all()
+    await stage(client, 7)
+    with pytest.raises(Refused, match="policy version 8 is staged on 0 of 2"):
+        await sessions.commit("s", 8)
+    committed = await sessions.commit("s", 7)
+    assert committed.policy_version == sessions.serving.policy_version == 7
+    assert client.label == "7"
+    assert client.paused is False
+    ones = client.weights().view(torch.uint8)[:4]
+    assert ones.eq(1).all()
+
+
+async def test_a_policy_version_rises_by_exactly_one_after_the_first(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    await stage(client, 7)
+    await sessions.commit("s", 7)
+    for skipped in (7, 9, 6, 0):
+        with pytest.raises(Refused, match=f"policy version {skipped} does not follow 7: it rises by one"):
+            await sessions.commit("s", skipped)
+    await stage(client, 8)
+    assert (await sessions.commit("s", 8)).policy_version == 8
+
+
+async def test_a_commit_that_fails_on_one_rank_poisons_until_a_whole_one(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    await stage(client, 1)
+    client.broken["bridge_apply"] = 1
+    with pytest.raises(WorkerFailed, match="bridge_apply failed on rank 1: RuntimeError: broken"):
+        await sessions.commit("s", 1)
+    assert "commit of policy version 1 failed" in str((await sessions.status()).poisoned)
+    assert client.paused
+    client.broken.clear()
+    await stage(client, 1)
+    await sessions.commit("s", 1)
+    assert (await sessions.status()).poisoned is None
+    assert not client.paused
+
+
+async def test_one_trainer_at_a_time_until_its_lease_ends_or_it_is_gone(
+    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, client = opened
+    now = [1000.0]
+    monkeypatch.setattr("vllm_patching.engines.session.time.monotonic", lambda: now[0])
+    await sessions.open(offer(broadcast_offer(world_size=3, lease_s=30.0)))
+    now[0] += 29
+    second = offer(broadcast_offer(world_size=3, session="t", trainer="h:2"))
+    with pytest.raises(Refused, match="trainer h:1 holds session s for another 1 s"):
+        await sessions.open(second)
+    await sessions.heartbeat("s")
+    now[0] += 29
+    with pytest.raises(Refused, match="holds session s"):
+        await sessions.open(second)
+    now[0] += 2
+    await sessions.open(second)
+    with pytest.raises(Refused, match="session s is not the current one") as late:
+        await sessions.heartbeat("s")
+    assert late.value.status == 404
+    for worker in client.workers:
+        worker.bridge_status()
+        worker._updater._status.state = "failed"
+    assert (await sessions.open(offer(broadcast_offer(world_size=3, session="u")))).policy_version == 0
+
+
+async def test_an_offer_that_does_not_fit_leaves_the_session_that_is_open(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, _ = opened
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    for wrong, message in [
+        (broadcast_offer(world_size=2, session="t"), "world_size 2: this server has 2 worker"),
+        (broadcast_offer(world_size=3, session="t", manifest_digest="d" * 64), "hold different models"),
+        (single_copy_offer(process=HERE | {"boot_id": "another"}), "another machine"),
+        (single_copy_offer(process=HERE | {"pid_namespace": 1}), "another container"),
+    ]:
+        with pytest.raises(Refused, match=message):
+            await sessions.open(offer(wrong))
+    assert (await sessions.heartbeat("s")).lease_s == 30.0
+
+
+async def test_a_fenced_server_generates_only_after_a_whole_commit_of_a_later_session(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    await sessions.fence("s", "left out")
+    assert str(sessions.serving.gate.reason(FENCE)).startswith("left out; a trainer's next complete sync")
+    assert client.paused
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    await stage(client, 4)
+    await sessions.commit("s", 4)
+    assert sessions.serving.gate.reason() is None
+    assert not client.paused
+
+
+async def test_a_commit_under_way_when_its_session_is_fenced_leaves_the_fence(
+    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(broadcast_offer(world_size=3)))
+    await stage(client, 4)
+    serve = Serving.serve
+
+    async def fenced_meanwhile(serving: Serving, version: int) -> None:
+        await sessions.fence("s", "left out")
+        await serve(serving, version)
+
+    monkeypatch.setattr(Serving, "serve", fenced_meanwhile)
+    await sessions.commit("s", 4)
+    assert sessions.serving.gate.reason(FENCE)
+    assert client.paused
+
+
+async def post(sessions: Sessions, body: Any) -> Any:
+    (route,) = [route for route in (*ROUTES, *SINGLE_COPY_ROUTES) if route.body is type(body)]
+    return await route.act(sessions, body)
+
+
+async def test_single_copy_pauses_for_the_next_version_only_and_serves_it(
+    opened: tuple[Sessions, EngineWithWorkers],
+) -> None:
+    sessions, client = opened
+    attached = await sessions.open(offer(single_copy_offer()))
+    assert [worker["rank"] for worker in msgspec.to_builtins(attached)["workers"]] == [0, 1]
+    await post(sessions, Pause("s", 3, 60.0))
+    assert client.paused
+    with pytest.raises(Refused, match="session s is paused already"):
+        await post(sessions, Pause("s", 3, 60.0))
+    with pytest.raises(Refused, match="resume with policy version 4, but the session is paused for policy version 3"):
+        await post(sessions, Resume("s", 4))
+    assert (await post(sessions, Resume("s", 3))).policy_version == 3
+    assert not client.paused
+    with pytest.raises(Refused, match="paused not at all"):
+        await post(sessions, Resume("s", 3))
+    with pytest.raises(Refused, match="policy version 5 does not follow 3"):
+        await post(sessions, Pause("s", 5, 60.0))
+    await post(sessions, Pause("s", 4, 60.0))
+    assert (await post(sessions, Resume("s"))).policy_version == 3
+    with pytest.raises(Refused, match="feeds this server only"):
+        await sessions.fence("s", "r")
+    assert (await sessions.close("s")).policy_version == 3
+    assert (await sessions.status()).refusing is None
+
+
+@pytest.mark.parametrize(
+    ("body", "deadline_s", "reason"),
+    [
+        (single_copy_offer(process=DEAD), 60.0, "trainer h:1 died while it updated the weights to policy version 1"),
+        (single_copy_offer(lease_s=0.02), 60.0, "trainer h:1 fell silent while"),
+        (single_copy_offer(), 0.02, "trainer h:1 overstepped its deadline while"),
+    ],
+)
+async def test_a_pause_that_is_never_resumed_poisons_the_weights_and_ends_the_session(
+    opened: tuple[Sessions, EngineWithWorkers], body: dict[str, Any], deadline_s: float, reason: str
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(body))
+    before = [worker._arena.live for worker in client.workers]
+    await post(sessions, Pause("s", 1, deadline_s))
+    await until(lambda: sessions.serving.gate.reason(WEIGHTS) is not None)
+    assert reason in str(sessions.serving.gate.reason(WEIGHTS))
+    with pytest.raises(Refused, match="not the current one"):
+        await sessions.heartbeat("s")
+    await sessions.open(offer(single_copy_offer(session="t")))
+    alive = body["process"] == HERE
+    assert [worker._arena.live is not was for worker, was in zip(client.workers, before, strict=True)] == [alive] * 2
+    await post(sessions, Pause("t", 9, 60.0))
+    await post(sessions, Resume("t", 9))
+    assert sessions.serving.gate.reason() is None
+
+
+async def test_a_trainer_that_may_still_write_and_cannot_be_kept_out_keeps_the_next_one_out(
+    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, client = opened
+    await sessions.open(offer(single_copy_offer()))
+    await post(sessions, Pause("s", 1, 60.0))
+    await sessions.close("s")
+    assert "left in the middle of policy version 1" in str(sessions.serving.gate.reason())
+    monkeypatch.setattr(type(client.workers[0]), "bridge_renew", lambda self: "graphs")
+    with pytest.raises(Refused, match=r"process \d+ was in the middle of an update and still runs; .*graphs"):
+        await sessions.open(offer(broadcast_offer(world_size=3)))
+
+
+def test_a_trainer_of_another_place_is_never_known_to_be_gone() -> None:
+    there = DEAD | {"boot_id": "another"}
+    assert Session(offer(single_copy_offer(process=DEAD)), None, 0.0).gone()  # type: ignore[arg-type]
+    assert not Session(offer(single_copy_offer(process=there)), None, 0.0).gone()  # type: ignore[arg-type]
+    assert not Session(offer(single_copy_offer()), None, 0.0).gone()  # type: ignore[arg-type]

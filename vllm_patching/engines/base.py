@@ -1,0 +1,292 @@
+"""What all modes of the weight bridge share on vLLM's side. One class a mode lives in the modules beside this one.
+
+    trainer ──HTTP──▶ Sessions ──▶ Engine of the offer's kind ──▶ Serving ──RPC──▶ workers, each with a Receiver
+                      who may      how weights come in            what is served
+
+An engine and the session that it serves live in vLLM's API process, a receiver in every worker. To add a mode, write
+its `Engine` and, where workers receive whole weights, its `Receiver`, and register both in `__init__.py`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+
+from atroposlib.wire.bridge import (
+    Bucket,
+    Committed,
+    Manifest,
+    Opened,
+    Served,
+    ServerStatus,
+    WorkerStatus,
+    read_policy_version,
+)
+from vllm_patching import compat
+from vllm_patching.http.gate import Gate
+
+log = logging.getLogger("vllm.atropos_bridge")
+
+RPC_DEADLINE_S = 60.0
+WEIGHTS = "weights"  # the gate's cause while the live weights are half updated
+FENCE = "fence"  # its cause while a trainer of several servers has left this one behind
+
+
+class Refused(RuntimeError):
+    """A request that cannot be served, or that the current state forbids; `status` is the HTTP code."""
+
+    def __init__(self, message: str, status: int = 409) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class WorkerFailed(Refused):
+    """A worker could not do what it was asked for; the message says which and why, its log has the traceback."""
+
+    def __init__(self, method: str, where: str, reason: str) -> None:
+        super().__init__(f"{method} failed {where}: {reason}", 500)
+        self.reason = reason
+
+
+class Serving:
+    """The server that engines feed: its workers, and what it generates with. Engines use nothing else of vLLM's.
+
+    `client` is vLLM's engine client, `models` its table of served models (for adapters), `gate` refuses generation.
+    `policy_version` is what the served weights are. Whoever changes what is served holds the lock of `Sessions`.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        gate: Gate,
+        *,
+        model: str,
+        tp_size: int = 1,
+        bridge_on: bool = True,
+        max_lora_rank: int | None = None,
+        models: Any = None,
+    ) -> None:
+        self.client = client
+        self.gate = gate
+        self.model = self.served_model = model
+        self.tp_size = tp_size
+        self.bridge_on = bridge_on  # whether the workers can take whole weights
+        self.max_lora_rank = max_lora_rank  # None: they take no adapters
+        self.models = models
+        self.policy_version = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """The weights loaded from disk are the policy version that their directory names, else 0."""
+        self.policy_version = read_policy_version(self.model)
+        await compat.label_weights(self.client, self.policy_version)
+
+    async def rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` on every worker, between two forward passes; their replies, rank by rank.
+
+        Raises WorkerFailed for the first rank that failed, or if a reply takes longer than RPC_DEADLINE_S.
+        """
+        call = self.client.collective_rpc(method, args=tuple(msgspec.to_builtins(args)))
+        try:
+            replies: list[Any] = await asyncio.wait_for(call, RPC_DEADLINE_S)
+        except TimeoutError:
+            raise WorkerFailed(method, "on some rank", f"not done within {RPC_DEADLINE_S:.0f} s") from None
+        for rank, reply in enumerate(replies):
+            if isinstance(reply, dict) and "failed" in reply:
+                raise WorkerFailed(method, f"on rank {rank}", reply["failed"])
+        return replies
+
+    def in_background(self, act: Coroutine[Any, Any, None]) -> None:
+        """Run `act` on its own; the event loop alone would not keep it."""
+        task = asyncio.create_task(act)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def manifest(self) -> Manifest:
+        """What the workers hold of whole weights."""
+        return msgspec.convert((await self.rpc("bridge_manifest"))[0], Manifest)
+
+    async def check_same_model(self, digest: str) -> None:
+        """Raise Refused unless `digest` is that of this server's manifest."""
+        own = (await self.manifest()).digest()
+        if digest != own:
+            raise Refused(
+                f"manifest digest {digest[:12]} is not this server's {own[:12]}: trainer and vLLM hold different models"
+            )
+
+    async def workers(self) -> list[WorkerStatus]:
+        """What each worker's updater is doing."""
+        return msgspec.convert(await self.rpc("bridge_status"), list[WorkerStatus])
+
+    async def swap(self, session: str, version: int) -> Committed:
+        """Serve `version` of `session`, which the workers' receivers have staged.
+
+        Raises Refused, with nothing changed, unless every rank has it whole. All ranks change between the same two
+        forward passes; if one fails some hold the new version and some the old, so the weights are poisoned.
+        """
+        staged = await self.rpc("bridge_staged", session, version)
+        if not all(staged):
+            raise Refused(
+                f"policy version {version} is staged on {sum(staged)} of {len(staged)} workers; send it whole first"
+            )
+        log.info("Committing policy version %d: pausing generation, at most %.0f s", version, RPC_DEADLINE_S)
+        start = time.perf_counter()
+        await compat.pause(self.client)
+        paused = time.perf_counter()
+        try:
+            seconds = await self.rpc("bridge_apply", session, version)
+        except Exception as error:
+            await self.poison(f"commit of policy version {version} failed: {error}")
+            raise
+        swapped = time.perf_counter()
+        await self.serve(version)
+        stall = time.perf_counter() - start
+        log.info("Committed policy version %d: stall %.1f ms, apply %.1f ms", version, stall * 1e3, max(seconds) * 1e3)
+        return Committed(version, stall, paused - start, max(seconds), swapped - paused)
+
+    async def serve(self, version: int) -> None:
+        """The live weights are `version`, whole and on every rank: label them and let generation go on."""
+        await compat.label_weights(self.client, version)
+        self.policy_version = version
+        await self.allow_generation(WEIGHTS)
+
+    async def poison(self, reason: str) -> None:
+        """Refuse to generate from weights that nobody can tell old from new, until a whole version is served."""
+        await self.refuse_generation(
+            WEIGHTS, f"{reason}: the weights are half updated; a trainer's next complete sync serves whole ones"
+        )
+
+    async def refuse_generation(self, cause: str, reason: str) -> None:
+        """Answer 503 with `reason` where one would generate, and end the requests in flight, until
+        `allow_generation(cause)`.
+        """
+        log.error("Generation is refused: %s", reason)
+        self.gate.close(cause, reason)
+        await self.client.pause_generation(mode="abort", clear_cache=True)
+
+    async def allow_generation(self, cause: str) -> None:
+        """`cause` is no reason any more: go on, unless there is another."""
+        self.gate.open(cause)
+        await self.resume()
+
+    async def resume(self) -> None:
+        """End a pause, unless generation is refused."""
+        if self.gate.reason() is None:
+            await self.client.resume_generation()
+
+
+class Engine:
+    """How one mode brings weights in: the server's half, one instance a server and mode.
+
+    `Sessions` finds it by the offer's kind and calls it under its lock, so no two calls overlap. A session is
+    `open`, then any number of versions, each `stage` before `apply`, then `close`. All raise Refused with the value,
+    the limit and the remedy.
+    """
+
+    takes_adapters: ClassVar[bool] = False  # whether it is a mode of servers with --enable-lora, or of all others
+    feeds_several: ClassVar[bool] = False  # whether its trainer may go on with other servers: see fence
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+
+    async def fits(self, offer: Any) -> None:
+        """Raise Refused unless this server could take the offer. Changes nothing: another trainer may hold the
+        session.
+        """
+
+    async def open(self, offer: Any) -> Served:
+        """Begin a session with a trainer whose offer fits; no other session is open. If it is refused, everything is
+        as it was and no session begins.
+        """
+        raise NotImplementedError
+
+    async def stage(self, version: int, request: Any) -> None:
+        """Bring `version` in beside what is served, while generation goes on.
+
+        A refused request changes nothing. If a worker fails, its session is over: nothing can be applied any more,
+        and serving goes on with what is served.
+        """
+        raise Refused("the bytes of this session come another way than by request")
+
+    async def apply(self, version: int) -> Served:
+        """Serve `version`, on all ranks from the same forward pass on.
+
+        Refused with nothing changed if it is not staged whole. A failure in the middle poisons the weights:
+        generation is refused until a whole version is applied.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """The session is over: its trainer left, died or was replaced. If it was in the middle of writing live
+        weights, they are poisoned; else serving goes on as it was.
+        """
+
+    async def keep_out(self) -> None:
+        """Before any session opens: raise Refused if a former trainer of this mode could still write live weights."""
+
+    async def abandoned(self) -> bool:
+        """Whether every worker has lost the trainer, so that another one may come before its lease ends."""
+        return False
+
+    def describe(self, status: ServerStatus) -> None:
+        """Add to the server's status what only this mode knows."""
+
+
+class StagingEngine(Engine):
+    """A mode whose workers receive whole weights beside the live ones, each by a `Receiver` of its own."""
+
+    offer: Any = None  # of the session that is open
+
+    async def fits(self, offer: Any) -> None:
+        await self.serving.check_same_model(offer.manifest_digest)
+
+    async def open(self, offer: Any) -> Opened:
+        workers = await self.serving.rpc("bridge_open", offer)
+        self.offer = offer
+        return Opened(self.serving.policy_version, msgspec.convert(workers, list[WorkerStatus]))
+
+    async def apply(self, version: int) -> Committed:
+        return await self.serving.swap(self.offer.session, version)
+
+    async def abandoned(self) -> bool:
+        return all(worker.state == "failed" for worker in await self.serving.workers())
+
+
+class Receiver:
+    """A session as one worker sees it: where the bytes of a version come from. One mode, one session, one rank.
+
+    All but `request` runs on the worker's updater thread, `join` first. RuntimeError and OSError mean a peer that is
+    dead, silent or wrong: the session is then over on this worker, and the live weights are as they were.
+    """
+
+    over = False  # set once the trainer has said goodbye
+    bucket_bytes = 64 << 20  # received in pieces of this size
+
+    def __init__(self, offer: Any, rank: int) -> None:
+        self.offer = offer
+        self.rank = rank  # of the worker, 0..TP-1
+
+    def join(self) -> None:
+        """Connect to where the bytes come from."""
+
+    def request(self, version: int, request: Any) -> None:
+        """The server was asked to stage `version`; called between two forward passes."""
+        raise NotImplementedError
+
+    def next_version(self, wait_s: float) -> int | None:
+        """The version to receive now; None after `wait_s` seconds without one."""
+        raise NotImplementedError
+
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`; all are called, in wire order."""
+        raise NotImplementedError
+
+    def staged(self, seconds: float) -> None:
+        """The version is here whole: tell whoever waits for it."""
+
+    def leave(self) -> None:
+        """The session is over in an orderly way."""

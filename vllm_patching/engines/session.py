@@ -1,0 +1,243 @@
+"""Who may hand weights to this server: one session at a time, of whichever mode. Lives in vLLM's API process.
+
+A trainer renews its lease by heartbeats and commits. A newcomer is refused while the lease runs, unless the old
+trainer is known to be gone: its process, where it is on this machine, has ended, or every worker has lost it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta, Struct
+
+from atroposlib.wire.bridge import (
+    AdapterOffer,
+    BroadcastOffer,
+    Manifest,
+    Offer,
+    Renewed,
+    Served,
+    ServerStatus,
+    parse_offer,
+)
+from atroposlib.wire.processes import is_alive, this_process
+from atroposlib.wire.typed import Name, PolicyVersion, printable, typed_body
+from vllm_patching import compat
+from vllm_patching.batch_invariant import switch
+from vllm_patching.engines.base import FENCE, WEIGHTS, Engine, Refused, Serving
+
+log = logging.getLogger("vllm.atropos_bridge")
+
+
+@dataclass
+class Session:
+    """One trainer's hold on the server; `renewed` is its last sign of life (monotonic)."""
+
+    offer: Offer
+    engine: Engine
+    renewed: float
+    committed: int | None = None
+
+    def lease_left(self) -> float:
+        return self.renewed + self.offer.lease_s - time.monotonic()
+
+    def gone(self) -> bool:
+        """Whether its trainer is known to have ended."""
+        process = self.offer.process
+        return process is not None and process.same_place(this_process()) and not is_alive(process)
+
+    def check_next(self, version: int) -> None:
+        """Renew the lease. Raises Refused unless `version` follows the one committed last."""
+        self.renewed = time.monotonic()
+        if self.committed is not None and version != self.committed + 1:
+            raise Refused(f"policy version {version} does not follow {self.committed}: it rises by one")
+
+
+class Sessions:
+    """The one session of a server that runs `engines`, each found by the type of the offers that it takes."""
+
+    def __init__(self, serving: Serving, engines: Mapping[type[Offer], Engine]) -> None:
+        self.serving = serving
+        self.engines = engines
+        self.lock = asyncio.Lock()  # held by whoever changes what is served, or by whom
+        self._session: Session | None = None
+
+    async def status(self) -> ServerStatus:
+        serving, session = self.serving, self._session
+        status = ServerStatus(
+            enabled=serving.bridge_on,
+            model=serving.model,
+            served_model=serving.served_model,
+            dtype=compat.served_dtype(serving.client),
+            tp_size=serving.tp_size,
+            batch_invariant=switch.is_on(),
+            policy_version=serving.policy_version,
+            paused=await serving.client.is_paused(),
+            poisoned=serving.gate.reason(WEIGHTS),
+            refusing=serving.gate.reason(),
+            session=session.offer.session if session else None,
+            trainer=session.offer.trainer if session else None,
+            lease_left_s=round(session.lease_left(), 1) if session else None,
+            workers=await serving.workers() if serving.bridge_on else [],
+        )
+        for engine in self.engines.values():
+            engine.describe(status)
+        return status
+
+    async def manifest(self) -> Manifest:
+        """What the workers hold of whole weights. Raises Refused on a server without a bridge for these."""
+        return await self.engine_for(BroadcastOffer).serving.manifest()
+
+    async def open(self, offer: Offer) -> Served:
+        """Begin the session that a trainer offers. Raises Refused with everything as it was."""
+        engine = self.engine_for(type(offer))
+        async with self.lock:
+            await engine.fits(offer)
+            await self.refuse_second_trainer()
+            if self._session is not None:
+                await self.end(self._session)
+            for other in self.engines.values():
+                await other.keep_out()
+            log.info(
+                "Trainer %s opens session %s (%s, lease %.0f s)",
+                offer.trainer,
+                offer.session,
+                offer.kind,
+                offer.lease_s,
+            )
+            opened = await engine.open(offer)
+            self._session = Session(offer, engine, time.monotonic())
+            return opened
+
+    async def heartbeat(self, session: str) -> Renewed:
+        current = self.current(session)
+        current.renewed = time.monotonic()
+        return Renewed(self.serving.policy_version, current.offer.lease_s)
+
+    async def close(self, session: str) -> Served:
+        """The trainer leaves in an orderly way."""
+        async with self.lock:
+            current = self.current(session)
+            version = self.serving.policy_version
+            log.info("Trainer %s closes session %s at policy version %d", current.offer.trainer, session, version)
+            await self.end(current)
+            return Served(version)
+
+    async def commit(self, session: str, version: int) -> Served:
+        """Serve the version that this session's engine has staged."""
+        async with self.lock:
+            current = self.current(session)
+            current.check_next(version)
+            return await self.apply(current, version)
+
+    async def fence(self, session: str, reason: str) -> Served:
+        """A trainer of several servers goes on without this one: end its session, and serve no version that the others
+        have left.
+
+        Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
+        """
+        current = self.current(session)
+        if not current.engine.feeds_several:
+            raise Refused(f"session {session} feeds this server only: close it instead")
+        self._session = None
+        await self.serving.refuse_generation(
+            FENCE, f"{printable(reason, 2000)}; a trainer's next complete sync serves a current version again"
+        )
+        return Served(self.serving.policy_version)
+
+    async def hand_over(self, session: str | None, mode: type[Offer], version: int, request: Any) -> Served:
+        """Stage what `request` names and serve it at once, for a session's trainer; without one, for `mode`, and only
+        while no trainer holds the server.
+        """
+        async with self.lock:
+            if session is None:
+                await self.refuse_second_trainer()
+                engine = self.engine_for(mode)
+                await engine.stage(version, request)
+                return await engine.apply(version)
+            current = self.current(session)
+            current.check_next(version)
+            await current.engine.stage(version, request)
+            return await self.apply(current, version)
+
+    async def apply(self, session: Session, version: int) -> Served:
+        """Have the session's engine serve `version`. The caller holds the lock."""
+        applied = await session.engine.apply(version)
+        session.committed = version
+        if self._session is session and self.serving.gate.reason(FENCE):  # it was not fenced off meanwhile
+            await self.serving.allow_generation(FENCE)
+        return applied
+
+    async def end(self, session: Session) -> None:
+        """Let go of `session`, whatever its trainer was doing. The caller holds the lock."""
+        if self._session is session:
+            self._session = None
+        await session.engine.close()
+
+    def current(self, session: str) -> Session:
+        if self._session is None or self._session.offer.session != session:
+            holder = "no session"
+            if self._session is not None:
+                holder = f"session {self._session.offer.session} of {self._session.offer.trainer}"
+            raise Refused(
+                f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404
+            )
+        return self._session
+
+    def engine_for(self, offer: type[Offer]) -> Engine:
+        """The engine that takes such offers. Raises Refused where the server was started without what it needs."""
+        if offer in self.engines:
+            return self.engines[offer]
+        if self.serving.max_lora_rank is not None:
+            why = "takes LoRA adapters: restart it without --enable-lora"
+        elif offer is AdapterOffer:
+            why = "takes no adapters: restart it with --enable-lora --max-lora-rank 16 (or the rank you train)"
+        else:
+            why = "has the weight bridge off: start it with VLLM_ENABLE_SHARED_WEIGHTS=1"
+        raise Refused(f"this server {why}")
+
+    async def refuse_second_trainer(self) -> None:
+        """Raise Refused while a trainer holds the server, unless it is known to be gone."""
+        held = self._session
+        if held is None or held.gone() or held.lease_left() <= 0 or await held.engine.abandoned():
+            return
+        raise Refused(
+            f"trainer {held.offer.trainer} holds session {held.offer.session} for another "
+            f"{held.lease_left():.0f} s: stop it, or wait for its lease to end"
+        )
+
+
+class Commit(Struct):
+    session: Name
+    policy_version: PolicyVersion
+
+
+class Fence(Struct):
+    session: Name
+    reason: Annotated[str, Meta(max_length=2000)]
+
+
+class Route(NamedTuple):
+    """POST `path`: what `act` does with a `body`, on servers that run the engine of `mode`."""
+
+    path: str
+    mode: type[Offer]
+    body: type[Struct]
+    act: Callable[[Sessions, Any], Coroutine[Any, Any, Struct]]
+
+    async def answer(self, sessions: Sessions, body: Any) -> Struct:
+        """Raises Refused, and WrongValue for a body that is not as it should be."""
+        sessions.engine_for(self.mode)
+        if issubclass(self.body, Offer):
+            return await self.act(sessions, parse_offer(body, self.body))
+        return await self.act(sessions, typed_body(self.path.rpartition("/")[2], body, self.body))
+
+
+ROUTES = (
+    Route("/v1/bridge/session", BroadcastOffer, BroadcastOffer, Sessions.open),
+    Route("/v1/bridge/commit", BroadcastOffer, Commit, lambda s, b: s.commit(b.session, b.policy_version)),
+    Route("/v1/bridge/fence", BroadcastOffer, Fence, lambda s, b: s.fence(b.session, b.reason)),
+)
