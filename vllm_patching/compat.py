@@ -126,12 +126,18 @@ def unlink_collective_files() -> None:
         path.unlink(missing_ok=True)
 
 
+def cpu_kernels() -> Any:
+    """vLLM's wrappers of its C++ kernels for CPUs."""
+    from vllm import _custom_ops
+
+    return _custom_ops
+
+
 def onednn_linear(weight: torch.Tensor) -> packed.Product:
     """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs, by torch where oneDNN declines, as
     there too.
     """
-    from vllm import _custom_ops as ops
-
+    ops = cpu_kernels()
     try:
         handler = ops.create_onednn_mm(
             weight.detach().t(), 32
@@ -144,9 +150,7 @@ def onednn_linear(weight: torch.Tensor) -> packed.Product:
 
 def has_onednn_linear() -> bool:
     """Whether this vLLM was built with it."""
-    from vllm import _custom_ops as ops
-
-    return bool(getattr(ops, "_supports_onednn", False))
+    return bool(getattr(cpu_kernels(), "_supports_onednn", False))
 
 
 def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> None:

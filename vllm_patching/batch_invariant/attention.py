@@ -21,12 +21,12 @@ BLOCK = 32  # tokens a cache block, as the launcher sets it for vLLM
 def _vllm_ops() -> Any:
     """vLLM's wrappers of its C++ kernels; seconds to import, so only when first needed."""
     try:
-        from vllm import _custom_ops
+        from vllm_patching import compat
     except ImportError as error:
         raise NotInvariant(
             f"--batch-invariant computes attention with vLLM's kernel, and vLLM cannot be imported here: {error}"
         ) from error
-    return _custom_ops
+    return compat.cpu_kernels()
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
