@@ -104,20 +104,20 @@ class VllmClient:
 
     def status(self) -> ServerStatus:
         """Bridge status; raises NoAnswer while the server is not up, another BridgeError if it refuses us."""
-        return self._ask(ServerStatus, "GET", "/v1/bridge/status", timeout_s=QUICK_S)
+        return self.ask(ServerStatus, "GET", "/v1/bridge/status", timeout_s=QUICK_S)
 
     def models(self) -> list[str]:
         """The names that clients may ask for."""
-        return [model.id for model in self._ask(ServedModels, "GET", "/v1/models").data]
+        return [model.id for model in self.ask(ServedModels, "GET", "/v1/models").data]
 
     def manifest(self) -> Manifest:
-        return self._ask(Manifest, "GET", "/v1/bridge/manifest")
+        return self.ask(Manifest, "GET", "/v1/bridge/manifest")
 
     def open_session(self, offer: Offer, route: str = SESSIONS) -> None:
         self._send("POST", route, msgspec.to_builtins(offer))
 
     def attach(self, offer: Offer) -> Attached:
-        return self._ask(Attached, "POST", "/v1/bridge/attach", msgspec.to_builtins(offer))
+        return self.ask(Attached, "POST", "/v1/bridge/attach", msgspec.to_builtins(offer))
 
     def heartbeat(self, session: str, route: str = SESSIONS) -> None:
         self._send("POST", f"{route}/{session}/heartbeat", {}, timeout_s=HEARTBEAT_S)
@@ -126,7 +126,7 @@ class VllmClient:
         self._send("DELETE", f"{route}/{session}", timeout_s=QUICK_S)
 
     def commit(self, session: str, policy_version: int) -> Committed:
-        return self._ask(Committed, "POST", "/v1/bridge/commit", {"session": session, "policy_version": policy_version})
+        return self.ask(Committed, "POST", "/v1/bridge/commit", {"session": session, "policy_version": policy_version})
 
     def fence(self, session: str, reason: str) -> None:
         """End `session` and have the server refuse to generate, with `reason`, until a trainer has committed a whole
@@ -136,7 +136,7 @@ class VllmClient:
 
     def load_adapter(self, session: str, name: str, path: str, policy_version: int) -> AdapterLoaded:
         body = {"session": session, "name": name, "path": path, "policy_version": policy_version}
-        return self._ask(AdapterLoaded, "POST", "/v1/bridge/adapter", body)
+        return self.ask(AdapterLoaded, "POST", "/v1/bridge/adapter", body)
 
     def pause(self, session: str, policy_version: int, deadline_s: float) -> None:
         body = {"session": session, "policy_version": policy_version, "deadline_s": deadline_s}
@@ -144,12 +144,12 @@ class VllmClient:
 
     def resume(self, session: str, policy_version: int | None) -> Resumed:
         body = {"session": session, "policy_version": policy_version}
-        return self._ask(Resumed, "POST", "/v1/bridge/resume", body)
+        return self.ask(Resumed, "POST", "/v1/bridge/resume", body)
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""
         body = {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        scored = self._ask(ScoredPrompt, "POST", "/v1/generate", body).prompt_logprobs[1:]
+        scored = self.ask(ScoredPrompt, "POST", "/v1/generate", body).prompt_logprobs[1:]
         return [(position or {})[str(token)] for token, position in zip(token_ids[1:], scored, strict=True)]
 
     def ask_status(self) -> ServerStatus:
@@ -159,7 +159,8 @@ class VllmClient:
         except NoAnswer as silent:
             raise NotYet(f"no answer ({type(silent.__cause__).__name__})") from silent
 
-    def _ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
+    def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
+        """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
         content = self._send(method, path, body, timeout_s)
         with reading(f"{self.url} answered {method} {path} with what is no {kind.__name__}", BridgeError):
             return msgspec.json.decode(content, type=kind)
