@@ -17,7 +17,7 @@ from tests.unit.bridge.engine_with_workers import (
     single_copy_offer,
 )
 from tests.waiting import until
-from vllm_patching.engines.base import FENCE, WEIGHTS, Receiver, Refused, Serving, WorkerFailed
+from vllm_patching.engines.base import WEIGHTS, Receiver, Refused
 from vllm_patching.engines.session import ROUTES, Session, Sessions
 from vllm_patching.engines.single_copy import ROUTES as SINGLE_COPY_ROUTES
 from vllm_patching.engines.single_copy import Pause, Resume
@@ -85,64 +85,6 @@ async def test_a_version_is_served_once_every_rank_has_staged_it(
     assert ones.eq(1).all()
 
 
-async def test_a_policy_version_rises_by_exactly_one_after_the_first(
-    opened: tuple[Sessions, EngineWithWorkers],
-) -> None:
-    sessions, client = opened
-    await sessions.open(offer(broadcast_offer(world_size=3)))
-    await stage(client, 7)
-    await sessions.commit("s", 7)
-    for skipped in (7, 9, 6, 0):
-        with pytest.raises(Refused, match=f"policy version {skipped} does not follow 7: it rises by one"):
-            await sessions.commit("s", skipped)
-    await stage(client, 8)
-    assert (await sessions.commit("s", 8)).policy_version == 8
-
-
-async def test_a_commit_that_fails_on_one_rank_poisons_until_a_whole_one(
-    opened: tuple[Sessions, EngineWithWorkers],
-) -> None:
-    sessions, client = opened
-    await sessions.open(offer(broadcast_offer(world_size=3)))
-    await stage(client, 1)
-    client.broken["bridge_apply"] = 1
-    with pytest.raises(WorkerFailed, match="bridge_apply failed on rank 1: RuntimeError: broken"):
-        await sessions.commit("s", 1)
-    assert "commit of policy version 1 failed" in str((await sessions.status()).poisoned)
-    assert client.paused
-    client.broken.clear()
-    await stage(client, 1)
-    await sessions.commit("s", 1)
-    assert (await sessions.status()).poisoned is None
-    assert not client.paused
-
-
-async def test_one_trainer_at_a_time_until_its_lease_ends_or_it_is_gone(
-    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sessions, client = opened
-    now = [1000.0]
-    monkeypatch.setattr("vllm_patching.engines.session.time.monotonic", lambda: now[0])
-    await sessions.open(offer(broadcast_offer(world_size=3, lease_s=30.0)))
-    now[0] += 29
-    second = offer(broadcast_offer(world_size=3, session="t", trainer="h:2"))
-    with pytest.raises(Refused, match="trainer h:1 holds session s for another 1 s"):
-        await sessions.open(second)
-    await sessions.heartbeat("s")
-    now[0] += 29
-    with pytest.raises(Refused, match="holds session s"):
-        await sessions.open(second)
-    now[0] += 2
-    await sessions.open(second)
-    with pytest.raises(Refused, match="session s is not the current one") as late:
-        await sessions.heartbeat("s")
-    assert late.value.status == 404
-    for worker in client.workers:
-        worker.bridge_status()
-        worker._updater._status.state = "failed"
-    assert (await sessions.open(offer(broadcast_offer(world_size=3, session="u")))).policy_version == 0
-
-
 async def test_an_offer_that_does_not_fit_leaves_the_session_that_is_open(
     opened: tuple[Sessions, EngineWithWorkers],
 ) -> None:
@@ -159,68 +101,9 @@ async def test_an_offer_that_does_not_fit_leaves_the_session_that_is_open(
     assert (await sessions.heartbeat("s")).lease_s == 30.0
 
 
-async def test_a_fenced_server_generates_only_after_a_whole_commit_of_a_later_session(
-    opened: tuple[Sessions, EngineWithWorkers],
-) -> None:
-    sessions, client = opened
-    await sessions.open(offer(broadcast_offer(world_size=3)))
-    await sessions.fence("s", "left out")
-    assert str(sessions.serving.gate.reason(FENCE)).startswith("left out; a trainer's next complete sync")
-    assert client.paused
-    await sessions.open(offer(broadcast_offer(world_size=3)))
-    await stage(client, 4)
-    await sessions.commit("s", 4)
-    assert sessions.serving.gate.reason() is None
-    assert not client.paused
-
-
-async def test_a_commit_under_way_when_its_session_is_fenced_leaves_the_fence(
-    opened: tuple[Sessions, EngineWithWorkers], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sessions, client = opened
-    await sessions.open(offer(broadcast_offer(world_size=3)))
-    await stage(client, 4)
-    serve = Serving.serve
-
-    async def fenced_meanwhile(serving: Serving, version: int) -> None:
-        await sessions.fence("s", "left out")
-        await serve(serving, version)
-
-    monkeypatch.setattr(Serving, "serve", fenced_meanwhile)
-    await sessions.commit("s", 4)
-    assert sessions.serving.gate.reason(FENCE)
-    assert client.paused
-
-
 async def post(sessions: Sessions, body: Any) -> Any:
     (route,) = [route for route in (*ROUTES, *SINGLE_COPY_ROUTES) if route.body is type(body)]
     return await route.act(sessions, body)
-
-
-async def test_single_copy_pauses_for_the_next_version_only_and_serves_it(
-    opened: tuple[Sessions, EngineWithWorkers],
-) -> None:
-    sessions, client = opened
-    attached = await sessions.open(offer(single_copy_offer()))
-    assert [worker["rank"] for worker in msgspec.to_builtins(attached)["workers"]] == [0, 1]
-    await post(sessions, Pause("s", 3, 60.0))
-    assert client.paused
-    with pytest.raises(Refused, match="session s is paused already"):
-        await post(sessions, Pause("s", 3, 60.0))
-    with pytest.raises(Refused, match="resume with policy version 4, but the session is paused for policy version 3"):
-        await post(sessions, Resume("s", 4))
-    assert (await post(sessions, Resume("s", 3))).policy_version == 3
-    assert not client.paused
-    with pytest.raises(Refused, match="paused not at all"):
-        await post(sessions, Resume("s", 3))
-    with pytest.raises(Refused, match="policy version 5 does not follow 3"):
-        await post(sessions, Pause("s", 5, 60.0))
-    await post(sessions, Pause("s", 4, 60.0))
-    assert (await post(sessions, Resume("s"))).policy_version == 3
-    with pytest.raises(Refused, match="feeds this server only"):
-        await sessions.fence("s", "r")
-    assert (await sessions.close("s")).policy_version == 3
-    assert (await sessions.status()).refusing is None
 
 
 @pytest.mark.parametrize(
