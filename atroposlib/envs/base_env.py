@@ -42,7 +42,7 @@ class BaseEnv(ABC):
 
     name: ClassVar[str | None] = None
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
-    server_cls: ClassVar[type[APIServer]] = APIServer  # type: ignore[type-abstract]
+    server_cls: ClassVar[type[APIServer]] = APIServer
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False

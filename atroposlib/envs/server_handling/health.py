@@ -30,7 +30,7 @@ class HealthMonitor:
         self._name = name
         self._probe = probe
         self._enabled = enabled
-        self._dead_interval_s = dead_interval_s
+        self.dead_interval_s = dead_interval_s
         self._failures = 0
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
@@ -72,12 +72,12 @@ class HealthMonitor:
             elif not self.live or self._failures >= FAILURES_UNTIL_DEAD:
                 self._become(live=False, problem=problem)
             self._wake.clear()
-            interval = LIVE_INTERVAL_S if problem is None else self._dead_interval_s
+            interval = LIVE_INTERVAL_S if problem is None else self.dead_interval_s
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), interval)
                 # A request has just failed to connect: leave the server the time that a dead one gets, or that it asked
                 # for.
-                await asyncio.sleep(max(self._dead_interval_s, self._rest_s))
+                await asyncio.sleep(max(self.dead_interval_s, self._rest_s))
 
     def _become(self, *, live: bool, problem: str) -> None:
         changed, self.live, self.problem = live != self.live, live, problem

@@ -3,7 +3,7 @@ itself.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 import openai
@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.calls import merge_chat, merge_completions
-from atroposlib.envs.server_handling.dispatch import RetryPolicy, gather_or_cancel
+from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,
@@ -41,10 +41,10 @@ Reply = TypeVar("Reply", ChatCompletion, Completion)
 class OpenAIServer(APIServer):
     """Chat and text completions through OpenAI's SDK; health by GET <base_url>/models."""
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
-    ) -> None:
-        super().__init__(config, reasoning_config, retry)
+    supports_token_ids: ClassVar[bool] = False
+
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
+        super().__init__(config, reasoning_config)
         self.base_url = (config.base_url or OPENAI_URL).rstrip("/")
         self._sdk: openai.AsyncOpenAI | None = None
         self._http: aiohttp.ClientSession | None = None
@@ -109,10 +109,7 @@ class OpenAIServer(APIServer):
             return f"{self.health_url}: {describe(error)}"
 
     async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
-        prepared = {**arguments, "model": self.config.model_name}
-        if not prepared.pop("skip_reasoning", False):
-            prepared = self.reasoning_config.chat_arguments(prepared, self.config.base_url)
-        return merge_chat(await self._with_n(prepared, self._send_chat))
+        return merge_chat(await self._with_n(self.chat_arguments(arguments), self._send_chat))
 
     async def request_completion(self, arguments: dict[str, Any]) -> Completion:
         return merge_completions(

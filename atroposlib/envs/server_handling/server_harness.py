@@ -3,13 +3,12 @@ prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
@@ -46,18 +45,12 @@ class ServerHarness(APIServer):
     Tests may put their own `tokenizer` and `config` in place; of the latter only `model_name` is used.
     """
 
-    supports_token_ids: ClassVar[bool] = True
     server_healthy: Any = True
     name = "ServerHarness"
     timeout_s = 60.0
 
-    def __init__(
-        self,
-        config: APIServerConfig | None = None,
-        reasoning_config: ReasoningConfig | None = None,
-        retry: RetryPolicy | None = None,
-    ) -> None:
-        super().__init__(config or APIServerConfig(model_name="harness", health_check=False), reasoning_config, retry)
+    def __init__(self, config: APIServerConfig | None = None, reasoning_config: ReasoningConfig | None = None) -> None:
+        super().__init__(config or APIServerConfig(model_name="harness", health_check=False), reasoning_config)
         self._chats: dict[str, ChatCompletion] = {}
         self._completions: dict[str, Completion] = {}
         self._tokens: dict[str, SampledTokens] = {}
@@ -91,9 +84,6 @@ class ServerHarness(APIServer):
     def tokenizer_id(self) -> str:
         return self.model_name
 
-    async def probe(self) -> str | None:
-        return None
-
     async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
         return _reply(self._chats, _chat_key(arguments["messages"]))
 
@@ -102,11 +92,6 @@ class ServerHarness(APIServer):
 
     async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
         return _reply(self._tokens, arguments.get("prompt") or str(arguments["input_ids"]))
-
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError(
-            "ServerHarness does not implement get_logprobs: it has no canned prompt log-probabilities"
-        )
 
 
 def _chat_key(messages: Messages) -> str:

@@ -47,9 +47,11 @@ def make_server(
     retry: RetryPolicy | None = None,
 ) -> APIServer:
     """The client for `config`: of `server_class`, or, when that is the abstract one, by `config.server_type`."""
-    if server_class is not APIServer:
-        return server_class(config, reasoning_config, retry)
-    return SERVER_TYPES[config.server_type](config, reasoning_config, retry)
+    chosen = SERVER_TYPES[config.server_type] if server_class is APIServer else server_class
+    server = chosen(config, reasoning_config=reasoning_config)
+    if retry is not None:
+        server.retry, server.health.dead_interval_s = retry, retry.dead_interval_s
+    return server
 
 
 class ServerManager(InferenceCalls):

@@ -11,7 +11,6 @@ import aiohttp
 import msgspec
 import orjson
 
-from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,
@@ -59,12 +58,10 @@ class VLLMServer(OpenAIServer):
 
     supports_token_ids: ClassVar[bool] = True
 
-    def __init__(
-        self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None, retry: RetryPolicy | None = None
-    ) -> None:
+    def __init__(self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None) -> None:
         if not config.base_url:
             raise ValueError(f"server_type '{config.server_type}' needs a base_url, e.g. http://localhost:9001/v1")
-        super().__init__(config, reasoning_config, retry)
+        super().__init__(config, reasoning_config)
         self.root_url = self.base_url.removesuffix("/v1")
 
     @property
