@@ -154,10 +154,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 class _Help(argparse.HelpFormatter):
-    """A flag's spellings, then its placeholder once."""
+    """A flag's spellings, then its placeholder once; an epilog of several lines as it is."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=36)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text.strip() else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
@@ -180,14 +183,16 @@ def _parser(
     )
     general = parser.add_argument_group("Every command")
     general.add_argument("-h", "--help", action="help", help="show this help")
-    general.add_argument("--version", action="version", version=f"{prog} {_version()}", help="show the version")
+    general.add_argument("--version", action="version", version=f"{prog} {package_version()}", help="show the version")
     general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; flags beat it")
     general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
     sections = {key.section: parser.add_argument_group(key.section) for key in keys}
     for key in keys:
         text = {"dest": ".".join(key.path), "help": _help(key, defaults)}
         if key.negations:
-            sections[key.section].add_argument(*key.flags, nargs="?", const=True, metavar="[BOOL]", **text)
+            sections[key.section].add_argument(
+                *key.flags, nargs="?", const=True, metavar=", ".join(["[BOOL]", *key.negations]), **text
+            )
             sections[key.section].add_argument(
                 *key.negations, dest=text["dest"], action="store_const", const=False, help=argparse.SUPPRESS
             )
@@ -196,7 +201,8 @@ def _parser(
     return parser
 
 
-def _version() -> str:
+def package_version() -> str:
+    """That of Atropos as it is installed."""
     return next((found.version for found in metadata.distributions(name="atropos")), "(not installed)")
 
 
@@ -213,7 +219,6 @@ def _help(key: Key, defaults: Mapping[str, Any]) -> str:
     extra = key.field.json_schema_extra
     if isinstance(extra, dict) and "env" in extra:
         notes.append(f"variable {extra['env']}")
-    notes += key.negations
     noted = f" ({'; '.join(notes)})" if notes else ""
     return f"{key.field.description or ''}{noted}".replace("%", "%%")
 
@@ -221,7 +226,9 @@ def _help(key: Key, defaults: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(_shown, value))
-    return str(value.value if isinstance(value, Enum) else value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _placeholder(key: Key) -> str:

@@ -14,6 +14,11 @@ environments' evaluation schedule never drift apart. Groups that cannot be train
 left out; a batch of nothing else is no step.
 """
 
+if __name__ == "__main__":  # flags before torch
+    from example_trainer.commands import grpo
+
+    raise SystemExit(grpo())
+
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import contextlib
@@ -383,7 +388,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("grpo"):
         run(config)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

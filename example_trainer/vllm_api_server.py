@@ -30,6 +30,7 @@ from typing import Any
 import psutil
 
 from atroposlib.files import expect_regular
+from atroposlib.flags import package_version
 from atroposlib.http_guard import plain_name
 from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
@@ -50,6 +51,7 @@ PLUGIN_GROUPS = (
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
     argv = sys.argv[1:] if argv is None else argv
+    _answer_without_vllm(argv)
     _environment_before_vllm()
     _switch_to_batch_invariant(argv)
     from vllm_patching.version import UnsupportedVllm, check_version
@@ -100,6 +102,29 @@ def own_flags() -> argparse.ArgumentParser:
         help="A further name that clients may call this server by; may be repeated.",
     )
     return parser
+
+
+def _answer_without_vllm(argv: list[str]) -> None:
+    """`--help` and `--version`: importing vLLM for its own flags takes ten seconds."""
+    asked = [token for token in argv if token in ("-h", "--help", "--version")]
+    if not asked:
+        return
+    parser = argparse.ArgumentParser(
+        prog="vllm_api_server",
+        usage="%(prog)s --model MODEL [--FLAG VALUE ...]",
+        description="vLLM's OpenAI server with the weight bridge and /generate of Atropos. Takes every flag of `vllm"
+        " serve`.",
+        epilog="vLLM's own flags: --help=all, or --help=NAME for a flag or a group of flags. Set unless given: --port"
+        f" {DEFAULT_PORT} --host 127.0.0.1 --logprobs-mode processed_logprobs, and on CPUs --dtype float32"
+        " --block-size 32 --enforce-eager.",
+        parents=[own_flags()],
+        add_help=False,
+    )
+    general = parser.add_argument_group("Every command")
+    general.add_argument("-h", "--help", action="help", help="show this help")
+    shown = f"%(prog)s {package_version()}"
+    general.add_argument("--version", action="version", version=shown, help="show the version")
+    parser.parse_args(asked[:1])
 
 
 def _host_name(text: str) -> str:

@@ -30,6 +30,10 @@ from atroposlib.http_guard import HostName, OwnHosts, is_loopback
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)
+COMMANDS_HELP = """\
+Commands:
+  journal    check, copy and export a journal; run-api journal --help lists how
+"""
 
 
 class RunApiConfig(Config):
@@ -284,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if argv[:1] == ["journal"]:
         journal_commands.main(argv[1:])
         return
-    config = load_config(RunApiConfig, argv, prog="run-api")
+    config = load_config(RunApiConfig, argv, prog="run-api", epilog=COMMANDS_HELP)
     configure_logging("api", config.json_logs)
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, _end)  # uvicorn finishes the open replies, then passes the signal on to this handler

@@ -64,7 +64,7 @@ def run(
 ) -> NoReturn:
     """The command: FILE and flags from the command line, records until there are enough, an exit code."""
     arguments = sys.argv[1:]
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help", "--version")):
         raise SystemExit(f"usage: {prog} FILE [flags]; --help lists the flags")
     path = None if arguments[0].startswith("-") else Path(arguments.pop(0))
     config = load_config(config_cls, arguments, prog=f"{prog} FILE")

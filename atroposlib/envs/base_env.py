@@ -25,7 +25,6 @@ from atroposlib.envs.run import EnvRun, Groups
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import EnvStatus
@@ -47,6 +46,8 @@ class BaseEnv(ABC):
     def __init__(
         self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
     ) -> None:
+        from atroposlib.envs.server_handling.server_manager import ServerManager  # `--help` does not need its clients
+
         self.config: Any = config  # of env_config_cls, whatever that is in a subclass
         self.server = ServerManager(
             server_configs,

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from atroposlib.config import Config, config_yaml, known_keys, load_config, nearest
+from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, nearest
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
@@ -45,10 +45,19 @@ log = get_logger(__name__)
 M = TypeVar("M", bound=BaseModel)
 Servers = ServerBaseline | list[APIServerConfig]
 STOP_LIMIT_S = 4.5
+COMMANDS_HELP = """\
+Commands:
+  serve      feed the trainer until its last step
+  process    sample groups into a file and a page, without API and trainer
+  evaluate   evaluate once
+"""
 
 
 class EnvTree(Config):
-    """The whole configuration; `env` and `openai` are narrowed to an environment's own classes."""
+    """Inference servers in general.
+
+    The whole configuration: `env` and `openai` are narrowed to an environment's own classes.
+    """
 
     env: Any
     openai: Any
@@ -143,15 +152,10 @@ def _command(arguments: list[str], prog: str, default: str | None) -> str:
     if arguments and arguments[0] in COMMANDS:
         return arguments.pop(0)
     if arguments and not arguments[0].startswith("-"):
-        _exit(f"{prog}: error: unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
-    if default is not None:
-        return default
-    _exit(f"{prog}: error: no command; choose one of: {', '.join(COMMANDS)}, e.g. `{prog} serve --help`")
-
-
-def _exit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
+        exit_usage(f"{prog}: error: unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
+    if default is not None or arguments[:1] in (["-h"], ["--help"], ["--version"]):
+        return default or "serve"
+    exit_usage(f"{prog}: error: no command; choose one of: {', '.join(COMMANDS)}, e.g. `{prog} serve --help`")
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -173,7 +177,7 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     }
     bases: Any = (ForeignKeys, base)
     tree_cls: type[EnvTree] = create_model("EnvTree", __base__=bases, **fields)
-    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults)
+    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP)
     resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
     return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
 
@@ -226,7 +230,7 @@ def _server_entry(name: str, servers: Any, arguments: Sequence[str], prog: str) 
         else _count(servers)
     )
     if count > 1 and flagged:
-        _exit(
+        exit_usage(
             f"{prog}: error: --{name}.* sets one inference server but {count} are configured; list them under `{name}:`"
             " in a --config file"
         )

@@ -18,7 +18,10 @@ class EvalHandlingEnum(Enum):
 
 
 class BaseEnvConfig(BaseModel):
-    """Unknown keys given to the constructor are ignored; on the command line and in YAML they are errors (`cli.py`)."""
+    """Every environment.
+
+    Unknown keys given to the constructor are ignored; on the command line and in YAML they are errors (`cli.py`).
+    """
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 

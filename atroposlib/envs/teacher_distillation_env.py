@@ -12,14 +12,16 @@ teacher fails on is sent without.
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    pass
 
 log = get_logger(__name__)
 
@@ -55,6 +57,8 @@ class TeacherDistillationEnv(BaseEnv):
         testing: bool = False,
         teacher_server_configs: TeacherServers = None,
     ) -> None:
+        from atroposlib.envs.server_handling.server_manager import ServerManager
+
         super().__init__(config, server_configs, slurm=slurm, testing=testing)
         self.teacher_server: ServerManager | None = None
         if not config.teacher_enabled:

@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
-from openai.types.completion_usage import CompletionUsage
-
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sampling import SampledTokens, TokensAndLogprobs, merge_samples
 from atroposlib.groups import Untrainable, check_sampled
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+    from openai.types.completion_usage import CompletionUsage
+
     from atroposlib.envs.server_handling.server_baseline import APIServer
 
 T = TypeVar("T")
@@ -48,14 +48,14 @@ class InferenceCalls(ABC):
     async def _run(self, what: str, operation: "Callable[[APIServer], Awaitable[T]]", split: Split) -> T:
         """Choose a server, hold a slot of it, run `operation` on it, with retries."""
 
-    async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> ChatCompletion:
+    async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> "ChatCompletion":
         """Arguments as for OpenAI's chat completions; `model` is filled in."""
         parts = await self._in_parts(
             arguments, "chat completion", lambda server, part: server.request_chat(part), split
         )
         return merge_chat(parts)
 
-    async def completion(self, *, split: Split = "train", **arguments: Any) -> Completion:
+    async def completion(self, *, split: Split = "train", **arguments: Any) -> "Completion":
         """Arguments as for OpenAI's completions; `model` is filled in."""
         parts = await self._in_parts(
             arguments, "completion", lambda server, part: server.request_completion(part), split
@@ -117,7 +117,7 @@ def split_count(n: int, limit: int | None) -> list[int]:
     return [min(limit, n - done) for done in range(0, n, limit)]
 
 
-def merge_chat(parts: Sequence[ChatCompletion]) -> ChatCompletion:
+def merge_chat(parts: Sequence["ChatCompletion"]) -> "ChatCompletion":
     """One reply with the choices of all, numbered anew, and their token counts added up."""
     if len(parts) == 1:
         return parts[0]
@@ -126,7 +126,7 @@ def merge_chat(parts: Sequence[ChatCompletion]) -> ChatCompletion:
     return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
 
 
-def merge_completions(parts: Sequence[Completion]) -> Completion:
+def merge_completions(parts: Sequence["Completion"]) -> "Completion":
     """As `merge_chat`, for text completions."""
     if len(parts) == 1:
         return parts[0]
@@ -135,7 +135,9 @@ def merge_completions(parts: Sequence[Completion]) -> Completion:
     return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
 
 
-def _total_usage(usages: Sequence[CompletionUsage | None]) -> CompletionUsage | None:
+def _total_usage(usages: "Sequence[CompletionUsage | None]") -> "CompletionUsage | None":
+    from openai.types.completion_usage import CompletionUsage
+
     known = [usage for usage in usages if usage is not None]
     if not known:
         return None

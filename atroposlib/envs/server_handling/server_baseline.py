@@ -4,11 +4,9 @@ implements.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
-from openai.types import Completion
-from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.calls import InferenceCalls
@@ -19,6 +17,10 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.stats import RequestStats
+
+if TYPE_CHECKING:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
 
 __all__ = ["APIServer", "APIServerConfig", "ReasoningConfig", "ServerBaseline"]
 
@@ -91,11 +93,11 @@ class APIServer(InferenceCalls):
             return f"{self.name}: {describe(error)}"
         return None if self._said_healthy else f"{self.name}: check_server_status_task finds it unhealthy"
 
-    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+    async def request_chat(self, arguments: dict[str, Any]) -> "ChatCompletion":
         """One chat completion request."""
         return await self._hooked(self._chat_completion_wrapper, self.chat_arguments(arguments))
 
-    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+    async def request_completion(self, arguments: dict[str, Any]) -> "Completion":
         """One text completion request."""
         return await self._hooked(self._completion_wrapper, arguments)
 

@@ -1,0 +1,76 @@
+"""`--help` and `--version` of every command: what they show, and what they do not load."""
+
+import json
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+HEAVY = ["torch", "vllm", "transformers", "datasets", "openai", "pandas", "scipy", "matplotlib"]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+ENVIRONMENTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("environments/*_server.py"))
+PROGRAMS = ["example_trainer/grpo.py", "example_trainer/vllm_api_server.py", *ENVIRONMENTS]
+MODULES = ["atroposlib.cli.run_api", "scripts.lib.doctor", "example_trainer.quickstart_model"]
+COMMANDS = {
+    **{name: f"import pkgutil; pkgutil.resolve_name({entry!r})()" for name, entry in SCRIPTS.items()},
+    **{path: f"import runpy; runpy.run_path({path!r}, run_name='__main__')" for path in PROGRAMS},
+    **{name: f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)" for name in MODULES},
+}
+REPORT = f"""
+import atexit, json, sys
+def report():
+    loaded = [name for name in {HEAVY!r} if name in sys.modules]
+    print(json.dumps(dict(loaded=loaded, modules=len(sys.modules))), file=sys.stderr)
+atexit.register(report)
+sys.argv[0] = "command"
+"""
+
+
+@cache
+def answer(command: str, flag: str) -> tuple[int, str, dict[str, Any]]:
+    """Exit code, stdout, and what was loaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT + COMMANDS[command], flag], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout, json.loads(done.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_complete_and_loads_nothing_heavy(command: str) -> None:
+    status, shown, found = answer(command, "--help")
+    assert status == 0
+    assert "--help" in shown
+    assert "--version" in shown
+    if command != "example_trainer/vllm_api_server.py":  # vLLM's parser has its own --config
+        assert "--config FILE" in shown
+        assert "--dry-run" in shown
+    assert found["loaded"] == []
+    assert found["modules"] < 1300, "a second of CPU is about what this many modules take"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_version_is_one_line(command: str) -> None:
+    status, shown, found = answer(command, "--version")
+    assert status == 0
+    assert len(shown.splitlines()) == 1
+    assert shown.split()[-1][0].isdigit()
+    assert found["loaded"] == []
+
+
+def test_flags_are_grouped_and_switches_show_how_they_are_negated() -> None:
+    shown = answer("example_trainer/grpo.py", "--help")[1]
+    for text in ("\nOptimization:\n", "\nvLLM servers:\n", "--no-tensorboard", "--use-shared-memory", "--lora-r"):
+        assert text in shown
+
+
+@pytest.mark.parametrize("command", ENVIRONMENTS)
+def test_an_environment_s_help_names_its_commands(command: str) -> None:
+    shown = answer(command, "--help")[1]
+    for name in ("serve", "process", "evaluate"):
+        assert f"  {name} " in shown
+    assert "--env.no-use-wandb" in shown
