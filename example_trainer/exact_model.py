@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from example_trainer import exact_cuda
-from example_trainer.errors import TrainerError
 from example_trainer.exact_functions import Linear, PackedAttention
 from vllm_patching.batch_invariant import coverage, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
@@ -29,22 +28,19 @@ _overrides: list[torch.library.Library] = []  # torch functions that are vLLM's 
 
 
 def make_exact(model: PreTrainedModel, dtype: torch.dtype, tp_size: int = 1) -> None:
-    """Make `model` compute in `dtype` as vLLM does over `tp_size` ranks. Raises TrainerError naming what is not
-    covered.
+    """Make `model` compute in `dtype` as vLLM does over `tp_size` ranks. Raises NotInvariant,
+    naming what is not covered.
     """
     reason = coverage.why_not_exact(model.config, tp_size=tp_size, device=model.device.type)
     if model.device.type == "cuda" and dtype != torch.bfloat16:
         reason = reason or f"{str(dtype).removeprefix('torch.')} on CUDA, where vLLM's exact attention takes bfloat16"
     if reason:
-        raise TrainerError(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
-    try:
-        if model.device.type == "cuda":
-            _exchange_on_cuda(model, dtype)
-        else:
-            for name, module in model.named_modules():
-                _exchange(module, dtype, tp_size if _is_row_parallel(model, name) else 1)
-    except NotInvariant as error:
-        raise TrainerError(str(error)) from error
+        raise NotInvariant(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
+    if model.device.type == "cuda":
+        _exchange_on_cuda(model, dtype)
+    else:
+        for name, module in model.named_modules():
+            _exchange(module, dtype, tp_size if _is_row_parallel(model, name) else 1)
     model.set_attn_implementation(EXACT_ATTENTION)
 
 

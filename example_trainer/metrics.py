@@ -14,6 +14,7 @@ import msgspec
 
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.records import append_line
+from atroposlib.errors import loading, reading
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.batching import Batch
@@ -191,10 +192,8 @@ class TensorBoardSink:
     """Scalars `train/<key>` for TensorBoard."""
 
     def __init__(self, folder: Path) -> None:
-        try:
+        with loading("--tensorboard needs the package tensorboard", TrainerError, remedy="pip install tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise TrainerError("--tensorboard needs the package tensorboard: pip install tensorboard") from error
         self._writer = SummaryWriter(str(folder))
 
     def write(self, row: Row) -> None:
@@ -213,10 +212,8 @@ class WandbSink:
     """Weights & Biases, under the project and group that the environments are told too."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        try:
+        with loading("--use-wandb needs the package wandb", TrainerError, remedy="pip install wandb"):
             import wandb
-        except ImportError as error:
-            raise TrainerError("--use-wandb needs the package wandb: pip install wandb") from error
         self._run = wandb.init(
             project=config.wandb_project,
             group=config.wandb_group,
@@ -257,13 +254,10 @@ def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
     """The sinks the configuration asks for. Raises TrainerError for a package that is not installed, or a folder not
     to be written.
     """
-    try:
+    remedy = "set --log-dir, or free space"
+    with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy=remedy):
         config.log_dir.mkdir(parents=True, exist_ok=True)
         sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
-    except OSError as error:
-        raise TrainerError(
-            f"cannot keep metrics in {config.metrics_file}: {error.strerror}; set --log-dir, or free space"
-        ) from error
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
     if config.use_wandb:

@@ -27,11 +27,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.problems import Problem, arithmetic_problems
+from atroposlib.errors import one_line_errors
 from atroposlib.files import open_regular
 from atroposlib.grading import last_number
-from atroposlib.logs import print_error
 from example_trainer.errors import TrainerError
-from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
+from vllm_patching.batch_invariant.switch import switch_on
 
 KERNEL_CACHE_BLOCK = 32
 
@@ -304,14 +304,11 @@ def train(config: SimpleConfig) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line: 0 when trained, 1 with one line on stderr when not."""
+    """The command line: 0 when trained; exits with 1 and one line on stderr when not."""
     config = load_config(SimpleConfig, argv, prog="python -m example_trainer.simple_rl")
     disable_progress_bar()
-    try:
+    with one_line_errors("simple_rl"):
         print(f"Trained model: {train(config)}")
-    except (TrainerError, NotInvariant) as error:
-        print_error("simple_rl", error)
-        return 1
     return 0
 
 

@@ -15,12 +15,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from atroposlib.errors import AtroposError
+
 Group: TypeAlias = Any  # ProcessGroupGloo | ProcessGroupNCCL; PyTorch ships no complete stubs for them
 
 CHUNK_BYTES = 16 << 20  # of one broadcast; measured best for Gloo over loopback
 
 
-class TransportError(RuntimeError):
+class TransportError(AtroposError):
     """A peer died, went silent past its deadline, or could not be reached."""
 
 

@@ -41,10 +41,7 @@ class Rendezvous:
         self.address = address
         self._timeout_s = timeout_s
         self._listener: dist.TCPStore | None
-        try:
-            self._listener, self.port = transport.host_store(address, port, timeout_s)
-        except transport.TransportError as error:
-            raise BridgeError(str(error)) from error
+        self._listener, self.port = transport.host_store(address, port, timeout_s)
 
     def connection(self) -> dist.TCPStore:
         """A connection of its own, so that a wait on one link holds up no other."""

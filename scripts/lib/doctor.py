@@ -30,6 +30,7 @@ from pydantic import Field
 from atroposlib.config import load_config
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
+from example_trainer.memory import available_memory
 from example_trainer.modes import MODES, Broadcast, Mode
 from scripts.lib import doctor_checks as checks
 from scripts.lib.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
@@ -294,15 +295,6 @@ def resolve(host: str) -> str | None:
         return socket.gethostbyname(host)
     except OSError:
         return None
-
-
-def available_memory() -> int:
-    """What the machine has free, or a container's limit leaves."""
-    available = psutil.virtual_memory().available
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available
 
 
 def nearest_folder(path: Path) -> Path:

@@ -6,6 +6,8 @@ A vLLM process is one of several, started by vLLM itself: only the environment r
 import os
 from collections.abc import MutableMapping
 
+from atroposlib.errors import AtroposError
+
 SWITCH = "ATROPOS_BATCH_INVARIANT"
 # CPU: the attention kernel must not split a context by the number of threads. CUDA: vLLM's own mode, and the model
 # runner whose sampler computes log-probabilities by torch's log_softmax of logits over the temperature.
@@ -13,7 +15,7 @@ CPU_VARIABLES = {SWITCH: "1", "VLLM_CPU_ATTN_SPLIT_KV": "0"}
 CUDA_VARIABLES = {SWITCH: "1", "VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
-class NotInvariant(RuntimeError):
+class NotInvariant(AtroposError):
     """This process, machine or model cannot compute batch-invariantly; the message says why and what to do."""
 
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 
 from example_trainer import exact_cuda, exact_model, exactness
 from example_trainer.batching import make_batch
-from example_trainer.errors import TrainerError
 from example_trainer.exact_functions import Kernel, PackedAttention
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.policy import accumulate_gradients, token_logprobs, trained_hidden
@@ -273,15 +272,15 @@ def test_a_model_on_a_gpu_computes_with_the_kernels_for_gpus(monkeypatch: pytest
 def test_what_is_not_covered_on_a_gpu_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cuda(tiny_model(), monkeypatch)
     with pytest.raises(
-        TrainerError, match="does not cover float32 on CUDA, where vLLM's exact attention takes bfloat16"
+        NotInvariant, match="does not cover float32 on CUDA, where vLLM's exact attention takes bfloat16"
     ):
         exact_model.make_exact(model, torch.float32)
-    with pytest.raises(TrainerError, match="does not cover tensor parallelism over 2 ranks; on cuda at most 1"):
+    with pytest.raises(NotInvariant, match="does not cover tensor parallelism over 2 ranks; on cuda at most 1"):
         exact_model.make_exact(model, torch.bfloat16, tp_size=2)
     model.lm_head = torch.nn.Bilinear(1, 1, 1)
-    with pytest.raises(TrainerError, match="does not cover layers of type Bilinear"):
+    with pytest.raises(NotInvariant, match="does not cover layers of type Bilinear"):
         exact_model.make_exact(model, torch.bfloat16)
-    with pytest.raises(TrainerError, match="does not cover training on meta; covered are cpu and cuda"):
+    with pytest.raises(NotInvariant, match="does not cover training on meta; covered are cpu and cuda"):
         exact_model.make_exact(tiny_model("qwen3").to("meta"), torch.bfloat16)
 
 

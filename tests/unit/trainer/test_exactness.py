@@ -21,6 +21,7 @@ from example_trainer.packing import micro_batches
 from example_trainer.policy import accumulate_gradients, token_logprobs
 from tests.unit.trainer.fakes import FakeApi, RecordingBridge, as_records, item, model_folder, serve, tiny_model
 from vllm_patching.batch_invariant import kernels
+from vllm_patching.batch_invariant.switch import NotInvariant
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=64, head_dim=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=96
@@ -236,9 +237,9 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
     api.batch_invariant = False
     with pytest.raises(grpo.TrainerError, match="was started without it"):
         train(model, tmp_path, api)
-    with pytest.raises(grpo.TrainerError, match="does not cover tensor parallelism over 4 ranks"):
+    with pytest.raises(NotInvariant, match="does not cover tensor parallelism over 4 ranks"):
         make_exact(tiny_model(), torch.float32, tp_size=4)
-    with pytest.raises(grpo.TrainerError, match="does not cover rotary embedding 'dynamic'"):
+    with pytest.raises(NotInvariant, match="does not cover rotary embedding 'dynamic'"):
         make_exact(
             tiny_model(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), torch.float32
         )
@@ -248,7 +249,7 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
         config(model, tmp_path, weight_bridge_mode="lora_only")
     odd = tiny_model()
     odd.lm_head = torch.nn.Bilinear(1, 1, 1)
-    with pytest.raises(grpo.TrainerError, match="does not cover layers of type Bilinear"):
+    with pytest.raises(NotInvariant, match="does not cover layers of type Bilinear"):
         make_exact(odd, torch.float32)
 
 
