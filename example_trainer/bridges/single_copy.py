@@ -43,7 +43,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     fit beside them.
     """
     (vllm,) = vllm_clients(config)
-    status = vllm.wait_until_ready(config.vllm_start_timeout)
+    vllm.wait_until_ready(config.vllm_start_timeout)
     manifest = matching_manifest(vllm, shapes_of(dict(meta_model(source).named_parameters())))
     if any(tensor.dtype == "float16" for tensor in manifest.tensors):
         raise BridgeError(
@@ -60,7 +60,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
             raise BridgeError(
                 f"--device {device}: vLLM's weights are on {buffers[0].device}; give --device {buffers[0].device.type}"
             )
-        _check_memory(config, buffers, manifest, status.tp_size)
+        _check_memory(config, buffers, manifest)
         storage = SharedWeights(
             shared_tensors(workers, buffers, partial(_as_parameter, config.mode(SingleCopy).bf16_update))
         )
@@ -148,11 +148,11 @@ def _as_parameter(bf16_update: str, storage: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(storage)
 
 
-def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: Manifest, tp_size: int) -> None:
+def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: Manifest) -> None:
     """Of every device, for the ranks whose weights are there."""
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         ranks = sum(buffer.device == device for buffer in buffers)
-        sizes = [(math.prod(tensor.shape) * ranks // tp_size, tensor.dtype) for tensor in manifest.tensors]
+        sizes = [(math.prod(tensor.shape) * ranks // manifest.tp_size, tensor.dtype) for tensor in manifest.tensors]
         count = sum(size for size, _ in sizes)
         halves = sum(size for size, dtype in sizes if dtype == "bfloat16")
         check_memory(needs(Weights(count, count, halves, shared=True), config), config, device)

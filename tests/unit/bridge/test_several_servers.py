@@ -75,6 +75,14 @@ def test_all_servers_serve_one_version_whatever_their_tensor_parallel_sizes(
     assert [server.session for server in servers] == [None, None]
 
 
+def test_before_there_is_a_model_no_server_is_asked_for_anything(model: str, servers: list[FakeVllmServer]) -> None:
+    prepared = broadcast.prepare(config_to(model, *(server.port for server in servers)), model, CPU)
+    assert not hasattr(prepared, "sync")
+    assert prepared.storage is None
+    assert [server.sessions for server in servers] == [0, 0]
+    prepared.close()
+
+
 def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmServer]) -> None:
     bridge = bridge_to(model, *servers)
     synced(bridge, 0)

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from atroposlib.wire.bridge import Manifest, WireTensor
 from example_trainer import grpo, memory
-from example_trainer.bridges import Prepared
+from example_trainer.bridges import Prepared, single_copy
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.memory import Weights, check_memory, check_model, memory_table, needs, one_line_when_out_of_memory
@@ -92,6 +93,22 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_loaded_or_reach
         grpo.run(settings, reached)
     monkeypatch.setattr(memory, "available_memory", lambda: free + (1 << 20))
     check_model(settings, CPU)
+
+
+@pytest.mark.parametrize(("tp_size", "too_little"), [(1, 6), (2, 6)])
+def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
+    tp_size: int, too_little: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks are on one CPU: together they hold the weights once."""
+    manifest = Manifest("m", tp_size, 4 * MILLION, (WireTensor("a", (MILLION,), "float32", "a", 0),))
+    buffers = [torch.empty(0)] * tp_size
+    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000)
+    with pytest.raises(
+        TrainerError, match=rf"beside the shared weights, 10 MB are free \({too_little} MB too little\)"
+    ):
+        single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
+    monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000 + too_little * 1_000_000)
+    single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
 
 
 def test_an_adapter_costs_its_own_gradients_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
