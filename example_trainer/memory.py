@@ -125,7 +125,7 @@ def free_bytes(device: "torch.device") -> int:
 
 def available_memory() -> int:
     """What the machine has free, or a container's limit leaves."""
-    available = psutil.virtual_memory().available
+    available: int = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"
     if limit.is_file() and (text := limit.read_text().strip()) != "max":
         available = min(available, int(text) - int((CGROUP / "memory.current").read_text()))

@@ -106,7 +106,7 @@ def _whole(
     return SharedTensor(shard.name, dim, shape, tuple(pieces))
 
 
-def bind(model: PreTrainedModel, tensors: dict[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
+def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradient_checkpointing: bool) -> None:
     """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared
     before.
     """
