@@ -127,10 +127,10 @@ class APIServer(InferenceCalls):
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
         """Set `server_healthy`, once or again and again. It starts with the first probe."""
 
-    async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
+    async def _chat_completion_wrapper(self, **kwargs: Any) -> "ChatCompletion":
         raise NotImplementedError(f"{type(self).__name__} has no chat completions")
 
-    async def _completion_wrapper(self, **kwargs: Any) -> Completion:
+    async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
         raise NotImplementedError(f"{type(self).__name__} has no text completions")
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
