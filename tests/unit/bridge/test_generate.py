@@ -72,10 +72,14 @@ async def test_a_sequence_names_the_first_and_the_last_version_of_its_tokens(
     monkeypatch.setattr(compat, "VERSION", Version("0.32"))
     engine = FakeEngine(1)
     engine.output = output(sequence([7], *versions))
-    async with serving(engine, tensor_parallel_size=1) as client:
-        engine.ranks[0].status.state = "joined"
+    async with serving(engine) as client:
         await opened(client, world_size=2)
-        await committed(client, engine, 2)
+        await committed(client, engine, 1)
+
+        async def sync() -> None:
+            await committed(client, engine, 2)
+
+        engine.during["generate"] = sync
         reply = await client.post("/generate", json={"prompt": PROMPT})
     assert reply.json()["policy_versions"] == [expected]
 
@@ -102,16 +106,17 @@ async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s
 
 async def test_what_a_poisoned_engine_gave_up_is_refused_with_the_reason() -> None:
     engine = FakeEngine(1)
-    engine.output = output(sequence([7], 1, finish_reason="abort"))
+    engine.output = output(sequence([7], 1), sequence([8], 1, finish_reason="abort"))
     async with serving(engine) as client:
-        assert (await client.post("/generate", json={"prompt": PROMPT})).json()["finish_reasons"] == ["abort"]
+        reply = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
+        assert reply.json()["finish_reasons"] == ["stop", "abort"]
         await opened(client, world_size=2)
 
         async def fence() -> None:
             await client.post("/v1/bridge/fence", json={"session": "a", "reason": "too slow"})
 
         engine.during["generate"] = fence
-        reply = await client.post("/generate", json={"prompt": PROMPT})
+        reply = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
     assert reply.status_code == 503
     assert reply.json()["error"]["message"].startswith("too slow")
 
