@@ -105,7 +105,31 @@ def test_the_trainer_knows_every_flag_that_it_is_given(script: str) -> None:
     words = settings(script)["trainer"].split(" ", 2)[2]
     words = re.sub(r"(--vllm-flags=)(.*?) (?=--model-name)", r"'\1\2' ", words)  # one word, of several flags
     config, _ = resolve_config(TrainerConfig, shlex.split(words), prog="grpo")
-    assert config.training_steps == 100
+    assert f"--weight-bridge-mode {type(config.bridge).typed}" == MODES[script]
+    shared = {
+        "model_name": "/quickstart",
+        "training_steps": 100,
+        "batch_size": 8,
+        "gradient_accumulation_steps": 8,
+        "adam_betas": (0.9, 0.95),
+        "seq_len": 1024,
+        "lr": 1e-4 if "lora" in script else 1e-6,
+        "seed": 1,
+        "atropos_url": "http://127.0.0.1:8000",
+        "vllm_host": "127.0.0.1",
+        "vllm_port": 9001,
+        "vllm_start_timeout": 1800,
+        "checkpoint_interval": 20,
+        "save_path": Path("/run/checkpoints"),
+        "log_dir": Path("/run"),
+        "metrics_path": Path("/run/metrics.jsonl"),
+    }
+    assert {name: getattr(config, name) for name in shared} == shared
+    own: dict[str, object] = {"r": 16, "alpha": 32} if "lora" in script else {}
+    if "restart" in script:
+        flags = "--max-model-len 1024 --dtype float32 --block-size 32 --max-num-seqs 64 --seed 1"
+        own |= {"restart_interval": 10, "vllm_flags": flags}
+    assert {name: getattr(config.bridge, name) for name in own} == own
 
 
 @pytest.mark.parametrize("script", ["quickstart.sh", "run_gsm8k_broadcast.sh"])
