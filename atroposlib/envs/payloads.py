@@ -144,8 +144,8 @@ def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, 
     if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
         return f"all scores are {group['scores'][0]:g}"
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)
-    if 0 < max_token_len <= longest:
-        return f"a sequence of {longest} tokens reaches the trainer's limit of {max_token_len}"
+    if 0 < max_token_len < longest:
+        return f"a sequence of {longest} tokens exceeds the trainer's limit of {max_token_len} (--seq-len)"
     return None
 
 

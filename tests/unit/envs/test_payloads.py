@@ -77,9 +77,10 @@ def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: st
     assert reason in (reject(candidate) or "")
 
 
-def test_length_limit_is_exclusive_and_can_be_off() -> None:
-    assert reject(group(), max_token_len=4) is None
-    assert "reaches the trainer's limit of 3" in (reject(group(), max_token_len=3) or "")
+def test_a_sequence_as_long_as_the_limit_is_sent_and_the_limit_can_be_off() -> None:
+    assert max(len(tokens) for tokens in group()["tokens"]) == 3
+    assert reject(group(), max_token_len=3) is None
+    assert "a sequence of 3 tokens exceeds the trainer's limit of 2" in (reject(group(), max_token_len=2) or "")
     assert reject(group(), max_token_len=-1) is None
 
 
