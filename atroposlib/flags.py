@@ -188,16 +188,13 @@ def _parser(
     general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
     sections = {key.section: parser.add_argument_group(key.section) for key in keys}
     for key in keys:
-        text = {"dest": ".".join(key.path), "help": _help(key, defaults)}
-        if key.negations:
-            sections[key.section].add_argument(
-                *key.flags, nargs="?", const=True, metavar=", ".join(["[BOOL]", *key.negations]), **text
-            )
-            sections[key.section].add_argument(
-                *key.negations, dest=text["dest"], action="store_const", const=False, help=argparse.SUPPRESS
-            )
-        else:
-            sections[key.section].add_argument(*key.flags, action="append", metavar=_placeholder(key), **text)
+        section, path, text = sections[key.section], ".".join(key.path), _help(key, defaults)
+        if not key.negations:
+            section.add_argument(*key.flags, dest=path, action="append", metavar=_placeholder(key), help=text)
+            continue
+        shown = ", ".join(["[BOOL]", *key.negations])
+        section.add_argument(*key.flags, dest=path, nargs="?", const=True, metavar=shown, help=text)
+        section.add_argument(*key.negations, dest=path, action="store_const", const=False, help=argparse.SUPPRESS)
     return parser
 
 

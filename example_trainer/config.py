@@ -15,7 +15,7 @@ from pydantic import AliasChoices, BaseModel, Field, SecretStr, field_validator,
 from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.names import Name
 from example_trainer.inference_servers import VllmServers
-from example_trainer.modes import AnyBridge, Mode, Restart, choose
+from example_trainer.modes import AnyBridge, Mode, choose
 from example_trainer.objectives import Loss
 
 M = TypeVar("M", bound=Mode)
@@ -180,7 +180,7 @@ class SyncSettings(Config):
             "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
         ),
     )
-    bridge: AnyBridge = Field(default_factory=Restart, description="how new weights reach vLLM (modes.py)")
+    bridge: AnyBridge = Field(description="how new weights reach vLLM; `modes.choose` fills it in")
 
 
 class OutputSettings(Config):
