@@ -20,6 +20,8 @@ class Message(TypedDict):
 
 
 MessageHistory = list[Message]
+# The same as templates and servers take it, with whatever keys a tokenizer knows.
+Messages = list[dict[str, Any]]
 
 
 class AgentStep(TypedDict, total=False):

@@ -26,6 +26,7 @@ from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import compute
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -91,7 +92,7 @@ class CalculatorEnv(QuestionEnv):
             pass
         return question
 
-    def prompt(self, item: Question) -> list[dict[str, Any]]:
+    def prompt(self, item: Question) -> Messages:
         """The question, and how to call the calculator."""
         return [
             {"role": "system", "content": SYSTEM_PROMPT},

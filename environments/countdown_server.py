@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -23,6 +22,7 @@ from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import ExpressionError, compute
+from atroposlib.type_definitions import Messages
 
 SYSTEM_PROMPT = (
     "You are a helpful assistant. You first think about the reasoning process in the mind and then provide the user "
@@ -89,7 +89,7 @@ class CountdownEnv(QuestionEnv):
             pass
         return puzzle
 
-    def prompt(self, item: Puzzle) -> list[dict[str, Any]]:
+    def prompt(self, item: Puzzle) -> Messages:
         """The seed's wording: thoughts in <think>, the equation in <answer>."""
         rule = "must be used exactly" if self.config.use_all_numbers else "can only be used"
         question = (

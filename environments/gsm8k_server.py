@@ -26,6 +26,7 @@ from atroposlib.envs.problems import (
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, Rollout, Scored
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, last_number
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -118,7 +119,7 @@ class GSM8kEnv(QuestionEnv):
         """The training set again and again, each time in another order."""
         return self.stream[number]
 
-    def prompt(self, item: Problem) -> list[dict[str, Any]]:
+    def prompt(self, item: Problem) -> Messages:
         """The question, under `boxed` with the request to write the result in a box."""
         question = {"role": "user", "content": item.question}
         return [{"role": "system", "content": BOXED_PROMPT}, question] if self.boxed else [question]

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import Any
 
 from pydantic import Field, model_validator
 
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import extract_tagged
+from atroposlib.type_definitions import Messages
 
 ONSETS = ("b", "br", "c", "ch", "d", "f", "g", "gr", "l", "m", "n", "p", "r", "s", "st", "t", "tr", "v")
 VOWELS = ("a", "e", "ee", "i", "o", "oo", "ou", "u")
@@ -75,7 +75,7 @@ class LetterCountingEnv(QuestionEnv):
         candidates = (self._question(generator) for _ in range(100))
         return next((question for question in candidates if question not in self.held_out), self._question(generator))
 
-    def prompt(self, item: Question) -> list[dict[str, Any]]:
+    def prompt(self, item: Question) -> Messages:
         """The question, and where to put the count."""
         question = (
             f"How many times does the letter '{item.letter}' occur in the word '{item.word}'? Spell the word first,"

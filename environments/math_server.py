@@ -20,6 +20,7 @@ from atroposlib.envs.problems import Fields, Problem, ProblemSet, hub_problem_se
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -83,7 +84,7 @@ class MathEnv(QuestionEnv):
             self._epoch, self._order = epoch, Random(f"{self.config.seed} {epoch}").sample(self.train, len(self.train))
         return self._order[place]
 
-    def prompt(self, item: Problem) -> list[dict[str, Any]]:
+    def prompt(self, item: Problem) -> Messages:
         """The problem, and where to put the result."""
         return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item.question}]
 

@@ -27,6 +27,7 @@ from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.envs.run import run_of
 from atroposlib.grading import extract_tagged
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -127,7 +128,7 @@ class ReasoningGymEnv(QuestionEnv):
             raise DataError(f"{problem}; correct its task_options, or leave it out")
         return Task(name, index, reply["question"])
 
-    def prompt(self, item: Task) -> list[dict[str, Any]]:
+    def prompt(self, item: Task) -> Messages:
         """The entry's question, and where to put the answer."""
         return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item.question}]
 

@@ -39,6 +39,7 @@ from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
+JsonObject = dict[str, Any]
 log = get_logger(__name__)
 
 DEFAULT_MAX_TOKENS = 1024
@@ -68,7 +69,7 @@ class ChatRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | None = None
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """What `ManagedServer.chat_completion` is called with."""
         limit = self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
         given = self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True)
@@ -86,7 +87,7 @@ class Session:
     used_at: float = field(default_factory=time.monotonic)
     uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
 
-    def description(self, model_name: str) -> dict[str, Any]:
+    def description(self, model_name: str) -> JsonObject:
         """Its entry in /sessions."""
         about = {"uuid": self.uuid, "model_name": model_name, "tool_parser": self.tool_parser}
         return about | {"base_url": self.base_url, "created_at": self.created_at}
@@ -174,15 +175,15 @@ def create_app(
         return _error(400 if isinstance(error, PermanentServerError) else 502, str(error))
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> JsonObject:
         return {"status": "ok", "model": model_name, "sessions": len(sessions.by_id)}
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JsonObject:
         return {"object": "list", "data": [{"id": model_name, "object": "model", "owned_by": "atropos"}]}
 
     @app.get("/servers")
-    async def servers() -> dict[str, Any]:
+    async def servers() -> JsonObject:
         known = [
             {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
             for server in server_manager.servers
@@ -190,15 +191,15 @@ def create_app(
         return {"servers": known}
 
     @app.get("/sessions")
-    async def list_sessions() -> dict[str, Any]:
+    async def list_sessions() -> JsonObject:
         return {"sessions": [session.description(model_name) for session in sessions.by_id.values()]}
 
     @app.post("/sessions/create")
-    async def create_session(request: SessionRequest) -> dict[str, Any]:
+    async def create_session(request: SessionRequest) -> JsonObject:
         return sessions.create(request).description(model_name)
 
     @app.post("/{session_id}/v1/chat/completions")
-    async def chat(session_id: str, request: ChatRequest) -> dict[str, Any]:
+    async def chat(session_id: str, request: ChatRequest) -> JsonObject:
         managed = sessions.get(session_id).managed
         _require_messages(request)
         try:
@@ -208,7 +209,7 @@ def create_app(
         return reply.model_dump(exclude_none=True) | {"model": model_name}
 
     @app.post("/{session_id}/v1/chat/completions/render")
-    async def render(session_id: str, request: ChatRequest) -> dict[str, Any]:
+    async def render(session_id: str, request: ChatRequest) -> JsonObject:
         managed = sessions.get(session_id).managed
         _require_messages(request)
         text = managed.render(request.messages, request.tools)
@@ -216,11 +217,11 @@ def create_app(
         return {"prompt_text": text, "token_ids": ids, "num_tokens": len(ids)}
 
     @app.get("/{session_id}/nodes")
-    async def nodes(session_id: str) -> dict[str, Any]:
+    async def nodes(session_id: str) -> JsonObject:
         return {"nodes": [node.model_dump() for node in sessions.get(session_id).managed.current_nodes]}
 
     @app.delete("/{session_id}")
-    async def delete(session_id: str) -> dict[str, Any]:
+    async def delete(session_id: str) -> JsonObject:
         sessions.get(session_id).managed.reset()
         del sessions.by_id[session_id]
         return {"status": "deleted", "uuid": session_id}

@@ -18,6 +18,7 @@ from msgspec import to_builtins
 
 from atroposlib.envs import checkpoints
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem, group_items
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
@@ -190,13 +191,13 @@ class BaseEnv(ABC):
         """Open a W&B run if the configuration wants one and the trainer has named a project."""
         await self._env_run.open_wandb()
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Write `wandb_metrics` and those of the framework since the last call. An override adds its own and calls
         this.
         """
         await self._env_run.write_metrics(wandb_metrics or {})
 
-    def perf_stats(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def perf_stats(self, metrics: Metrics) -> Metrics:
         """`metrics` with the durations of items since the last call."""
         return metrics | {f"train_perf/{key}": value for key, value in self._env_run.durations.take().items()}
 
@@ -210,7 +211,7 @@ class BaseEnv(ABC):
         self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
-    async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
+    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
         """`wandb_metrics` with the kept samples as a table."""
         if not self._env_run.wandb_is_open or not self.rollouts_for_wandb:
             return wandb_metrics
@@ -225,7 +226,7 @@ class BaseEnv(ABC):
 
     async def evaluate_log(
         self,
-        metrics: dict[str, Any],
+        metrics: Metrics,
         task_name: str | None = None,
         model_name: str | None = None,
         start_time: float | None = None,

@@ -23,6 +23,9 @@ log = get_logger(__name__)
 WANDB_START_LIMIT_S = 60
 DURATIONS_KEPT = 1000
 
+# By name: numbers, and whatever else W&B takes.
+Metrics = dict[str, Any]
+
 
 class Sink(Protocol):
     """Something that takes the figures of a step."""

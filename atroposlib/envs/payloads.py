@@ -43,6 +43,10 @@ SAMPLING = {"temperature", "top_p", "top_k"}
 WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "generation_params", "overrides", "group_overrides")
 
 
+# What a trainer does otherwise for a sequence or a group: temperature, top_p, set_advantage_to_zero, ...
+Overrides = dict[str, Any]
+
+
 class ScoredDataGroup(TypedDict, total=False):
     """Several samples of one item; tokens, masks and scores are required."""
 
@@ -52,10 +56,10 @@ class ScoredDataGroup(TypedDict, total=False):
     advantages: list[list[float]] | None
     ref_logprobs: list[list[float]] | None
     messages: list[list[Message]] | None
-    generation_params: dict[str, Any] | None
+    generation_params: Overrides | None
     inference_logprobs: list[list[float]] | None
-    group_overrides: dict[str, Any] | None
-    overrides: list[dict[str, Any]] | None
+    group_overrides: Overrides | None
+    overrides: list[Overrides] | None
     images: Any
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
@@ -71,10 +75,10 @@ class ScoredDataItem(TypedDict, total=False):
     advantages: list[float] | None
     ref_logprobs: list[float] | None
     messages: list[Message] | None
-    generation_params: dict[str, Any] | None
+    generation_params: Overrides | None
     inference_logprobs: list[float] | None
-    group_overrides: dict[str, Any] | None
-    overrides: dict[str, Any] | None
+    group_overrides: Overrides | None
+    overrides: Overrides | None
     images: Any
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None

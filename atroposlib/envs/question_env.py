@@ -20,11 +20,13 @@ from pydantic import Field
 from atroposlib.envs.base_env import BaseEnv
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import Unscored
+from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.sequence_book import SequenceNode
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 
 log = get_logger(__name__)
 
@@ -37,7 +39,7 @@ class Rollout:
     """One sampled answer: its text, the conversation up to and with it, and the tokens as they were sampled."""
 
     text: str
-    messages: list[dict[str, Any]]
+    messages: Messages
     node: SequenceNode
 
 
@@ -89,7 +91,7 @@ class QuestionEnv(BaseEnv):
         """Question `number` (0, 1, ...); always the same for the same number and `config.seed`."""
 
     @abstractmethod
-    def prompt(self, item: Item) -> list[dict[str, Any]]:
+    def prompt(self, item: Item) -> Messages:
         """The messages that ask `item`; if the last one is the assistant's, the model goes on with it."""
 
     @abstractmethod
@@ -113,7 +115,7 @@ class QuestionEnv(BaseEnv):
         self.taken += 1
         return await self.training_item(self.taken - 1)
 
-    def conversation(self, item: Item) -> list[dict[str, Any]]:
+    def conversation(self, item: Item) -> Messages:
         """`prompt(item)`, under `thinking_mode` with the request to think first."""
         messages = self.prompt(item)
         if not self.config.thinking_mode:
@@ -186,7 +188,7 @@ class QuestionEnv(BaseEnv):
         by_outcome = {outcome: counts[outcome] for outcome in self.outcomes}
         return {**shares, "correct": right, "total": total, "unscored": len(scored) - total, **by_outcome}
 
-    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Add the scores since the last call."""
         scored, self.scored = self.scored, []
         metrics = dict(wandb_metrics or {})
@@ -211,7 +213,7 @@ class QuestionEnv(BaseEnv):
         await super()._release()
 
 
-def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     """`messages` and the assistant's `text`, which continues the last message if that is the assistant's already."""
     said = [dict(message) for message in messages]
     if said[-1]["role"] == "assistant":

@@ -10,13 +10,13 @@ and its default methods work on it; `serve.py`, `process.py` and the command `ev
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from atroposlib.clients.batching_api import ApiRefused
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
-from atroposlib.envs.metrics import Durations, JsonlSink, Sink, length_metrics, open_wandb
+from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, Sink, length_metrics, open_wandb
 from atroposlib.envs.pacing import evaluation_interval
 from atroposlib.envs.payloads import (
     Item,
@@ -64,7 +64,7 @@ class EnvRun:
         self._rejected_in_row = 0
         self._unscored_in_row = 0
         self.durations = Durations()
-        self.eval_results: dict[str, Any] = {}
+        self.eval_results: Metrics = {}
 
         path = env.config.metrics_path
         self.sinks: list[Sink] = [JsonlSink(Path(path))] if path else []
@@ -255,7 +255,7 @@ class EnvRun:
             self.sinks.append(sink)
             self.wandb_is_open = True
 
-    async def write_metrics(self, metrics: dict[str, Any]) -> None:
+    async def write_metrics(self, metrics: Metrics) -> None:
         """Write `metrics`, and those of the framework since the last call."""
         env = self.env
         own = await env.create_rollout_table(dict(metrics))

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import SampledTokens, TokensAndLogprobs, merge_samples
+from atroposlib.envs.server_handling.sampling import (
+    Arguments,
+    PromptLogprobs,
+    SampledTokens,
+    TokensAndLogprobs,
+    merge_samples,
+)
 from atroposlib.groups import Untrainable, check_sampled
 
 if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
@@ -72,7 +78,7 @@ class InferenceCalls(ABC):
         """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
         return (await self.sample_tokens(split=split, **arguments)).as_tuple()
 
-    async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> dict[str, Any]:
+    async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> PromptLogprobs:
         """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
 
         Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k]: the prompt's
@@ -85,12 +91,12 @@ class InferenceCalls(ABC):
 
     async def _in_parts(
         self,
-        arguments: dict[str, Any],
+        arguments: Arguments,
         what: str,
-        request: "Callable[[APIServer, dict[str, Any]], Awaitable[T]]",
+        request: "Callable[[APIServer, Arguments], Awaitable[T]]",
         split: Split,
     ) -> list[T]:
-        async def one_part(part: dict[str, Any]) -> T:
+        async def one_part(part: Arguments) -> T:
             return await self._run(what, lambda server: request(server, part), split)
 
         sizes = split_count(arguments.get("n") or 1, self.max_n_completions)
@@ -99,7 +105,7 @@ class InferenceCalls(ABC):
         return await gather_or_cancel([one_part({**arguments, "n": size}) for size in sizes])
 
 
-async def _sampled(server: "APIServer", arguments: dict[str, Any]) -> SampledTokens:
+async def _sampled(server: "APIServer", arguments: Arguments) -> SampledTokens:
     """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
     samples = await server.request_tokens(arguments)
     for sequence in samples.sequences:

@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.dispatch import Split
 from atroposlib.envs.server_handling.dummy_managed_server import DummyManagedServer
 from atroposlib.envs.server_handling.managed_server_adapter import ManagedServerAdapter
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.sequence_book import (
     ListBook,
     Prompt,
@@ -168,7 +168,7 @@ class ManagedServer:
         top_k: int = 1,
         n: int = 1,
         split: Split = "train",
-    ) -> dict[str, Any]:
+    ) -> PromptLogprobs:
         """The server's log-probabilities of a conversation, a text or ids (exactly one of them); makes no node. `n`
         can only be 1.
         """
@@ -205,7 +205,7 @@ class ManagedServer:
         return text
 
     async def _sample(
-        self, text: str, n: int, split: Split, sampling: dict[str, Any], *, templated: bool, shows_special: bool = False
+        self, text: str, n: int, split: Split, sampling: Arguments, *, templated: bool, shows_special: bool = False
     ) -> tuple[Prompt, SampledTokens, list[str]]:
         """Sample n continuations of `text`, keep them as nodes, and return them with their visible texts."""
         if sampling.get("stream"):

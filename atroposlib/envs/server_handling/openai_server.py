@@ -3,7 +3,7 @@ itself.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import aiohttp
 import openai
@@ -22,7 +22,7 @@ from atroposlib.envs.server_handling.errors import (
     status_error,
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
-from atroposlib.envs.server_handling.sampling import SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.logs import get_logger
@@ -108,28 +108,26 @@ class OpenAIServer(APIServer):
         except aiohttp.ClientError as error:
             return f"{self.health_url}: {describe(error)}"
 
-    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+    async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         return merge_chat(await self._with_n(self.chat_arguments(arguments), self._send_chat))
 
-    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+    async def request_completion(self, arguments: Arguments) -> Completion:
         return merge_completions(
             await self._with_n({**arguments, "model": self.config.model_name}, self._send_completion)
         )
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         raise NotImplementedError(f"{self.name}: server_type 'openai' gives no token ids; use server_type 'vllm'")
 
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         raise NotImplementedError(
             f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'"
         )
 
-    async def _with_n(
-        self, arguments: dict[str, Any], send: Callable[[dict[str, Any]], Awaitable[Reply]]
-    ) -> list[Reply]:
+    async def _with_n(self, arguments: Arguments, send: Callable[[Arguments], Awaitable[Reply]]) -> list[Reply]:
         """Replies that hold n choices together, whether or not the server heeds n."""
         n: int = arguments.get("n") or 1
-        single: dict[str, Any] = {key: value for key, value in arguments.items() if key != "n"}
+        single: Arguments = {key: value for key, value in arguments.items() if key != "n"}
         if n == 1:
             return [await send(single)]
         if self._n_is_ignored:
@@ -143,13 +141,13 @@ class OpenAIServer(APIServer):
         rest: list[Reply] = await gather_or_cancel([send(single) for _ in range(missing)])
         return [first] + rest  # noqa: RUF005  mypy infers the element type of a sum only
 
-    async def _send_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+    async def _send_chat(self, arguments: Arguments) -> ChatCompletion:
         try:
             return await self.sdk.chat.completions.create(**arguments)
         except openai.OpenAIError as error:
             raise self._translate(error) from error
 
-    async def _send_completion(self, arguments: dict[str, Any]) -> Completion:
+    async def _send_completion(self, arguments: Arguments) -> Completion:
         try:
             return await self.sdk.completions.create(**arguments)
         except openai.OpenAIError as error:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, field_validator, model_validator
 
 from atroposlib.config import Config
+from atroposlib.envs.server_handling.sampling import Arguments
 
 OPENAI_URL = "https://api.openai.com/v1"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -72,7 +73,7 @@ class ReasoningConfig(Config):
             reasoning["max_tokens"] = self.max_tokens
         return {"reasoning": reasoning}
 
-    def chat_arguments(self, arguments: dict[str, Any], base_url: str) -> dict[str, Any]:
+    def chat_arguments(self, arguments: Arguments, base_url: str) -> Arguments:
         """The arguments of a chat request with reasoning asked for, in the dialect of the server at `base_url`."""
         if not self.enabled:
             return arguments

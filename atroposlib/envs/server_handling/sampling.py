@@ -4,9 +4,20 @@ it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
+# What a call is given, in the words of OpenAI's API.
+Arguments = dict[str, Any]
 # (prompt tokens, output tokens per sequence, log-probabilities per sequence, finish reason per sequence)
 TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[str]]
+
+
+class PromptLogprobs(TypedDict):
+    """The token at each position of a prompt, and the likeliest ones there, see `InferenceCalls.get_logprobs`."""
+
+    prompt_tokens: list[int]
+    prompt_topk_token_ids: list[list[int]]
+    prompt_topk_logprobs: list[list[float]]
 
 
 @dataclass(frozen=True, slots=True)

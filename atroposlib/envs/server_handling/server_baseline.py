@@ -14,7 +14,7 @@ from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPo
 from atroposlib.envs.server_handling.errors import PermanentServerError, RetryableServerError, ServerError, describe
 from atroposlib.envs.server_handling.health import HealthMonitor
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.server_handling.stats import RequestStats
 
@@ -93,15 +93,15 @@ class APIServer(InferenceCalls):
             return f"{self.name}: {describe(error)}"
         return None if self._said_healthy else f"{self.name}: check_server_status_task finds it unhealthy"
 
-    async def request_chat(self, arguments: dict[str, Any]) -> "ChatCompletion":
+    async def request_chat(self, arguments: Arguments) -> "ChatCompletion":
         """One chat completion request."""
         return await self._hooked(self._chat_completion_wrapper, self.chat_arguments(arguments))
 
-    async def request_completion(self, arguments: dict[str, Any]) -> "Completion":
+    async def request_completion(self, arguments: Arguments) -> "Completion":
         """One text completion request."""
         return await self._hooked(self._completion_wrapper, arguments)
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         """One request for sampled token ids. Raises NotImplementedError where the protocol has none."""
         prompt, *sequences = await self._hooked(self._tokens_and_logprobs_completion_wrapper, arguments)
         sampled = []
@@ -111,11 +111,11 @@ class APIServer(InferenceCalls):
             sampled.append(SampledSequence(tokens, logprobs, reason["type"] if isinstance(reason, dict) else reason))
         return SampledTokens(prompt, sampled)
 
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
         return await self._hooked(self._get_logprobs_wrapper, arguments)
 
-    def chat_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def chat_arguments(self, arguments: Arguments) -> Arguments:
         """`arguments` with the model and what the reasoning configuration adds."""
         prepared = {**arguments, "model": self.config.model_name}
         if prepared.pop("skip_reasoning", False):
@@ -137,10 +137,10 @@ class APIServer(InferenceCalls):
         """(prompt tokens, output tokens, their log-probabilities, finish reasons), the last three a sequence each."""
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> PromptLogprobs:
         raise NotImplementedError(f"{type(self).__name__} gives no prompt log-probabilities")
 
-    async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: dict[str, Any]) -> T:
+    async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: Arguments) -> T:
         try:
             return await hook(**{**arguments, "model": self.config.model_name})
         except (ServerError, NotImplementedError):

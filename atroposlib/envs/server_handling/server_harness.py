@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 
 Messages = Sequence[Mapping[str, Any]]
@@ -84,13 +84,13 @@ class ServerHarness(APIServer):
     def tokenizer_id(self) -> str:
         return self.model_name
 
-    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+    async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         return _reply(self._chats, _chat_key(arguments["messages"]))
 
-    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+    async def request_completion(self, arguments: Arguments) -> Completion:
         return _reply(self._completions, arguments["prompt"])
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         return _reply(self._tokens, arguments.get("prompt") or str(arguments["input_ids"]))
 
 

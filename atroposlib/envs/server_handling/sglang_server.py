@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_ALIASES, SETTLED, VLLMServer
 
 # (log-probability, or None for the first token of a prompt; token id; text)
@@ -46,7 +46,7 @@ class SGLangServer(VLLMServer):
 
     supports_token_ids: ClassVar[bool] = True
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         n = arguments.get("n") or 1
         ids, sampling = await self._prompt_ids(arguments), sampling_params(arguments)
         sequences = await self._sequences({"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
@@ -54,7 +54,7 @@ class SGLangServer(VLLMServer):
             raise PermanentServerError(f"{self.generate_url} was asked for {n} sequences and gave {len(sequences)}")
         return SampledTokens(ids, [self._sampled(sequence.meta_info) for sequence in sequences])
 
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         top_k = arguments.get("top_k", 1)
         ids = await self._prompt_ids(arguments)
         body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
@@ -78,11 +78,11 @@ class SGLangServer(VLLMServer):
             "prompt_topk_logprobs": [list(position.values()) for position in ranked],
         }
 
-    async def _prompt_ids(self, arguments: dict[str, Any]) -> list[int]:
+    async def _prompt_ids(self, arguments: Arguments) -> list[int]:
         ids: list[int] = (await self._body(arguments))["prompt"]["prompt_token_ids"]
         return ids
 
-    async def _sequences(self, body: dict[str, Any]) -> list[Sequence]:
+    async def _sequences(self, body: Arguments) -> list[Sequence]:
         shape: Any = list[Sequence] | Sequence
         reply: list[Sequence] | Sequence = self._decode(await self._generate(body), shape)
         return reply if isinstance(reply, list) else [reply]
@@ -103,7 +103,7 @@ class SGLangServer(VLLMServer):
         )
 
 
-def sampling_params(arguments: dict[str, Any]) -> dict[str, Any]:
+def sampling_params(arguments: Arguments) -> Arguments:
     """The sampling parameters of a call in SGLang's words."""
     limits = [arguments[name] for name in ("max_tokens", *MAX_TOKENS_ALIASES) if arguments.get(name) is not None]
     given = {

@@ -18,6 +18,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
 from atroposlib.config import nearest
+from atroposlib.type_definitions import Messages
 
 # Environments ask for this before they parse tool calls; here it takes no vLLM.
 VLLM_AVAILABLE = True
@@ -144,7 +145,7 @@ class ToolCallTranslator:
                 texts.append(text)
         return "\n".join(texts)
 
-    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def convert_messages_for_template(self, messages: Sequence[Mapping[str, Any]]) -> Messages:
         """`messages` with tool calls as the text of their message."""
         return [self._as_text(message) if message.get("tool_calls") else dict(message) for message in messages]
 

@@ -19,7 +19,7 @@ from openai.types.chat.chat_completion import Choice
 
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.errors import PermanentServerError
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
 
@@ -55,7 +55,7 @@ class TrlVllmServer(VLLMServer):
     def generate_url(self) -> str:
         return f"{self.root_url}/generate/"
 
-    async def request_chat(self, arguments: dict[str, Any]) -> ChatCompletion:
+    async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         tokenizer = await self._tokenizer()
         reply = await self._reply(
             render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools")), arguments
@@ -76,7 +76,7 @@ class TrlVllmServer(VLLMServer):
             choices=choices,
         )
 
-    async def request_completion(self, arguments: dict[str, Any]) -> Completion:
+    async def request_completion(self, arguments: Arguments) -> Completion:
         tokenizer = await self._tokenizer()
         reply = await self._reply(arguments["prompt"], arguments)
         choices = [
@@ -87,7 +87,7 @@ class TrlVllmServer(VLLMServer):
             id=_id("cmpl"), object="text_completion", created=int(time.time()), model=self.model_name, choices=choices
         )
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         tokenizer = await self._tokenizer()
         ids = arguments.get("input_ids") or encode_prompt(tokenizer, arguments["prompt"])
         reply = await self._reply(arguments.get("prompt") or tokenizer.decode(ids), arguments)
@@ -107,7 +107,7 @@ class TrlVllmServer(VLLMServer):
             ],
         )
 
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         raise NotImplementedError(
             f"{self.name}: server_type 'trl' gives no prompt log-probabilities; use server_type 'vllm'"
         )
@@ -115,7 +115,7 @@ class TrlVllmServer(VLLMServer):
     async def _tokenizer(self) -> Any:
         return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
 
-    async def _reply(self, prompt: str, arguments: dict[str, Any]) -> Reply:
+    async def _reply(self, prompt: str, arguments: Arguments) -> Reply:
         limit = arguments.get("max_completion_tokens")
         given = {name: arguments[name] for name in DEFAULTS if arguments.get(name) is not None}
         body = {**DEFAULTS, **({"max_tokens": limit} if limit else {}), **given, "prompts": [prompt]}

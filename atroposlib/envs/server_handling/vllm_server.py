@@ -20,7 +20,7 @@ from atroposlib.envs.server_handling.errors import (
 )
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
 
@@ -73,7 +73,7 @@ class VLLMServer(OpenAIServer):
         """Where tokens are sampled."""
         return f"{self.root_url}/generate"
 
-    async def request_tokens(self, arguments: dict[str, Any]) -> SampledTokens:
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         body = await self._body(arguments) | {"logprobs": 0}
         reply = self._decode(await self._generate(body), GenerateReply)
         expected = arguments.get("n") or 1
@@ -91,7 +91,7 @@ class VLLMServer(OpenAIServer):
             raise RetryableServerError(f"{self.generate_url} gave up a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
 
-    async def request_prompt_logprobs(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         top_k = arguments.get("top_k", 1)
         body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})
         reply = self._decode(
@@ -105,7 +105,7 @@ class VLLMServer(OpenAIServer):
             "prompt_topk_logprobs": [[logprob for _, logprob in position] for position in ranked],
         }
 
-    async def _body(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _body(self, arguments: Arguments) -> Arguments:
         """The request for `arguments`: ids for the prompt, every sampling parameter as it came."""
         body = {
             **(arguments.get("extra_body") or {}),
@@ -120,7 +120,7 @@ class VLLMServer(OpenAIServer):
             ids = encode_prompt(tokenizer, arguments["prompt"])
         return body | {"prompt": {"prompt_token_ids": ids}}
 
-    async def _generate(self, body: dict[str, Any]) -> bytes:
+    async def _generate(self, body: Arguments) -> bytes:
         url = self.generate_url
         try:
             headers = {"Content-Type": "application/json"}
