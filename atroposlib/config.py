@@ -57,10 +57,12 @@ def load_config(
     env: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     epilog: str = "",
+    content: Mapping[str, Any] | None = None,
 ) -> C:
     """Resolve `config_cls` from `argv` (default: the process's own), YAML, `env` (default: os.environ) and `defaults`.
 
-    Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help.
+    Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help; `content` is that of the
+    YAML file where it was read before.
     """
     try:
         config, dry_run = resolve_config(
@@ -70,6 +72,7 @@ def load_config(
             env=env,
             defaults=defaults,
             epilog=epilog,
+            content=content,
         )
     except ConfigError as error:
         exit_usage(f"{prog}: error: {error}")
@@ -87,6 +90,7 @@ def resolve_config(
     env: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
     epilog: str = "",
+    content: Mapping[str, Any] | None = None,
 ) -> tuple[C, bool]:
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
     keys = keys_of(config_cls)
@@ -95,7 +99,7 @@ def resolve_config(
     for layer in (
         defaults or {},
         _from_environment(keys, os.environ if env is None else env),
-        _from_yaml(getattr(typed, "config", None)),
+        _from_yaml(getattr(typed, "config", None)) if content is None else content,
         _nested(values),
     ):
         tree = _merge(tree, in_place(layer, config_cls))
@@ -103,6 +107,14 @@ def resolve_config(
         return config_cls.model_validate(tree), "dry_run" in typed
     except ValidationError as error:
         raise ConfigError(_explain(error, keys)) from None
+
+
+def read_config_file(argv: Sequence[str], *, prog: str) -> Tree:
+    """What the `--config` file of `argv` holds, for a tree whose shape depends on it. Exits 2 where it is not YAML."""
+    try:
+        return _from_yaml(flags.config_file(argv))
+    except ConfigError as error:
+        exit_usage(f"{prog}: error: {error}")
 
 
 def config_yaml(config: BaseModel) -> str:

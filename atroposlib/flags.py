@@ -144,6 +144,13 @@ def parse(
     return values, typed
 
 
+def config_file(argv: Sequence[str]) -> str | None:
+    """The file of `--config`, before the keys of the tree are known."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?")
+    return str(found) if (found := parser.parse_known_args(argv)[0].config) else None
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """`; did you mean 'x'?` for the closest known key, or an empty string."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)

@@ -23,10 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, nearest
+from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, nearest, read_config_file
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
@@ -165,9 +164,13 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
     env_config, servers = env_cls.config_init()
     base: type[EnvTree] = EnvTree
-    entries = {"openai": _server_entry("openai", servers, arguments, prog)}
+    content = read_config_file(arguments, prog=f"{prog} {command}")
+    entries = {"openai": _server_entry("openai", servers, content, arguments, prog)}
     if issubclass(env_cls, TeacherDistillationEnv):
-        base, entries["teacher"] = TeacherTree, _server_entry("teacher", env_cls.teacher_config_init(), arguments, prog)
+        base, entries["teacher"] = (
+            TeacherTree,
+            _server_entry("teacher", env_cls.teacher_config_init(), content, arguments, prog),
+        )
     env = _strict(type(env_config))
     fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {
         name: entry.field for name, entry in entries.items()
@@ -177,7 +180,9 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     }
     bases: Any = (ForeignKeys, base)
     tree_cls: type[EnvTree] = create_model("EnvTree", __base__=bases, **fields)
-    tree = load_config(tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP)
+    tree = load_config(
+        tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP, content=content
+    )
     resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
     return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
 
@@ -215,12 +220,14 @@ class ServerEntry:
         return None if self.absent else [server] if isinstance(server, APIServerConfig) and not slurm else server
 
 
-def _server_entry(name: str, servers: Any, arguments: Sequence[str], prog: str) -> ServerEntry:
+def _server_entry(
+    name: str, servers: Any, content: Mapping[str, Any], arguments: Sequence[str], prog: str
+) -> ServerEntry:
     """The entry of `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Exits 2 on flags
     for several.
     """
     servers = list(servers) if isinstance(servers, Sequence) else servers
-    yaml_servers = _yaml_servers(arguments, name)
+    yaml_servers = content.get(name)
     flagged = any(argument.startswith(f"--{name}.") for argument in arguments)
     count = (
         len(yaml_servers)
@@ -296,21 +303,6 @@ def _has_address(servers: Servers) -> bool:
 
 def _count(servers: Servers) -> int:
     return len(servers) if isinstance(servers, list) else 1
-
-
-def _yaml_servers(arguments: Sequence[str], name: str) -> Any:
-    """The entry `name` of the --config file, if there is one; what is wrong with the file is `load_config`'s to say."""
-    for position, argument in enumerate(arguments):
-        flag, has_value, value = argument.partition("=")
-        if flag != "--config" or (not has_value and position + 1 == len(arguments)):
-            continue
-        path = Path(value if has_value else arguments[position + 1])
-        try:
-            content = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError):
-            return None
-        return content.get(name) if isinstance(content, Mapping) else None
-    return None
 
 
 # --- signals --------------------------------------------------------------------------------------------------------
