@@ -1,5 +1,6 @@
 """What holds for every test: Ctrl-C reaches children, property tests neither race the clock nor, in CI, change from
-run to run, long drills wait for --nightly, and where several tests run at a time, which may not.
+run to run, long drills wait for --nightly, and where several tests run at a time, which may not. What the markers
+promise is held by `tests/marks.py`.
 """
 
 import os
@@ -12,6 +13,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.marks import NoProcess, NoUnseenSkip
+
 # a run started in the background by a shell ignores Ctrl-C, and so would every process that the tests start and
 # interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -22,7 +25,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") == "true" else "here")
+IN_CI = os.environ.get("CI") == "true"
+settings.load_profile("ci" if IN_CI else "here")
 
 LANES = (
     {"test_bridge", "test_single_copy", "test_lora", "test_restart", "test_hostile_requests"},  # one server for all
@@ -51,8 +55,14 @@ class Lanes(LoadScopeScheduling):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fast", action="store_true", help="leave out the integration tests and slow unit tests")
+    parser.addoption("--fast", action="store_true", help="only tests that start no process and take no 5 s")
     parser.addoption("--nightly", action="store_true", help="run the long drills too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(NoProcess())
+    if IN_CI and not hasattr(config, "workerinput"):  # a worker of xdist reports to the controller
+        config.pluginmanager.register(NoUnseenSkip())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,9 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "integration" in item.path.parts:
             item.add_marker("integration")
+            item.add_marker("services")
     left_out = set() if config.getoption("--nightly") else {"nightly"}
     if config.getoption("--fast"):
-        left_out |= {"slow", "integration"}
+        left_out |= {"slow", "services"}
     marks = {item: {mark.name for mark in item.iter_markers()} for item in items}
     config.hook.pytest_deselected(items=[item for item in items if marks[item] & left_out])
     items[:] = [item for item in items if not marks[item] & left_out]

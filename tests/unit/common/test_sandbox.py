@@ -293,7 +293,7 @@ def test_the_scorer_of_the_guide_runs_from_anywhere_and_reads_what_it_is_given(
 
     assert without(LEVELS[level], lambda: score("words.txt"))["score"] == pytest.approx(2 / 3)
     if len(means_left(level)) < 2:
-        return
+        pytest.skip(f"{level}: that leaves a sandbox that hides no file")
     with pytest.raises(ChildFailed, match=r"its last words: .*(PermissionError|FileNotFoundError)"):
         without(LEVELS[level], lambda: score("other.txt"))
 

@@ -1,0 +1,88 @@
+"""What a test's markers promise, held by the run itself.
+
+`services`       the test starts a process. One that does so unmarked fails, at the place where it starts it; so
+                 `-m "not services"`, which is --fast, is every test that starts none.
+skips in CI      where CI=true, a skip fails the run unless EXPECTED_SKIPS names it: nothing is left out unseen.
+"""
+
+import os
+import sys
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+# Audit events of what makes another process: https://docs.python.org/3/library/audit_events.html
+STARTS = {"subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.system", "os.exec"}
+# A part of the test's id, a part of the reason, and why CI cannot be made to run it.
+EXPECTED_SKIPS = (
+    ("test_two_hosts.py", "lets nobody make network namespaces"),  # a privilege that containers seldom have
+    ("test_sandbox.py", "calls of another ABI"),  # only x86-64 has one
+    ("test_sandbox.py", "a sandbox that hides no file"),  # neither namespaces nor Landlock: containers on old kernels
+    ("test_tokens.py", "only root can give a file away"),  # CI need not run as root
+    ("test_services.py", "only root can give a file away"),
+)
+
+
+class NoProcess:
+    """Refuses to start a process for a test that is not marked `services`."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._unmarked: str | None = None
+        self._refused = ""
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in STARTS and self._unmarked and os.getpid() == self._pid:
+            self._refused = f"{self._unmarked} starts a process ({event}): mark it with pytest.mark.services"
+            pytest.fail(self._refused)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Watch the test with its fixtures."""
+        self._unmarked = None if item.get_closest_marker("services") else item.nodeid
+        self._refused = ""
+        try:
+            return (yield)
+        finally:
+            self._unmarked = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, object, object]:
+        """Fail also where the refusal was caught, or raised in another thread."""
+        result = yield
+        if self._refused:
+            pytest.fail(self._refused)
+        return result
+
+
+class NoUnseenSkip:
+    """Fails the run at its end when something was skipped that EXPECTED_SKIPS does not name."""
+
+    def __init__(self) -> None:
+        self._unseen: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One report of a test; of a module that is skipped as a whole, the next hook."""
+        self._note(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._note(report)
+
+    def _note(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if not report.skipped or hasattr(report, "wasxfail"):
+            return
+        why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        if not any(test in report.nodeid and reason in why for test, reason in EXPECTED_SKIPS):
+            self._unseen.append(f"{report.nodeid}: {why}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """With xdist the controller, which sees every report, decides."""
+        if self._unseen:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Name what was skipped."""
+        for skip in self._unseen:
+            terminalreporter.write_line(f"SKIPPED IN CI, and not in EXPECTED_SKIPS of tests/marks.py: {skip}", red=True)

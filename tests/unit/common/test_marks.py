@@ -1,0 +1,93 @@
+"""The run's own rules: who may start a process, and which test may be left out in CI."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import marks
+
+pytest_plugins = ["pytester"]
+STARTING = """
+import subprocess, threading
+import pytest
+
+@pytest.fixture
+def service():
+    subprocess.run(["true"], check=True)
+
+{mark}
+def test_starts():
+    subprocess.run(["true"], check=True)
+
+{mark}
+def test_starts_by_a_fixture(service):
+    pass
+
+{mark}
+def test_starts_and_hides_the_refusal():
+    try:
+        subprocess.run(["true"], check=True)
+    except BaseException:
+        pass
+
+def test_starts_nothing():
+    pass
+"""
+
+
+def run(pytester: pytest.Pytester, program: str, *plugins: object) -> pytest.RunResult:
+    pytester.makepyfile(program)
+    pytester.makeini(
+        "[pytest]\nasyncio_default_fixture_loop_scope = function\nmarkers =\n    services: starts a process\n"
+    )
+    return pytester.runpytest_inprocess("-p", "no:xdist", "-p", "no:randomly", plugins=plugins)
+
+
+@pytest.mark.services
+def test_a_marked_test_may_start_processes(pytester: pytest.Pytester) -> None:
+    run(pytester, STARTING.format(mark="@pytest.mark.services"), marks.NoProcess()).assert_outcomes(passed=4)
+
+
+@pytest.mark.services  # the guard of this run would refuse first
+def test_an_unmarked_test_that_starts_a_process_fails(pytester: pytest.Pytester) -> None:
+    result = run(pytester, STARTING.format(mark=""), marks.NoProcess())
+    result.assert_outcomes(passed=1, failed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*test_starts starts a process (subprocess.Popen): mark it with pytest.mark.services*"]
+    )
+
+
+SKIPPING = """
+import pytest
+
+@pytest.mark.skip(reason="{reason}")
+def test_it():
+    pass
+
+@pytest.mark.xfail(strict=True)
+def test_that_fails():
+    assert False
+"""
+
+
+def test_a_skip_that_is_not_on_the_list_fails_the_run(pytester: pytest.Pytester) -> None:
+    result = run(pytester, SKIPPING.format(reason="no time"), marks.NoUnseenSkip())
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["SKIPPED IN CI, * test_*.py::test_it: Skipped: no time"])
+
+
+def test_a_skip_on_the_list_does_not(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(marks, "EXPECTED_SKIPS", (("test_a_skip_on_the_list", "no time"),))
+    assert run(pytester, SKIPPING.format(reason="no time"), marks.NoUnseenSkip()).ret == pytest.ExitCode.OK
+
+
+def test_a_module_that_skips_itself_is_seen(pytester: pytest.Pytester) -> None:
+    program = "import pytest\npytest.skip('no such machine', allow_module_level=True)"
+    result = run(pytester, program, marks.NoUnseenSkip())
+    result.stdout.fnmatch_lines(["SKIPPED IN CI, *no such machine"])
+
+
+def test_every_expected_skip_is_a_skip_that_a_test_may_make() -> None:
+    sources = {path.name: path.read_text() for path in (Path(__file__).parents[2]).rglob("test_*.py")}
+    for name, reason in marks.EXPECTED_SKIPS:
+        assert reason in sources[name]
