@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
-from atroposlib.config import nearest
+from atroposlib.flags import nearest
 
 # Built-in rewards, and the module of this package that defines each; what is registered elsewhere needs no entry.
 BUILT_IN = {

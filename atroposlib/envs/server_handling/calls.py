@@ -6,7 +6,7 @@ A request for more completions than `max_n_completions` is sent as several and m
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
@@ -24,9 +24,27 @@ if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not 
     from openai.types.chat import ChatCompletion
     from openai.types.completion_usage import CompletionUsage
 
-    from atroposlib.envs.server_handling.server_baseline import APIServer
-
 T = TypeVar("T")
+
+
+class Backend(Protocol):
+    """One attempt at each kind of request, of one server; errors from `errors.py`."""
+
+    @property
+    def name(self) -> str:
+        """The address, as it appears in logs and errors."""
+
+    async def request_chat(self, arguments: Arguments) -> "ChatCompletion":
+        """One chat completion request."""
+
+    async def request_completion(self, arguments: Arguments) -> "Completion":
+        """One text completion request."""
+
+    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
+        """One request for sampled token ids. Raises NotImplementedError where the protocol has none."""
+
+    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
+        """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
 
 
 class InferenceCalls(ABC):
@@ -51,7 +69,7 @@ class InferenceCalls(ABC):
         """Name that the server knows the model by."""
 
     @abstractmethod
-    async def _run(self, what: str, operation: "Callable[[APIServer], Awaitable[T]]", split: Split) -> T:
+    async def _run(self, what: str, operation: Callable[[Backend], Awaitable[T]], split: Split) -> T:
         """Choose a server, hold a slot of it, run `operation` on it, with retries."""
 
     async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> "ChatCompletion":
@@ -93,7 +111,7 @@ class InferenceCalls(ABC):
         self,
         arguments: Arguments,
         what: str,
-        request: "Callable[[APIServer, Arguments], Awaitable[T]]",
+        request: Callable[[Backend, Arguments], Awaitable[T]],
         split: Split,
     ) -> list[T]:
         async def one_part(part: Arguments) -> T:
@@ -105,7 +123,7 @@ class InferenceCalls(ABC):
         return await gather_or_cancel([one_part({**arguments, "n": size}) for size in sizes])
 
 
-async def _sampled(server: "APIServer", arguments: Arguments) -> SampledTokens:
+async def _sampled(server: Backend, arguments: Arguments) -> SampledTokens:
     """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
     samples = await server.request_tokens(arguments)
     for sequence in samples.sequences:

@@ -1,19 +1,26 @@
 """A ManagedServer under the face of `openai.AsyncOpenAI`, for agent libraries that insist on one."""
 
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, Protocol
 
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.dummy_managed_server import DummyManagedServer
-    from atroposlib.envs.server_handling.managed_server import ManagedServer
 
-    AnyManagedServer: TypeAlias = ManagedServer | DummyManagedServer
+class Conversation(Protocol):
+    """A ManagedServer, or the stand-in for one."""
+
+    @property
+    def chat_completion(self) -> Callable[..., Awaitable[ChatCompletion]]:
+        """As `ManagedServer.chat_completion`."""
+
+    @property
+    def completion(self) -> Callable[..., Awaitable[Completion]]:
+        """As `ManagedServer.completion`."""
 
 
 class _ChatCompletions:
-    def __init__(self, managed_server: "AnyManagedServer") -> None:
+    def __init__(self, managed_server: Conversation) -> None:
         self._managed_server = managed_server
 
     async def create(self, **arguments: Any) -> ChatCompletion:
@@ -22,12 +29,12 @@ class _ChatCompletions:
 
 
 class _Chat:
-    def __init__(self, managed_server: "AnyManagedServer") -> None:
+    def __init__(self, managed_server: Conversation) -> None:
         self.completions = _ChatCompletions(managed_server)
 
 
 class _Completions:
-    def __init__(self, managed_server: "AnyManagedServer") -> None:
+    def __init__(self, managed_server: Conversation) -> None:
         self._managed_server = managed_server
 
     async def create(self, **arguments: Any) -> Completion:
@@ -38,7 +45,7 @@ class _Completions:
 class ManagedServerAdapter:
     """`chat.completions.create`, `completions.create` and `base_url`; everything else of the SDK raises."""
 
-    def __init__(self, managed_server: "AnyManagedServer", base_url: str | None = None) -> None:
+    def __init__(self, managed_server: Conversation, base_url: str | None = None) -> None:
         self.base_url = base_url
         self.chat = _Chat(managed_server)
         self.completions = _Completions(managed_server)

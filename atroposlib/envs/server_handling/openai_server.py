@@ -143,13 +143,15 @@ class OpenAIServer(APIServer):
 
     async def _send_chat(self, arguments: Arguments) -> ChatCompletion:
         try:
-            return await self.sdk.chat.completions.create(**arguments)
+            reply: ChatCompletion = await self.sdk.chat.completions.create(**arguments)
+            return reply
         except openai.OpenAIError as error:
             raise self._translate(error) from error
 
     async def _send_completion(self, arguments: Arguments) -> Completion:
         try:
-            return await self.sdk.completions.create(**arguments)
+            reply: Completion = await self.sdk.completions.create(**arguments)
+            return reply
         except openai.OpenAIError as error:
             raise self._translate(error) from error
 

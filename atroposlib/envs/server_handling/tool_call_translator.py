@@ -17,7 +17,7 @@ from typing import Any
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 
-from atroposlib.config import nearest
+from atroposlib.flags import nearest
 from atroposlib.type_definitions import Messages
 
 # Environments ask for this before they parse tool calls; here it takes no vLLM.
