@@ -1,7 +1,7 @@
 """The procedural tasks of reasoning-gym, all of them by name, mixed by weight.
 
     python environments/reasoning_gym_server.py                                            all tasks alike
-    python environments/reasoning_gym_server.py serve --env.tasks "chain_sum=3,leg_counting"    three sums to a leg count
+    python environments/reasoning_gym_server.py serve --env.tasks "chain_sum=3,leg_counting"    3 sums to 1 leg count
     python environments/reasoning_gym_server.py process --env.tasks basic_arithmetic --env.total_steps 4
 
 `task_options` (in a --config file) are passed to a task's own configuration, e.g. {chain_sum: {min_terms: 2,

@@ -88,7 +88,7 @@ class LeaseBook(Generic[R]):
         return [self._leases.pop(lease) for lease in leases if lease in self._leases]
 
     def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:
-        """Take groups out of the batches that a trainer holds. Returns them, and the number of batches closed as empty."""
+        """Take groups out of the batches that a trainer holds. Returns them, and how many batches closed as empty."""
         removed: list[Group[R]] = []
         for lease in self.held():
             removed += [group for group in lease.groups if group.order in orders]

@@ -23,7 +23,7 @@ GROWTH = 1.5  # of each pause between attempts over the one before
 
 
 class NotYet(Exception):
-    """The peer is not ready; the message is the reason. `after_s`: when the peer asked to be tried again, in seconds."""
+    """The peer is not ready; the message is the reason. `after_s`: when it asked to be tried again, in seconds."""
 
     def __init__(self, reason: str, after_s: float | None = None) -> None:
         super().__init__(reason)

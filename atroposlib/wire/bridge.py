@@ -20,7 +20,7 @@ Single copy: the trainer's parameters are the workers' own memory, on the same m
 
     trainer                                vLLM server (API process)            worker r
        │ GET  /v1/bridge/manifest  ───────────▶│                                       │
-       │ POST /v1/bridge/attach    ───────────▶│── bridge_attach ─────────────────────▶│ descriptor or IPC handle, offsets, shards
+       │ POST /v1/bridge/attach    ───────────▶│── bridge_attach ─────────────────────▶│ memory handle, offsets, shards
        │        ◀──────────────────────────────┤                                       │
        │ POST /v1/bridge/pause     ───────────▶│ pause(keep); watches the trainer      │
        │ optimizer step ─────────────────────────────────────────────────────────────▶ │ live weights, no byte moves

@@ -4,8 +4,10 @@ model exists.
 On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are
 refused. On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by
 way of compat.py:
-    linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged (../memory/packed.py)
-    attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays, AMX's aside
+    linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
+                                 (../memory/packed.py)
+    attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays,
+                                 AMX's aside
     rotary embedding             kernels.rotate, transformers' formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
 """

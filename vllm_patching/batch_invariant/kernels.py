@@ -2,13 +2,14 @@
 batch.
 
 Why each is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-exactness.md has the op-by-op account):
-    linear        oneDNN's AVX-512 matrix product sums over the inputs in one order for every number of rows but 1, where it takes
-                  another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up, TP columns)
-                  changes nothing.
-    silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit; x / (1 + exp(-x)) has one.
+    linear        oneDNN's AVX-512 matrix product sums over the inputs in one order for every number of rows but 1,
+                  where it takes another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up,
+                  TP columns) changes nothing.
+    silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit;
+                  x / (1 + exp(-x)) has one.
     rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
-    tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute positions are
-                  always cut alike.
+    tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute
+                  positions are always cut alike.
 Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in
 the cache.
 """

@@ -1,7 +1,7 @@
 """The policy as a LoRA adapter: which one this server samples from. Lives in vLLM's API process.
 
-    trainer ── POST /v1/bridge/adapter ─▶ checked ─▶ loaded beside the one served ─▶ current: new requests sample from it
-                                                                                └─▶ the former leaves when its last request ends
+    trainer ── POST /v1/bridge/adapter ─▶ checked ─▶ loaded beside the one served ─▶ current: sampled from
+                                               the former leaves when its last request ends ◀─┘
 
 A request keeps the adapter that it started with, so a change of policy stops and fails none. Names are never used
 twice in a server's life: vLLM's prefix cache is keyed by them. Whatever is refused or fails leaves the adapter

@@ -1,8 +1,9 @@
 """`/generate`: token ids in, token ids, log-probabilities and policy versions out; nothing is tokenised twice.
 
-Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "prompt_logprobs": k, ...any vLLM sampling parameter}
+Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "prompt_logprobs": k,
+           ...any vLLM sampling parameter}
           with LoRA, "model" chooses: absent or "default" is the current adapter, "base" the model without one
-          without "max_tokens" a sequence may grow to the model's limit; 256.0 is 256, and a value of another type is a 400
+          without "max_tokens" a sequence may grow to the model's limit; 256.0 is 256, another type is a 400
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
            "policy_versions": [[first, last] per sequence]}

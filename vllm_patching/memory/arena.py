@@ -1,7 +1,7 @@
 """Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that
 receives.
 
-    wire image (whole tensors)   ──direct, TP=1──▶  staging arena  ──commit──▶  live  ◀──in place── trainer (single copy)
+    wire image (whole tensors) ──direct, TP=1──▶ staging arena ──commit──▶ live ◀──in place── trainer (single copy)
                  └── scratch ── this rank's shards ──▲
 
 On a CPU both are shared buffers. A commit exchanges the two: parameters are re-pointed, no byte moves, and the

@@ -3,8 +3,9 @@
 Stock vLLM packs each weight once and throws it away. Here the weights stay, as others will come, and are packed
 again after each change:
 
-    a commit, other weights loaded    forget: packed anew, a layer at a time between other work, by the plain weights until then
-    single copy                       hold_once: by the plain weights, which the trainer steps
+    a commit, other weights loaded    forget: packed anew, a layer at a time between other work; until then the plain
+                                      weights are used
+    single copy                       hold_once: the plain weights, which the trainer steps
 
 The price is memory: each weight once more.
 """

@@ -1,4 +1,4 @@
-"""The one update of a step: which gradients it refuses, how far it scales them, and the learning rate of each update."""
+"""The one update of a step: which gradients it refuses, how far it scales them, and each update's learning rate."""
 
 import math
 from typing import Any
