@@ -16,6 +16,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -47,10 +48,9 @@ def split_host(text: str) -> tuple[str, int | None] | None:
         return None
     if bracketed is None:
         return name, port
-    try:
+    with suppress(ValueError):
         return _shortest(ipaddress.IPv6Address(bracketed)), port
-    except ValueError:
-        return None
+    return None
 
 
 def plain_name(text: str) -> str:
@@ -67,10 +67,9 @@ HostName = Annotated[str, AfterValidator(plain_name)]
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the host."""
-    try:
+    with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host == "localhost"
 
 
 @dataclass(frozen=True)
@@ -178,37 +177,30 @@ def _shortest(address: ipaddress.IPv6Address) -> str:
 
 def _as_address(text: str) -> str:
     """The shortest form of an address; what is none, as it is."""
-    try:
+    with suppress(ValueError):
         return _shortest(ipaddress.IPv6Address(text))
-    except ValueError:
-        return text
+    return text
 
 
 def _names_of_this_machine() -> frozenset[str]:
     """Its host name, in short and in full; the resolver is never asked what an address is called."""
     name = socket.gethostname()
-    try:
-        full = socket.getaddrinfo(name, None, flags=socket.AI_CANONNAME)[0][3]
-    except socket.gaierror:
-        full = ""
-    candidates = {name, name.partition(".")[0], full}
+    candidates = {name, name.partition(".")[0]}
+    with suppress(socket.gaierror):
+        candidates.add(socket.getaddrinfo(name, None, flags=socket.AI_CANONNAME)[0][3])
     return frozenset(parts[0] for candidate in candidates if (parts := split_host(candidate)) is not None)
 
 
 def _is_address_of_this_machine(text: str) -> bool:
     """Whether a socket can be bound to it: the kernel allows that for this machine's own addresses only."""
-    try:
+    with suppress(ValueError, OSError):
         address = ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    if address.is_unspecified or address.is_multicast:
-        return False
-    try:
-        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as probe:
-            probe.bind((text, 0))
-    except OSError:
-        return False
-    return True
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        if not address.is_unspecified and not address.is_multicast:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((text, 0))
+            return True
+    return False
 
 
 def _shown(text: str) -> str:

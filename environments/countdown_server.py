@@ -11,6 +11,7 @@ may use each number once. Puzzles are generated, each from the seed and its own 
 
 import json
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import Field, model_validator
 
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.errors import reading
 from atroposlib.grading import extract_tagged
 from atroposlib.grading.arithmetic import ExpressionError, compute
 from atroposlib.type_definitions import Messages
@@ -114,15 +116,13 @@ def equation_value(equation: str, puzzle: Puzzle, use_all: bool) -> Fraction | N
     "= 12" may follow the expression if that is its value.
     """
     left, equals, right = equation.partition("=")
-    try:
+    with suppress(ExpressionError):
         computed = compute(left)
-        if equals and compute(right).value != computed.value:
-            return None
-    except ExpressionError:
-        return None
-    used, given = Counter(computed.numbers), Counter(Fraction(number) for number in puzzle.numbers)
-    allowed = used == given if use_all else used <= given
-    return computed.value if allowed else None
+        used, given = Counter(computed.numbers), Counter(Fraction(number) for number in puzzle.numbers)
+        allowed = used == given if use_all else used <= given
+        if allowed and (not equals or compute(right).value == computed.value):
+            return computed.value
+    return None
 
 
 def make_puzzle(generator: Random, config: CountdownConfig) -> Puzzle:
@@ -158,21 +158,16 @@ def _combine(generator: Random, values: list[Fraction]) -> Fraction | None:
 
 def read_puzzles(path: Path) -> list[Puzzle]:
     """The puzzles of a JSONL file. Raises DataError naming file and line."""
-    try:
+    with reading(f"cannot read puzzles from {path}", DataError):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read puzzles from {path}: {error.strerror}") from error
     return [_puzzle(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _puzzle(line: str, where: str) -> Puzzle:
-    try:
+    remedy = f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}'
+    with reading(f"{where} is no puzzle", DataError, remedy=remedy, also=(KeyError, TypeError)):
         record = json.loads(line)
         return Puzzle(tuple(int(number) for number in record["nums"]), int(record["target"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            f'{where} is no puzzle ({error}); expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}'
-        ) from error
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.errors import reading
 from atroposlib.grading import extract_tagged
 from atroposlib.type_definitions import Messages
 
@@ -103,10 +104,8 @@ def make_word(generator: Random, config: LetterCountingConfig) -> str:
 
 def read_words(path: Path) -> list[str]:
     """The words of a file that hold a letter. Raises DataError."""
-    try:
+    with reading(f"cannot read words from {path}", DataError):
         words = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except OSError as error:
-        raise DataError(f"cannot read words from {path}: {error.strerror}") from error
     usable = [word for word in words if any(letter.isalpha() for letter in word.lower())]
     if not usable:
         raise DataError(f"{path} holds no words; write one per line")

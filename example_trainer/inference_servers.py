@@ -16,6 +16,7 @@ from pydantic import AliasChoices, Field, SecretStr, field_validator
 
 from atroposlib.config import Config
 from atroposlib.envs.server_handling.topology import expand_nodelist
+from atroposlib.errors import reading
 
 Address = tuple[str, int]  # host, port
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -100,12 +101,8 @@ def server_addresses(
 
 def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     """One address a line; a host without a port stands for all of `ports`. Raises ValueError naming file and line."""
-    try:
+    with reading(f"--hosts-file {path}", ValueError, remedy="give a text file with one host[:port] per line"):
         lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--hosts-file {path} cannot be read: {error}; give a text file with one host[:port] a line"
-        ) from None
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):
         if entry := line.partition("#")[0].strip():

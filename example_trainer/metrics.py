@@ -177,12 +177,9 @@ def _rows_before(path: Path, first_step: int) -> bytes:
     for number, line in enumerate(lines, start=1):
         if not line or (number == len(lines) and not line.endswith(b"}")):
             continue
-        try:
+        remedy = "move the file away, or give another --metrics-path"
+        with reading(f"{path}:{number} is no row of metrics", TrainerError, remedy=remedy):
             step = msgspec.json.decode(line, type=StepOfRow).step
-        except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
-            raise TrainerError(
-                f"{path}:{number} is no row of metrics ({error}); move the file away, or give another --metrics-path"
-            ) from None
         if step < first_step:
             kept.append(line + b"\n")
     return b"".join(kept)

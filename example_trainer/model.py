@@ -2,7 +2,7 @@
 the same.
 """
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import torch
@@ -67,11 +67,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside the model, to be kept in checkpoints; None where there is none. Training itself never uses
     text.
     """
-    try:
+    with suppress(OSError, ValueError):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError):
-        return None
-    return tokenizer
+        return tokenizer
+    return None
 
 
 @torch.no_grad()

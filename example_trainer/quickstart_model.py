@@ -33,6 +33,7 @@ from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from atroposlib.config import Config, load_config
+from atroposlib.errors import AtroposError, one_line_errors
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
@@ -60,7 +61,7 @@ LAYER_TENSORS = {
 TOP_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
 
 
-class QuickstartModelError(RuntimeError):
+class QuickstartModelError(AtroposError):
     """The model folder cannot be made; the message says why and what to do."""
 
 
@@ -269,10 +270,8 @@ def ensure_model(folder: Path) -> Path:
 def main() -> None:
     """Command line: prints the folder, or one line of error and exit status 1."""
     config = load_config(QuickstartModelConfig, prog="python -m example_trainer.quickstart_model")
-    try:
+    with one_line_errors("quickstart_model"):
         print(ensure_model(config.folder))
-    except QuickstartModelError as error:
-        sys.exit(f"quickstart_model: {error}")
 
 
 if __name__ == "__main__":

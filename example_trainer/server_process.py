@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from atroposlib.files import open_regular
@@ -122,10 +123,9 @@ def _processes() -> Iterator[int]:
 
 def _stat_fields(pid: int) -> list[str]:
     """State, parent, group, session, ... of a process; empty if it is gone."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
+    return []
 
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
@@ -136,12 +136,10 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
     wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
     found = set()
     for pid in pids:
-        try:
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
-        found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
+            fields = (line.split(maxsplit=5) for line in maps)  # address, permissions, offset, device, inode, path
+            found |= {int(inode) for _, _, _, device_name, inode, *_ in fields if device_name == wanted}
     return found
 
 

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 from atroposlib.api.journal_head import HeadRecord, Mark, chain_start, chained, head_path, sync_folder
+from atroposlib.errors import AtroposError
 from atroposlib.groups import Needs
 
 APPLICATION_ID = 0x41545250  # "ATRP", in the file's header
@@ -51,7 +52,7 @@ IDENTITY = "CREATE TABLE identity (id BLOB NOT NULL)"
 INSERT_CHANGE = "INSERT INTO changes (number, snapshot, crc, hash, bodies, change) VALUES (?, ?, ?, ?, ?, ?)"
 
 
-class JournalError(Exception):
+class JournalError(AtroposError):
     """The journal cannot be opened, read or written; the message is one line with the remedy."""
 
 

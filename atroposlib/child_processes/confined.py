@@ -99,19 +99,16 @@ def escapes(folder: Path, outside: Path, limits: dict[str, int]) -> list[str]:
 
 
 def _succeeds(attempt: Callable[[], object]) -> bool:
-    try:
+    with suppress(OSError, ValueError, MemoryError):
         attempt()
-    except (OSError, ValueError, MemoryError):
-        return False
-    return True
+        return True
+    return False
 
 
 def _started(program: Path) -> None:
     """Call execve on a file that is not there: an allowed call finds that out, a refused one never looks."""
-    try:
+    with suppress(FileNotFoundError):
         os.execv(program, [str(program)])
-    except FileNotFoundError:
-        return
 
 
 def _forked() -> None:

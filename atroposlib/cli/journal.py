@@ -32,6 +32,7 @@ from atroposlib.api.journal_file import (
 )
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
 from atroposlib.api.replay import Replayed, bodies_of, groups_of, replay
+from atroposlib.errors import one_line_errors
 from atroposlib.logs import escape
 
 
@@ -61,15 +62,12 @@ def main(argv: Sequence[str]) -> None:
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name is no failure of a terminal that cannot show it
-    try:
-        with _opened(arguments.journal) as (reader, replayed):
+    with one_line_errors("run-api journal", OSError), _opened(arguments.journal) as (reader, replayed):
+        try:
             arguments.run(reader, replayed, arguments)
             sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
-    except (JournalError, OSError) as error:
-        print(f"run-api journal: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
 
 
 @contextlib.contextmanager
@@ -77,10 +75,9 @@ def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
     """A journal that was read and checked."""
     expect_regular_files(path)
     found = AsFound(path)
-    try:
+    head = None
+    with contextlib.suppress(FileNotFoundError):
         head = read_head(path)  # before the file: an API only adds to it
-    except FileNotFoundError:
-        head = None
     try:
         with contextlib.closing(JournalReader(path)) as reader:
             reader.expect(head)

@@ -20,12 +20,12 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from uvicorn.supervisors import ChangeReload
 
 from atroposlib.api.connections import Connections, Limits, connections_allowed
-from atroposlib.api.journal import JournalError
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
 from atroposlib.cli import journal as journal_commands
 from atroposlib.config import Config, load_config
+from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.http_guard import HostName, OwnHosts, is_loopback
 from atroposlib.logs import configure_logging, get_logger
 
@@ -195,18 +195,15 @@ def _given(token: SecretStr | None, file: Path | None, flag: str) -> str | None:
     return None if token is None else token.get_secret_value()
 
 
-class AddressError(Exception):
+class AddressError(AtroposError):
     """The API cannot listen on the address; the message is one line for whoever chose it."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
     """Bound sockets, one for each address of `host`, all on one port. Raises AddressError."""
-    try:
+    remedy = "use --host 127.0.0.1 or an address of this machine"
+    with reaching(f"host {host!r} has no address", AddressError, remedy=remedy):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        raise AddressError(
-            f"host {host!r} has no address ({error.strerror}); use --host 127.0.0.1 or an address of this machine"
-        ) from None
     bound: list[socket.socket] = []
     refusal: OSError | None = None
     for family, _, _, _, address in found:
@@ -292,11 +289,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     configure_logging("api", config.json_logs)
     for ending in (signal.SIGTERM, signal.SIGINT):
         signal.signal(ending, _end)  # uvicorn finishes the open replies, then passes the signal on to this handler
-    try:
+    with one_line_errors("run-api"):
         serve(config)
-    except (AddressError, JournalError) as error:
-        print(f"run-api: error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -15,8 +15,8 @@ from pydantic import Field
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, BatchingApi, Flags
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.config import Config, load_config
-from atroposlib.envs.errors import EnvError
 from atroposlib.envs.records import append_jsonl
+from atroposlib.errors import AtroposError, one_line_errors, reaching
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire import routes
@@ -55,7 +55,7 @@ class GenerationConfig(Config):
 C = TypeVar("C", bound=GenerationConfig)
 
 
-class GenerationError(Exception):
+class GenerationError(AtroposError):
     """The command cannot go on; the message is one line."""
 
 
@@ -70,10 +70,8 @@ def run(
     config = load_config(config_cls, arguments, prog=f"{prog} FILE")
     configure_logging(prog)
     assert path is not None
-    try:
+    with one_line_errors(prog, OSError):
         count = generate(config, path, records_of)
-    except (GenerationError, EnvError, OSError) as error:
-        raise SystemExit(f"{prog}: {error}") from None
     log.info("Wrote %d records to %s", count, path)
     raise SystemExit(0)
 
@@ -137,10 +135,9 @@ def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:
 
 
 def _call(api: BatchingApi, route: Route[R], body: Registration | None = None) -> R:
-    try:
+    remedy = "start the API with `run-api`, or correct --api-url"
+    with reaching(api.url, GenerationError, remedy=remedy, also=(ApiRefused, ApiUnreachable)):
         return api.call(route, body)
-    except (ApiRefused, ApiUnreachable) as error:
-        raise GenerationError(f"{api.url}: {error}; start the API with `run-api`, or correct --api-url") from error
 
 
 # --- records --------------------------------------------------------------------------------------------------------

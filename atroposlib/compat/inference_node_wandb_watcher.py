@@ -19,6 +19,7 @@ from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.metrics import Sink, open_wandb
 from atroposlib.envs.waits import wait_for_peer
+from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.wire.routes import STATUS, WANDB_INFO, Route
 
@@ -82,10 +83,9 @@ async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, 
     """1 or 0 for each server of the node."""
 
     async def one(url: str) -> float:
-        try:
+        with contextlib.suppress(httpx.HTTPError):
             return float((await client.get(url)).status_code == 200)
-        except httpx.HTTPError:
-            return 0.0
+        return 0.0
 
     names, urls = list(config.servers), list(config.servers.values())
     return dict(zip(names, await asyncio.gather(*map(one, urls)), strict=True))
@@ -119,22 +119,16 @@ async def run(config: WatcherConfig) -> None:
         sink = await open_wandb(f"inf_node_{config.node_num}", group, name, config.model_dump(mode="json"))
         if sink is None:
             raise EnvError("there is nowhere to log to; the reason is above")
-        try:
+        with contextlib.closing(sink):
             await watch(config, api, client, sink)
-        finally:
-            sink.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Watch until interrupted."""
     config = load_config(WatcherConfig, argv, prog="inference-node-wandb-watcher")
     configure_logging("watcher")
-    try:
+    with one_line_errors("inference-node-wandb-watcher"):
         asyncio.run(run(config))
-    except EnvError as error:
-        raise SystemExit(f"inference-node-wandb-watcher: error: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.html_report import group_html, write_html
+from atroposlib.errors import one_line_errors
 
 
 def create_html_for_group(group: Mapping[str, Any], index: int) -> str:
@@ -28,10 +29,8 @@ def main() -> None:
     """Command line."""
     if not 2 <= len(sys.argv) <= 3:
         raise SystemExit("usage: python -m atroposlib.frontend.jsonl2html IN.jsonl [OUT.html]")
-    try:
+    with one_line_errors("jsonl2html", OSError, ValueError):
         print(generate_html(*sys.argv[1:]))
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"jsonl2html: {error}") from None
 
 
 if __name__ == "__main__":

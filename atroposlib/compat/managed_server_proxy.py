@@ -35,6 +35,7 @@ from atroposlib.envs.server_handling.errors import PermanentServerError, ServerE
 from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager, StickyRoute
+from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -303,10 +304,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(
             f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1"
         )
-    try:
+    with one_line_errors("managed_server_proxy", ValueError, OSError):
         asyncio.run(_serve(config))
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"managed_server_proxy: {error}") from None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.envs.html_report import STYLE, group_html
+from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
@@ -119,10 +120,8 @@ def main() -> None:
     """Serve until interrupted."""
     config = load_config(ViewConfig, prog="view-run")
     configure_logging("view-run")
-    try:
+    with one_line_errors("view-run", OSError):
         app = create_app(Watcher(config))
-    except OSError as error:
-        raise SystemExit(f"view-run: {error}") from None
     log.info("Open http://%s:%d", config.host, config.port)
     uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
 

@@ -1,7 +1,9 @@
 """Errors that end an environment server with one line instead of a traceback: nothing in its code is wrong."""
 
+from atroposlib.errors import AtroposError
 
-class EnvError(RuntimeError):
+
+class EnvError(AtroposError):
     """The environment cannot go on; the message names the value, the limit and the remedy."""
 
 

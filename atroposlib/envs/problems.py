@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from atroposlib.envs.errors import DataError
+from atroposlib.errors import reading
 from atroposlib.grading.extraction import extract_boxed
 from atroposlib.logs import get_logger
 
@@ -91,10 +92,8 @@ def split(problems: Sequence[Problem], held_out: int, seed: int, source: str) ->
 
 def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
     """The records of a JSONL file. Raises DataError naming file and line."""
-    try:
+    with reading(f"cannot read problems from {path}", DataError):
         lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read problems from {path}: {error.strerror}") from error
     problems = [
         _problem(line, f"{path}:{number}", fields) for number, line in enumerate(lines, start=1) if line.strip()
     ]
@@ -188,10 +187,8 @@ def _arithmetic_problem(a: int, operator: str, b: int, result: int) -> Problem:
 
 
 def _problem(line: bytes, where: str, fields: Fields) -> Problem:
-    try:
+    with reading(f"{where} is not JSON", DataError, remedy=f"expected {fields.shape}"):
         record: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON ({error}); expected {fields.shape}") from error
     record = record if isinstance(record, dict) else {}
     question, answer = record.get(fields.question), record.get(fields.answer)
     if not isinstance(question, str) or not isinstance(answer, str) or (fields.marked and ANSWER_MARK not in answer):

@@ -7,6 +7,7 @@ It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.
 2 s.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -227,11 +228,10 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
 def ask(url: str, key: str | None) -> Answer:
     """One GET; status 0 if there is no answer in time."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    try:
+    with contextlib.suppress(requests.RequestException, ValueError):
         reply = requests.get(url, headers=headers, timeout=(CONNECT_S, ANSWER_S), allow_redirects=False)
         return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
-    except (requests.RequestException, ValueError):
-        return Answer(0)
+    return Answer(0)
 
 
 def find_listeners() -> dict[int, Listener]:
@@ -244,10 +244,10 @@ def find_listeners() -> dict[int, Listener]:
 
 
 def command_of(pid: int | None) -> str:
-    try:
-        return " ".join(psutil.Process(pid).cmdline()) if pid else "another user's process"
-    except psutil.Error:
-        return "another user's process"
+    with contextlib.suppress(psutil.Error):
+        if pid:
+            return " ".join(psutil.Process(pid).cmdline())
+    return "another user's process"
 
 
 def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
@@ -273,10 +273,9 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
 
 
 def installed(name: str) -> str | None:
-    try:
+    with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def torch_cuda() -> str | None:
@@ -291,10 +290,9 @@ def torch_cuda() -> str | None:
 
 
 def resolve(host: str) -> str | None:
-    try:
+    with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
-    except OSError:
-        return None
+    return None
 
 
 def nearest_folder(path: Path) -> Path:
