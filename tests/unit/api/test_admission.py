@@ -229,6 +229,7 @@ def test_connections_that_wait_make_way_and_those_that_are_answered_stay(caplog:
     assert len(said) == 1
 
 
+@pytest.mark.services
 def test_an_api_with_few_files_answers_health_beside_more_idle_connections() -> None:
     limited = ["sh", "-c", 'ulimit -n 128 && exec "$@"', "sh", *command("--port", "0", "--in-memory")]
     served = subprocess.Popen(limited, stderr=subprocess.PIPE, text=True)

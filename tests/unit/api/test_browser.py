@@ -32,7 +32,10 @@ BROWSER_DEADLINE_S = 90
 OPTIONS = """--headless --no-sandbox --disable-gpu --disable-quic --disable-dev-shm-usage --no-first-run --disable-sync
     --disable-background-networking --disable-component-update --disable-extensions""".split()
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
 
 READ = ["/status", "/latest_example", "/batch", "/docs", "/health"]
 CHANGE = ["/register", "/reset_data", "/v1/bridge/attach", "/generate"]

@@ -20,6 +20,8 @@ import requests
 
 from tests.unit.api.support import DEADLINE_S, wait_until_healthy
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).parents[3]
 
 

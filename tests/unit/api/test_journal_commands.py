@@ -171,6 +171,7 @@ def test_export_writes_each_group_with_where_it_is(client: TestClient, path: Pat
     assert lines[0]["id"] == 2
 
 
+@pytest.mark.services
 def test_groups_are_exported_to_a_terminal_that_cannot_show_them(client: TestClient, path: Path) -> None:
     client.post("/scored_data", json=group(4, 5) | {"messages": [[{"role": "user", "content": "é\u2028"}]] * 4})
     exported = subprocess.run(
@@ -223,6 +224,7 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.services
 def test_the_commands_of_the_documentation_work_beside_a_running_api(path: Path, client: TestClient) -> None:
     root = Path(__file__).parents[3]
     (block,) = [part.split("```")[0] for part in (root / "docs" / "api.md").read_text().split("```sh\n")[1:]]
@@ -234,6 +236,7 @@ def test_the_commands_of_the_documentation_work_beside_a_running_api(path: Path,
     assert written <= {file.name for file in path.parent.iterdir()}
 
 
+@pytest.mark.services
 def test_a_pipe_that_closes_early_is_no_failure(path: Path, client: TestClient) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -172,6 +172,7 @@ def test_a_log_without_its_file_is_refused(killed_early: Path) -> None:
     assert outcome(killed_early) == "refused"
 
 
+@pytest.mark.services
 def test_the_command_refuses_in_one_line_with_exit_code_1_and_leaves_the_files(killed_early: Path) -> None:
     Path(f"{killed_early}-wal").unlink()
     before = digests(killed_early.parent)

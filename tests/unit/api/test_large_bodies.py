@@ -178,6 +178,7 @@ def test_a_body_that_would_build_too_many_objects_is_refused_before_it_does(
         tracemalloc.stop()
 
 
+@pytest.mark.services
 def test_20_megabytes_of_empty_maps_are_refused_with_little_memory(process: tuple[subprocess.Popen[str], str]) -> None:
     served, url = process
     reply = requests.post(
@@ -318,6 +319,7 @@ def worst_health(url: str, post: Callable[[], None]) -> float:
     return max(times)
 
 
+@pytest.mark.services
 def test_health_is_answered_while_large_posts_are_accepted_and_refused(
     process: tuple[subprocess.Popen[str], str],
 ) -> None:

@@ -14,6 +14,8 @@ import requests
 from atroposlib.cli.run_api import AddressError, listen
 from tests.unit.api.support import DEADLINE_S, command, group, registration, wait_until_healthy
 
+pytestmark = pytest.mark.services
+
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_on_the_port_that_its_log_names_and_ends_cleanly_on_a_signal(

@@ -89,6 +89,7 @@ def test_an_address_beyond_this_machine_wants_a_token_or_an_express_word(host: s
         assert config("--host", loopback).token is None
 
 
+@pytest.mark.services
 def test_a_dry_run_masks_the_token() -> None:
     ended = subprocess.run(
         command("--dry-run", "--api-token", TOKEN), capture_output=True, text=True, timeout=DEADLINE_S

@@ -158,6 +158,7 @@ def test_a_served_token_follows_its_file(tmp_path: Path, monkeypatch: pytest.Mon
 SECRET = "s3cret"
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("variable", ["ATROPOS_API_TOKEN", "ATROPOS_POST_TOKEN"])
 @pytest.mark.parametrize("value", [SECRET, f"{SECRET} with spaces", f"{SECRET}\n{SECRET}", f"{SECRET}-é"])
 def test_an_unusable_token_is_one_line_without_the_token(variable: str, value: str) -> None:

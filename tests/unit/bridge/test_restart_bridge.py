@@ -29,6 +29,8 @@ from tests.integration.conftest import free_port
 from tests.integration.test_server_death import session_members
 from tests.unit.trainer.fakes import FakeApi, model_folder, serve
 
+pytestmark = pytest.mark.services
+
 FAKE = Path(__file__).with_name("fake_vllm_server.py")
 DEADLINE_S = 60.0
 CPU = torch.device("cpu")

@@ -15,6 +15,8 @@ import pytest
 from example_trainer.server_process import ServerProcess
 from tests.integration.test_server_death import session_members
 
+pytestmark = pytest.mark.services
+
 SLEEP = "import time; time.sleep(600)"
 WITH_CHILD = (
     f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print('UP', flush=True); {SLEEP}"

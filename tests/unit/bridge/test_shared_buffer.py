@@ -27,6 +27,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.services
 def test_another_process_writes_the_same_bytes_and_a_kill_leaves_nothing() -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert holder.stdin is not None
@@ -89,6 +90,7 @@ def test_a_reused_pid_is_not_the_same_process() -> None:
     assert not is_alive(replace(me, pid=2**22 + 1))
 
 
+@pytest.mark.services
 def test_a_zombie_is_dead() -> None:
     child = subprocess.Popen(["sleep", "60"])
     stat = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()

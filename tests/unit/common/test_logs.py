@@ -34,6 +34,7 @@ def test_control_characters_are_written_as_python_writes_them_and_letters_stay()
         assert len(escape(chr(number))) > 1
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     "call",
     ["log.info(EVIL)", "log.info('%s', EVIL)", "log.info('%s', Exception(EVIL))", "log.info('%(a)s', {'a': EVIL})"],
@@ -46,11 +47,13 @@ def test_a_record_is_one_line_whatever_is_logged(call: str) -> None:
     assert r"\x1b[2J" in line
 
 
+@pytest.mark.services
 def test_ordinary_text_of_every_script_is_logged_as_it_is() -> None:
     (line,) = run("from atroposlib.logs import *; configure_logging('a'); get_logger('x').info('%s', ORDINARY)")
     assert line.endswith(ORDINARY)
 
 
+@pytest.mark.services
 def test_a_traceback_keeps_its_lines_but_none_of_them_looks_like_a_record() -> None:
     lines = run(
         "from atroposlib.logs import *; configure_logging('a')\n"
@@ -64,18 +67,21 @@ def test_a_traceback_keeps_its_lines_but_none_of_them_looks_like_a_record() -> N
     assert all(line.startswith("    | ") for line in lines[1:])
 
 
+@pytest.mark.services
 def test_an_exception_that_nobody_catches_looks_like_no_record_either() -> None:
     lines = run("from atroposlib.logs import *; configure_logging('a'); raise ValueError(EVIL)")
     assert len(lines) > 3
     assert all(line.startswith("    | ") for line in lines)
 
 
+@pytest.mark.services
 def test_an_error_is_printed_with_its_further_lines_behind_bars() -> None:
     lines = run("from atroposlib.logs import *; print_error('grpo', 'vLLM died:\\n' + EVIL)")
     assert lines[:2] == ["grpo: error: vLLM died:", "    | evil"]
     assert all(line.startswith("    | ") for line in lines[1:])
 
 
+@pytest.mark.services
 def test_handlers_and_formatters_of_libraries_are_covered_too() -> None:
     lines = run(
         "from atroposlib.logs import *; configure_logging('a')\n"
@@ -87,11 +93,13 @@ def test_handlers_and_formatters_of_libraries_are_covered_too() -> None:
     assert lines == [escape(EVIL)]
 
 
+@pytest.mark.services
 def test_json_lines_hold_the_same_text() -> None:
     (line,) = run("from atroposlib.logs import *; configure_logging('a', True); get_logger('x').info('%s', EVIL)")
     assert json.loads(line)["message"] == ESCAPED
 
 
+@pytest.mark.services
 def test_vllms_own_formatter_and_uvicorns_access_log_are_covered_by_the_plugin() -> None:
     lines = run(
         "from vllm.logger import init_logger\n"

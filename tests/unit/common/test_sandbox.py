@@ -17,6 +17,8 @@ from atroposlib.child_processes.pool import ChildFailed, ChildPool
 from atroposlib.child_processes.sandbox import bubblewrap
 from tests.unit.common.refusals import without
 
+pytestmark = pytest.mark.services
+
 CHILD = "tests.unit.common.code_child"
 CALL = "import ctypes\nif ctypes.CDLL(None).syscall({}) < 0: raise OSError('refused')"
 UNSHARE, KEYCTL = (272, 250) if platform.machine() == "x86_64" else (97, 219)

@@ -22,6 +22,7 @@ def test_an_old_path_gives_the_module_of_the_new_one(old: str) -> None:
     assert module is importlib.import_module(module.__name__)
 
 
+@pytest.mark.services
 def test_one_registry_of_rewards_stands_under_both_paths() -> None:
     program = """
 import atroposlib.envs.reward_fns.registry
@@ -41,6 +42,7 @@ def test_a_path_that_never_was_is_no_module() -> None:
         importlib.import_module("atroposlib.envs.evals")
 
 
+@pytest.mark.services
 def test_python_m_takes_an_old_path(tmp_path: Path) -> None:
     groups = tmp_path / "groups.jsonl"
     groups.write_text('{"messages": [[{"role": "user", "content": "hello"}]], "scores": [1.0]}\n')

@@ -34,6 +34,7 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         registry.load_required_functions({"reward_functions": ["format", {"type": "nothing"}]})
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("completion", "solution", "score"),
     [

@@ -26,6 +26,7 @@ def test_server_takes_the_guides_flags(module: str, command: str) -> None:
     assert tree.env.max_new_tokens == 32
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("module", ["countdown_server", "calculator_tool_server", "letter_counting_server"])
 async def test_server_runs_offline_as_a_script(tmp_path: Path, module: str) -> None:
     tokenizer = save_tiny_tokenizer(tmp_path / "tokenizer")

@@ -11,6 +11,8 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.calculator_tool_server import CalculatorEnv, Question, tool_result
 from tests.unit.environments.support import running_env, sampled_texts
 
+pytestmark = pytest.mark.services
+
 QUESTION = Question("17 * 23", Fraction(391))
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>'
 

@@ -20,7 +20,7 @@ from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
 from tests.unit.envs.fakes import Trainer, running_api
 from tests.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.services, pytest.mark.timeout(120)]
 SCRIPT = Path(__file__).parents[3] / "environments" / "gsm8k_server.py"
 
 

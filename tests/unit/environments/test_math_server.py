@@ -20,6 +20,7 @@ def test_known_results_of_generated_problems_are_understood_by_the_grader() -> N
         assert judge(result, result) == {"verdict": "right"}, result
 
 
+@pytest.mark.services
 async def test_answers_are_compared_as_mathematics(tmp_path: Path) -> None:
     answers = [r"\boxed{\frac{1}{2}}", r"So \boxed{0.5}.", r"\boxed{\frac{2}{3}}", "1/2"]
     async with (
@@ -32,6 +33,7 @@ async def test_answers_are_compared_as_mathematics(tmp_path: Path) -> None:
     assert group["scores"] == [1.0, 1.0, 0.0, 0.0]
 
 
+@pytest.mark.services
 async def test_group_on_which_the_grader_failed_is_dropped(tmp_path: Path) -> None:
     async with (
         FakeInferenceServer(lambda prompt: r"\boxed{x+1}") as server,

@@ -19,7 +19,7 @@ from environments.reasoning_gym_server import ReasoningGymEnv, Task, weights_by_
 from tests.unit.common.refusals import without
 from tests.unit.environments.support import running_env
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.services, pytest.mark.timeout(240)]
 
 
 def test_weights_are_read_by_name() -> None:

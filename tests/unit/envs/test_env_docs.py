@@ -28,6 +28,8 @@ from tests.unit.environments.support import env_class
 from tests.unit.envs.fakes import running_api
 from tests.waiting import until
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/environments.md").read_text()
 GUIDE = (ROOT / "docs/write_an_environment.md").read_text()

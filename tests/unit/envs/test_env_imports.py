@@ -2,6 +2,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 
 PROGRAM = """
@@ -17,6 +19,7 @@ assert OpenaiConfig is APIServerConfig
 """
 
 
+@pytest.mark.services
 def test_running_environment_holds_neither_torch_nor_other_heavy_packages(tmp_path: Path) -> None:
     folder = save_tiny_tokenizer(tmp_path / "tokenizer")
     result = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, timeout=120)

@@ -102,6 +102,7 @@ def test_stream_goes_through_all_problems_before_it_repeats_and_the_seed_fixes_i
     assert taken[:81] != taken[81:]
 
 
+@pytest.mark.services
 async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
     write(tmp_path / "set" / "train.jsonl", 4)
     write(tmp_path / "set" / "test.jsonl", 2)
@@ -113,6 +114,7 @@ async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.services
 async def test_hub_that_gives_nothing_is_reported_with_its_words(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"the hub did not give \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"
@@ -120,6 +122,7 @@ async def test_hub_that_gives_nothing_is_reported_with_its_words(tmp_path: Path)
         await hub_problem_set(str(tmp_path / "nowhere"), "default", 2, 0, deadline_s=60)
 
 
+@pytest.mark.services
 async def test_slow_hub_is_given_up_at_its_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(DataError, match=r"within 0 s \(--env.hub_timeout\)"):

@@ -12,6 +12,8 @@ from atroposlib.child_processes.math_child import judge
 from atroposlib.grading import Grader, GraderSettings, Outcome
 from tests.waiting import until
 
+pytestmark = pytest.mark.services
+
 NEVER_ENDING = "9^{9^{9^{9^9}}} - 1"
 
 

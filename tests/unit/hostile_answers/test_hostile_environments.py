@@ -201,6 +201,7 @@ def test_no_wrong_answer_counts_as_right_in_the_accuracy_whatever_a_call_costs(t
     assert asyncio.run(right_from()) > 0.0
 
 
+@pytest.mark.services
 async def test_calls_are_paid_for_though_a_later_turn_thinks(tmp_path: Any) -> None:
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 + 1"}}</tool_call>'
 
@@ -252,6 +253,7 @@ HEDGES = [
 ]
 
 
+@pytest.mark.services
 async def test_an_answer_that_names_two_results_is_right_for_neither() -> None:
     grader = Grader(GraderSettings(time_limit_s=20))
     try:
@@ -264,6 +266,7 @@ async def test_an_answer_that_names_two_results_is_right_for_neither() -> None:
         await grader.close()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("answer", "gold"),
     [
@@ -306,6 +309,7 @@ def test_grading_never_raises_and_integers_are_what_they_are(answer: str) -> Non
         assert re.search(r"(?<![0-9])0*3(?![0-9])", answer)
 
 
+@pytest.mark.services
 async def test_answers_that_occupy_the_grader_until_its_limit_end_nothing_and_are_named(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_rewards_of_form_stay_in_their_range(name: str) -> None:
     check()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("name", ["accuracy", "accuracyx", "cascadingr1math", "r1"])
 def test_correctness_is_rewarded_for_one_solution_only(name: str) -> None:
     low, high = RANGES[name]
@@ -99,6 +100,7 @@ def test_correctness_is_rewarded_for_one_solution_only(name: str) -> None:
     check()
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     ("name", "answer", "gold", "reward"),
     [

@@ -244,6 +244,7 @@ def vllm_port() -> Iterator[int]:
         http.shutdown()
 
 
+@pytest.mark.services
 def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp_path: Path) -> None:
     model = str(write_model(tmp_path, tied=True))
     code, shown = run_doctor(
@@ -259,6 +260,7 @@ def test_a_running_server_is_asked_with_the_key_and_compared(vllm_port: int, tmp
     assert "vLLM refuses the key" in shown
 
 
+@pytest.mark.services
 @pytest.mark.slow
 def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
@@ -268,6 +270,7 @@ def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     assert "mend what failed" in shown
 
 
+@pytest.mark.services
 def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("127.0.0.1:1\n127.0.0.2:1\n")
     flags = ["--mode", "broadcast", "--hosts-file", str(tmp_path / "hosts")]
@@ -277,6 +280,7 @@ def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
     assert "127.0.0.2:1" in run_doctor(*flags, NUM_INFERENCE_NODES="2")[1]
 
 
+@pytest.mark.services
 def test_every_line_says_its_level_and_the_last_counts_them() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -288,6 +292,7 @@ def test_every_line_says_its_level_and_the_last_counts_them() -> None:
     assert code == (1 if failed else 0)
 
 
+@pytest.mark.services
 def test_a_wrong_mode_is_one_line_and_status_2() -> None:
     code, shown = run_doctor("--mode", "broadcasts")
     assert code == 2

@@ -110,6 +110,7 @@ def test_another_folder_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.services
 def test_command_prints_the_folder_alone(tmp_path: Path) -> None:
     folder = tmp_path / "atropos" / model.MODEL_NAME
     folder.mkdir(parents=True)

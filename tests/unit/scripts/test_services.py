@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).resolve().parents[3]
 PRELUDE = f"""
 set -euo pipefail

@@ -17,6 +17,8 @@ from packaging.version import Version
 
 from vllm_patching import version
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

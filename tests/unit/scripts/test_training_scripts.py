@@ -13,6 +13,8 @@ import pytest
 from atroposlib.config import resolve_config
 from example_trainer.config import TrainerConfig
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("run_gsm8k_*.sh"))
 MODES = {

@@ -7,7 +7,10 @@ import subprocess
 import sys
 import urllib.request
 
+import pytest
 
+
+@pytest.mark.services
 def test_it_serves_from_the_command_line_until_interrupted() -> None:
     command = [
         sys.executable,
@@ -36,6 +39,7 @@ def test_it_serves_from_the_command_line_until_interrupted() -> None:
         process.stderr.close()
 
 
+@pytest.mark.services
 def test_a_taken_port_is_one_clear_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

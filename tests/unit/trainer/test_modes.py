@@ -134,6 +134,7 @@ def test_an_unknown_key_of_a_mode_names_the_nearest(tmp_path: Path) -> None:
         resolved(text="bridge: {kind: broadcast, bukket_mb: 2}", tmp_path=tmp_path)
 
 
+@pytest.mark.services
 def test_the_modes_import_neither_torch_nor_vllm() -> None:
     code = "import sys, example_trainer.config; sys.exit(bool({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

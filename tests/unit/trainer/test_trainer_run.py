@@ -355,6 +355,7 @@ def run_script(*flags: str, path: str = "example_trainer/grpo.py") -> subprocess
     )
 
 
+@pytest.mark.services
 def test_the_guide_s_command_resolves_when_run_by_path() -> None:
     command = (
         "--model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --vllm-port 9001 --lr 1e-6"

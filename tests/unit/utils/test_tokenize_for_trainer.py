@@ -83,6 +83,7 @@ def test_a_bos_in_the_text_is_not_doubled() -> None:
     assert encode_prompt(WithBos(), "a^") == [1, 2, 1]
 
 
+@pytest.mark.services
 def test_clients_and_tokenizers_run_without_torch_and_vllm(tmp_path: Path) -> None:
     """In a process where both are installed, using these modules must load neither."""
     save_tiny_tokenizer(tmp_path)
@@ -98,6 +99,7 @@ sys.exit(", ".join({{"torch", "vllm"}} & sys.modules.keys()) or 0)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.services
 def test_threads_that_ask_at_once_get_one_tokenizer(tmp_path: Path) -> None:
     folder = str(save_tiny_tokenizer(tmp_path))
     code = f"""
