@@ -101,7 +101,8 @@ def server_addresses(
 
 def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     """One address a line; a host without a port stands for all of `ports`. Raises ValueError naming file and line."""
-    with reading(f"--hosts-file {path}", ValueError, remedy="give a text file with one host[:port] per line"):
+    remedy = "give a text file with one host[:port] a line"
+    with reading(f"--hosts-file {path} cannot be read", ValueError, remedy=remedy):
         lines = path.read_text().splitlines()
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):

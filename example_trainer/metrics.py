@@ -178,7 +178,7 @@ def _rows_before(path: Path, first_step: int) -> bytes:
         if not line or (number == len(lines) and not line.endswith(b"}")):
             continue
         remedy = "move the file away, or give another --metrics-path"
-        with reading(f"{path}:{number} is no row of metrics", TrainerError, remedy=remedy):
+        with reading(f"{path}:{number} is no row of metrics (an object with a step)", TrainerError, remedy=remedy):
             step = msgspec.json.decode(line, type=StepOfRow).step
         if step < first_step:
             kept.append(line + b"\n")
