@@ -343,6 +343,7 @@ async def test_a_trainer_that_leaves_in_the_middle_of_a_step_poisons_the_weights
     assert (await status(client))["poisoned"] is None
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("end", ["death", "deadline"])
 async def test_a_trainer_that_ends_in_the_middle_of_a_step_poisons_the_weights(
     client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes], end: str
@@ -392,6 +393,7 @@ async def test_a_dead_trainer_s_memory_stays_where_it_is(
     assert "bridge_renew" not in engine.events
 
 
+@pytest.mark.services
 async def test_a_trainer_that_ends_between_steps_leaves_the_weights_whole_and_another_may_come(
     client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
 ) -> None:

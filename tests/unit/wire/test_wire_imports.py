@@ -12,6 +12,7 @@ assert not loaded, loaded
 """
 
 
+@pytest.mark.services
 @pytest.mark.parametrize(
     "module", ["atroposlib.wire.batching", "atroposlib.wire.bridge", "atroposlib.wire.routes", "atroposlib.api"]
 )
