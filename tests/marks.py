@@ -6,6 +6,7 @@ skips in CI      where CI=true, a skip fails the run unless EXPECTED_SKIPS names
 """
 
 import os
+import platform
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -31,6 +32,7 @@ class NoProcess:
         self._pid = os.getpid()
         self._unmarked: str | None = None
         self._refused = ""
+        platform.processor()  # starts `uname -p`, once in a process: whichever test asks first would be the one
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
