@@ -1,5 +1,5 @@
 """Entry points of commands whose modules load torch: flags are read first, so that `--help`, `--dry-run` and a typo
-answer at once. `python example_trainer/grpo.py` and `atropos-grpo` start here.
+answer at once. `atropos-grpo` starts here.
 """
 
 from atroposlib.config import load_config

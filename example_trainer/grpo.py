@@ -14,10 +14,11 @@ environments' evaluation schedule never drift apart. Groups that cannot be train
 left out; a batch of nothing else is no step.
 """
 
-if __name__ == "__main__":  # flags before torch
-    from example_trainer.commands import grpo
+if __name__ == "__main__":  # flags before torch, as example_trainer/commands.py does for atropos-grpo
+    from atroposlib.config import load_config
+    from example_trainer.config import TrainerConfig
 
-    raise SystemExit(grpo())
+    load_config(TrainerConfig, prog="grpo")
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
@@ -388,3 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_line_errors("grpo"):
         run(config)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

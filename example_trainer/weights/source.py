@@ -17,7 +17,8 @@ class WeightSource(Protocol):
 
     Names are Hugging Face's, tied weights once. `bucket` is collective by contract: every rank of the trainer calls it
     for every bucket of a transfer, in wire order (rising `start`), also a rank that sends nothing and one whose send
-    has failed. Weights must not change between the first and the last bucket of a transfer.
+    has failed. Weights must not change between the first and the last bucket of a transfer. Each server's transfer walks
+    all buckets: those of a source with one rank may overlap in threads, those of several ranks take turns.
     """
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -26,7 +27,7 @@ class WeightSource(Protocol):
     def bucket(self, bucket: Bucket) -> Tensor:
         """Flat uint8 [end - start]: the bucket's tensors at their offsets, cast to the dtype that vLLM serves.
 
-        Valid until the next call; it may be a view of the weights themselves, so nobody writes to it.
+        It may be a view of the weights themselves, so nobody writes to it, and it is sent before they change.
         """
 
 
