@@ -109,11 +109,11 @@ class OpenAIServer(APIServer):
             return f"{self.health_url}: {describe(error)}"
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
-        return merge_chat(await self._with_n(self.chat_arguments(arguments), self._send_chat))
+        return merge_chat(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))
 
     async def request_completion(self, arguments: Arguments) -> Completion:
         return merge_completions(
-            await self._with_n({**arguments, "model": self.config.model_name}, self._send_completion)
+            await self._with_n({**arguments, "model": self.config.model_name}, self.sdk.completions.create)
         )
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
@@ -124,34 +124,26 @@ class OpenAIServer(APIServer):
             f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'"
         )
 
-    async def _with_n(self, arguments: Arguments, send: Callable[[Arguments], Awaitable[Reply]]) -> list[Reply]:
+    async def _with_n(self, arguments: Arguments, create: Callable[..., Awaitable[Reply]]) -> list[Reply]:
         """Replies that hold n choices together, whether or not the server heeds n."""
         n: int = arguments.get("n") or 1
         single: Arguments = {key: value for key, value in arguments.items() if key != "n"}
         if n == 1:
-            return [await send(single)]
+            return [await self._send(create, single)]
         if self._n_is_ignored:
-            return await gather_or_cancel([send(single) for _ in range(n)])
-        first = await send(arguments)
+            return await gather_or_cancel([self._send(create, single) for _ in range(n)])
+        first = await self._send(create, arguments)
         missing: int = n - len(first.choices)
         if missing <= 0:
             return [first]
         log.info("%s returned %d of n=%d choices; sending n requests from now on", self.name, len(first.choices), n)
         self._n_is_ignored = True
-        rest: list[Reply] = await gather_or_cancel([send(single) for _ in range(missing)])
+        rest: list[Reply] = await gather_or_cancel([self._send(create, single) for _ in range(missing)])
         return [first] + rest  # noqa: RUF005  mypy infers the element type of a sum only
 
-    async def _send_chat(self, arguments: Arguments) -> ChatCompletion:
+    async def _send(self, create: Callable[..., Awaitable[Reply]], arguments: Arguments) -> Reply:
         try:
-            reply: ChatCompletion = await self.sdk.chat.completions.create(**arguments)
-            return reply
-        except openai.OpenAIError as error:
-            raise self._translate(error) from error
-
-    async def _send_completion(self, arguments: Arguments) -> Completion:
-        try:
-            reply: Completion = await self.sdk.completions.create(**arguments)
-            return reply
+            return await create(**arguments)
         except openai.OpenAIError as error:
             raise self._translate(error) from error
 
