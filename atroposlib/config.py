@@ -61,8 +61,8 @@ def load_config(
 ) -> C:
     """Resolve `config_cls` from `argv` (default: the process's own), YAML, `env` (default: os.environ) and `defaults`.
 
-    Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help; `content` is that of the
-    YAML file where it was read before.
+    Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help; `content` is that of
+    the YAML file where it was read before.
     """
     try:
         config, dry_run = resolve_config(

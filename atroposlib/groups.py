@@ -11,8 +11,8 @@ a rule for everyone; what no trainer can use is refused by `atroposlib/api/group
 `vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass the whole
 check.
 
-Pure: numpy, the standard library and the wire. A group is a record, or a mapping of lists, as from JSON, or of numpy arrays. The check reads each list
-once.
+Pure: numpy, the standard library and the wire. A group is a record, or a mapping of lists, as from JSON, or of numpy
+arrays. The check reads each list once.
 """
 
 import numbers

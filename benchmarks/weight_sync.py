@@ -396,7 +396,9 @@ def _memory(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
         yield f"| {name} | {alone} | {held} | {counts} | {found['served']}, {found['failed']} |"
 
 
-def _goals(figures: dict[str, dict[str, Any]], limits: dict[str, float]) -> Iterator[tuple[str, str, str, bool]]:
+def _goals(  # noqa: C901  one goal after the other
+    figures: dict[str, dict[str, Any]], limits: dict[str, float]
+) -> Iterator[tuple[str, str, str, bool]]:
     """What the product promises: goal, figure (medians), limit, whether it is met."""
 
     def at_most(what: str, measured: float, limit: float) -> tuple[str, str, str, bool]:

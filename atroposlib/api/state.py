@@ -41,7 +41,7 @@ class RolloutState:
         self._versions = WaitingVersions()
         self._gone: list[int] = []
 
-    def apply(self, change: Change) -> object:
+    def apply(self, change: Change) -> object:  # noqa: C901  one case per kind of change
         """Carry out a change. Raises one of REFUSALS, and then changes nothing."""
         match change:
             case GroupsPosted():

@@ -1,4 +1,5 @@
-"""The client of the batching API, for everyone who asks it: `BatchingApi` blocks, `AsyncBatchingApi` is for event loops.
+"""The client of the batching API, for everyone who asks it: `BatchingApi` blocks, `AsyncBatchingApi` is for event
+loops.
 
     api.call(REGISTER, registration) ──▶ Registered      a route of `wire/routes.py`, its request and reply as records
 

@@ -13,11 +13,12 @@ seconds is forgotten. Errors have OpenAI's form.
 """
 
 import asyncio
+import contextlib
 import hmac
 import json
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,15 @@ class ProxyError(Exception):
         self.status = status
 
 
+@contextlib.contextmanager
+def bad_request() -> Iterator[None]:
+    """A ValueError about what the client asked for is its 400."""
+    try:
+        yield
+    except ValueError as error:
+        raise ProxyError(400, str(error)) from error
+
+
 class Sessions:
     """The sessions of one proxy; those unused for `timeout_s` seconds are dropped as others come."""
 
@@ -115,14 +125,12 @@ class Sessions:
         """A new session. Raises ProxyError for a server or a tool parser that there is not."""
         now = time.monotonic()
         self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
-        try:
+        with bad_request():
             servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
             route = StickyRoute(self.manager, servers)
             managed = ManagedServer(
                 route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
             )
-        except ValueError as error:
-            raise ProxyError(400, str(error)) from error
         session = Session(managed, request.tool_parser, request.base_url)
         self.by_id[session.uuid] = session
         return session
@@ -138,7 +146,7 @@ class Sessions:
         return self.by_id[session_id]
 
 
-def create_app(
+def create_app(  # noqa: C901  its routes
     server_manager: ServerManager,
     tokenizer: Any,
     model_name: str = "default",
@@ -203,10 +211,8 @@ def create_app(
     async def chat(session_id: str, request: ChatRequest) -> JsonObject:
         managed = sessions.get(session_id).managed
         _require_messages(request)
-        try:
+        with bad_request():
             reply = await managed.chat_completion(**request.arguments())
-        except ValueError as error:
-            raise ProxyError(400, str(error)) from error
         return reply.model_dump(exclude_none=True) | {"model": model_name}
 
     @app.post("/{session_id}/v1/chat/completions/render")

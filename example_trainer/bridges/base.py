@@ -36,7 +36,7 @@ class SyncReport:
 
 
 class WeightBridge(Protocol):
-    """A connected way to hand weights over. Every method raises BridgeError with the value, the limit and the remedy."""
+    """A connected way to hand weights over. Every method raises BridgeError with value, limit and remedy."""
 
     served_dtype: str  # in which vLLM computes, e.g. "bfloat16"
 

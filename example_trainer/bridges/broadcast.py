@@ -150,8 +150,13 @@ class BroadcastBridge(WeightBridge):
         self._links.remove(link)
         self._left_out.append(link.vllm)
         self._next_look = time.monotonic() + READMIT_S
-        log.warning("[Bridge] %s is fenced off, training goes on with %d of %d servers: %s",
-                    link.vllm.url, len(self._links), len(self._servers), error)  # fmt: skip
+        log.warning(
+            "[Bridge] %s is fenced off, training goes on with %d of %d servers: %s",
+            link.vllm.url,
+            len(self._links),
+            len(self._servers),
+            error,
+        )
         link.drop(f"left out of the weight sync: {error}"[:1000])
 
     def _readmit(self) -> None:

@@ -1,7 +1,8 @@
 """Mode lora: a LoRA adapter in a folder that vLLM loads while it goes on generating.
 
-    A, B ──▶ SAVE_PATH/adapters/policy-v7-3f2a91/ ──POST /v1/bridge/adapter──▶ served; requests that run keep the adapter they have
+    A, B ──▶ SAVE_PATH/adapters/policy-v7-3f2a91/ ──POST /v1/bridge/adapter──▶ served
 
+Requests that run keep the adapter that they have.
 Every version has a folder and a name of its own; the suffix is this trainer's session, because vLLM's prefix cache
 must never see a name twice. Trainer and vLLM see the folder under the same path: one machine, or a shared file
 system.

@@ -1,7 +1,7 @@
 """Restarts, of a whole model or of an adapter: a checkpoint every `--vllm-restart-interval` policy versions, vLLM
 started anew from it.
 
-    parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served, labelled policy version N
+    parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served as policy version N
 
 If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever
 ends that one. A server that is there already is never touched: its owner is asked, in one line, to restart it from
@@ -257,7 +257,7 @@ def _serves(config: TrainerConfig, status: ServerStatus, folder: str, policy_ver
 
 
 def _adapter_name(policy_version: int) -> str:
-    """By which the server knows the version of an adapter that it was started with (engines/adapters.py in vllm_patching)."""
+    """By which the server knows the version of an adapter that it was started with (vllm_patching/engines)."""
     return f"policy-v{policy_version}"
 
 

@@ -79,8 +79,16 @@ class ServerLink:
     def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
         timeout_s = self._settings.timeout_s
-        log.info("[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s, at most %.0f s a bucket",
-                 version, self._nbytes / 1e6, len(self._buckets), self._workers, self.vllm.url, timeout_s)  # fmt: skip
+        log.info(
+            "[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s,"
+            " at most %.0f s a bucket",
+            version,
+            self._nbytes / 1e6,
+            len(self._buckets),
+            self._workers,
+            self.vllm.url,
+            timeout_s,
+        )
         acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._workers)]
         go = go_key(self.session.id, self._sequence)
         try:

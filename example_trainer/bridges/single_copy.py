@@ -1,6 +1,6 @@
 """Mode single copy: the trainer's parameters are vLLM's own memory, so nothing is sent.
 
-    pause ──▶ optimizer step on the live weights ──▶ resume          (vllm_patching/single_copy.py watches us in between)
+    pause ──▶ optimizer step on the live weights ──▶ resume        (vLLM's engines/single_copy.py watches in between)
 
 Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc.
 GPU: CUDA IPC. With TP > 1 what every rank holds alike (norms, biases of row-split layers, shared key/value heads) is
@@ -114,8 +114,14 @@ class SingleCopyBridge(SessionBridge):
             self._give_up(written=self._writes() != untouched)
             raise
         reply = self._vllm.resume(self._session.id, policy_version)
-        log.info("[Bridge] Policy version %d is served: stall %.1f ms, of which update %.1f ms, copied between ranks %d bytes",
-                 policy_version, reply.stall_s * 1e3, update_s * 1e3, copied)  # fmt: skip
+        log.info(
+            "[Bridge] Policy version %d is served: stall %.1f ms, of which update %.1f ms,"
+            " copied between ranks %d bytes",
+            policy_version,
+            reply.stall_s * 1e3,
+            update_s * 1e3,
+            copied,
+        )
         if first:
             check_packed_forward(self._trained.model)
         return SyncReport(policy_version, update_s, reply.stall_s, 0.0, reply.update_s, copied)

@@ -51,7 +51,7 @@ class SharedTensor:
 
 
 class SharedWeights(WeightSource):
-    """The shared weights as one process sees them: pieces in the memory of every rank of vLLM, put together on demand."""
+    """The shared weights as one process sees them: pieces in the memory of every rank, put together on demand."""
 
     def __init__(self, tensors: Mapping[str, SharedTensor]) -> None:
         self.tensors = tensors

@@ -12,7 +12,8 @@
 run_prefix=''                                # output goes to runs/PREFIX-DATE-TIME
 default_dataset=auto                         # the hub's GSM8K, or the built-in problems where the hub cannot be reached
 default_steps=100                            # 20 on arithmetic
-default_gpu_model=Qwen/Qwen2.5-1.5B-Instruct # 23 GiB on the trainer's GPU (docs/gpus.md); without a GPU, and for arithmetic, the quickstart's model
+# 23 GiB on the trainer's GPU (docs/gpus.md); without a GPU, and for arithmetic, the quickstart's model
+default_gpu_model=Qwen/Qwen2.5-1.5B-Instruct
 checkpoint_interval=20
 layout=separate                              # vLLM and trainer on GPUs of their own; same: both on the same ones
 vllm_owner=launcher                          # who starts and ends vLLM: launcher, or trainer
@@ -29,7 +30,9 @@ steps='' run_name='' model='' dataset='' dataset_path='' seed=1 dtype='' api_por
 show_help() {
   local steps_help="$default_steps; for --dataset arithmetic 20" dataset_help=$default_dataset
   local model_help="the quickstart's SmolLM2-135M-Instruct, which needs no hub"
-  if [[ -n $default_gpu_model ]]; then model_help="$default_gpu_model; without a GPU, or for arithmetic, $model_help"; fi
+  if [[ -n $default_gpu_model ]]; then
+    model_help="$default_gpu_model; without a GPU, or for arithmetic, $model_help"
+  fi
   if ((default_steps == 20)); then steps_help=20; fi
   if [[ $default_dataset == auto ]]; then dataset_help="gsm8k, or arithmetic where the hub cannot be reached"; fi
   print_help "$0"
@@ -193,8 +196,8 @@ service_settings() {
     if [[ $vllm_gpus != "$trainer_gpus" ]]; then trainer_flags+=(--vllm-gpu "$vllm_gpus"); fi
   fi
   env_flags+=(--env.rollout_server_url "$api" --env.tokenizer_name default --env.eval_at_start true
-    --env.ensure_scores_are_not_same false --env.total_steps -1 --env.seed "$seed" --env.use_wandb false --env.evaluations_path "$run_dir/evaluations.jsonl"
-    --env.data_path_to_save_groups "$run_dir/samples.jsonl"
+    --env.ensure_scores_are_not_same false --env.total_steps -1 --env.seed "$seed" --env.use_wandb false
+    --env.evaluations_path "$run_dir/evaluations.jsonl" --env.data_path_to_save_groups "$run_dir/samples.jsonl"
     --openai.model_name default --openai.base_url "$vllm/v1" --openai.server_type vllm)
   trainer_flags+=(--model-name "$model" --training-steps "$steps" --seed "$seed" --atropos-url "$api"
     --vllm-host 127.0.0.1 --vllm-port "$vllm_port" --vllm-start-timeout 1800

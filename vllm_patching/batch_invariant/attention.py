@@ -55,19 +55,42 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
         kv_cache_dtype="auto",
     )
     schedule = ops.cpu_attn_get_scheduler_metadata(
-        num_reqs=len(ends), num_heads=heads, num_kv_heads=key_heads, head_dim=size, seq_lens=ends, dtype=query.dtype,
-        query_start_loc=starts, causal=True, sliding_window_size=-1, isa=isa, enable_kv_split=False,
+        num_reqs=len(ends),
+        num_heads=heads,
+        num_kv_heads=key_heads,
+        head_dim=size,
+        seq_lens=ends,
+        dtype=query.dtype,
+        query_start_loc=starts,
+        causal=True,
+        sliding_window_size=-1,
+        isa=isa,
+        enable_kv_split=False,
         dynamic_causal=None,
         kv_cache_dtype="auto",
-    )  # fmt: skip
+    )
     query = query.contiguous()
     output = torch.empty_like(query)
     ops.cpu_attention_with_kv_cache(
-        query=query, key_cache=key_cache, value_cache=value_cache, output=output, query_start_loc=starts, seq_lens=ends,
-        scale=scale, causal=True, alibi_slopes=None, sliding_window=-1, block_table=table, softcap=0,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=output,
+        query_start_loc=starts,
+        seq_lens=ends,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=-1,
+        block_table=table,
+        softcap=0,
         scheduler_metadata=schedule,
-        s_aux=None, dynamic_causal=None, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto",
-    )  # fmt: skip
+        s_aux=None,
+        dynamic_causal=None,
+        k_scale=1.0,
+        v_scale=1.0,
+        kv_cache_dtype="auto",
+    )
     return output
 
 

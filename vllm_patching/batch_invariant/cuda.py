@@ -4,7 +4,8 @@ it calls them.
 The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
 0.33, and not yet run on a GPU.
 
-    linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be made fused
+    linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be
+                  made fused
     rms_norm      one Triton kernel, one program per row; of a sum, once the sum is rounded (compat.add_before_norm)
     silu_and_mul, rotate                 vLLM's elementwise kernels, the rotary table by vLLM's formula on the GPU
     attention     FlashAttention over a paged cache with pages of the server's size, the context never split
@@ -88,11 +89,21 @@ class CudaKernels:
         ]
         key_cache, value_cache = (cache.unflatten(0, (blocks, BLOCK)) for cache in caches)
         result: Tensor = self._vllm.attention(
-            q=query.contiguous(), k=key_cache, v=value_cache, cu_seqlens_q=starts, seqused_k=ends,
+            q=query.contiguous(),
+            k=key_cache,
+            v=value_cache,
+            cu_seqlens_q=starts,
+            seqused_k=ends,
             max_seqlen_q=max(lengths),
-            max_seqlen_k=max(lengths), softmax_scale=scale, causal=True, window_size=[-1, -1], softcap=0.0,
-            block_table=table.to(query.device), num_splits=1, fa_version=self._vllm.attention_version,
-        )  # fmt: skip
+            max_seqlen_k=max(lengths),
+            softmax_scale=scale,
+            causal=True,
+            window_size=[-1, -1],
+            softcap=0.0,
+            block_table=table.to(query.device),
+            num_splits=1,
+            fa_version=self._vllm.attention_version,
+        )
         return result
 
     def log_softmax(self, logits: Tensor) -> Tensor:

@@ -198,7 +198,8 @@ class AdapterEngine(Engine):
             Path(base).is_dir() and Path(self.serving.model).is_dir() and Path(base).samefile(self.serving.model)
         ):
             raise Refused(
-                f"{whose} is for the model {base}, this server serves {self.serving.model}: give both the same name or path",
+                f"{whose} is for the model {base}, this server serves {self.serving.model}:"
+                " give both the same name or path",
                 422,
             )
 

@@ -46,10 +46,15 @@ def open_handle(ipc: IpcHandle) -> torch.Tensor:
     device = here[ipc.gpu]
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(
-        device, _bytes(ipc.handle), ipc.size, ipc.offset, _bytes(ipc.counter_handle), ipc.counter_offset,
+        device,
+        _bytes(ipc.handle),
+        ipc.size,
+        ipc.offset,
+        _bytes(ipc.counter_handle),
+        ipc.counter_offset,
         _bytes(ipc.event_handle),
         ipc.event_sync,
-    )  # fmt: skip
+    )
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
 
 

@@ -87,13 +87,24 @@ def make_sessions(folder: Path, tp: int = 1) -> tuple[Sessions, EngineWithWorker
 
 def broadcast_offer(**changes: Any) -> dict[str, Any]:
     return {
-        "session": "s", "address": "127.0.0.1", "port": 1, "world_size": 2, "backend": "gloo",
-        "manifest_digest": manifest().digest(), "bucket_bytes": 1 << 20, "timeout_s": 5.0, "lease_s": 30.0,
+        "session": "s",
+        "address": "127.0.0.1",
+        "port": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "manifest_digest": manifest().digest(),
+        "bucket_bytes": 1 << 20,
+        "timeout_s": 5.0,
+        "lease_s": 30.0,
         "trainer": "h:1",
-    } | changes  # fmt: skip
+    } | changes
 
 
 def single_copy_offer(**changes: Any) -> dict[str, Any]:
     return {
-        "session": "s", "manifest_digest": manifest().digest(), "lease_s": 30.0, "trainer": "h:1", "process": HERE,
-    } | changes  # fmt: skip
+        "session": "s",
+        "manifest_digest": manifest().digest(),
+        "lease_s": 30.0,
+        "trainer": "h:1",
+        "process": HERE,
+    } | changes

@@ -26,7 +26,8 @@ evaluate load_checkpoint save_checkpoint setup setup_wandb register_env get_serv
 add_rollouts_for_wandb wandb_log handle_send_to_api handle_env cleanup get_status env_step_checks add_train_workers
 env_manager process_manager cli evaluate_log derived_batch_size
 items_sent_this_step eval_workers config server workers backlog rollouts_for_wandb curr_step max_token_len tokenizer
-completion_lengths max_num_workers wandb_prepend checkpoint_dir checkpoint_interval jsonl_writer status_dict process_mode
+completion_lengths max_num_workers wandb_prepend checkpoint_dir checkpoint_interval jsonl_writer status_dict
+process_mode
 """.split()
 # What BaseEnv had besides, and names that its run has.
 FORMERLY_PUBLIC = """

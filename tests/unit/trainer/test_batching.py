@@ -180,26 +180,21 @@ def test_temperature_comes_from_the_most_specific_place(fields: dict[str, Any], 
 
 def broken(change: str) -> dict[str, Any]:
     group = item([1.0, 0.0], env_id=7)
-    if change == "no logprobs":
-        group["inference_logprobs"] = None
-    elif change == "short logprobs":
-        group["inference_logprobs"][1] = group["inference_logprobs"][1][:-1]
-    elif change == "missing list":
-        group["inference_logprobs"] = group["inference_logprobs"][:1]
-    elif change == "short mask":
-        group["masks"][1] = group["masks"][1][:-1]
-    elif change == "mask of ones":
-        group["masks"][1] = [-100] * 4 + [0] * (len(group["tokens"][1]) - 4)
-    elif change == "filler logprob":
-        group["inference_logprobs"][1][-1] = 1.0
-    elif change == "nan logprob":
-        group["inference_logprobs"][1][-1] = float("nan")
-    elif change == "nan score":
-        group["scores"][1] = float("nan")
-    elif change == "scores":
-        group["scores"] = [1.0]
-    elif change == "advantages":
-        group["advantages"] = [[1.0, 2.0], [1.0, 2.0]]
+    logprobs, masks, scores = group["inference_logprobs"], group["masks"], group["scores"]
+    edits: dict[str, tuple[Any, Any, Any]] = {
+        "no logprobs": (group, "inference_logprobs", None),
+        "short logprobs": (logprobs, 1, logprobs[1][:-1]),
+        "missing list": (group, "inference_logprobs", logprobs[:1]),
+        "short mask": (masks, 1, masks[1][:-1]),
+        "mask of ones": (masks, 1, [-100] * 4 + [0] * (len(group["tokens"][1]) - 4)),
+        "filler logprob": (logprobs[1], -1, 1.0),
+        "nan logprob": (logprobs[1], -1, float("nan")),
+        "nan score": (scores, 1, float("nan")),
+        "scores": (group, "scores", [1.0]),
+        "advantages": (group, "advantages", [[1.0, 2.0], [1.0, 2.0]]),
+    }
+    holder, place, value = edits[change]
+    holder[place] = value
     return group
 
 
