@@ -308,8 +308,8 @@ class ScoredData(Struct):
     under; an item has it only if it was posted.
     """
 
-    tokens: list[list[Integer]]
-    masks: list[list[Integer]]
+    tokens: list[list[int]]
+    masks: list[list[int]]
     scores: list[float]
     advantages: list[list[float]] | None = None
     ref_logprobs: list[list[float]] | None = None
@@ -326,8 +326,13 @@ class ScoredData(Struct):
 
 
 class PostedData(ScoredData, omit_defaults=True):
-    """A group as it is posted: a post that is repeated with the same `idempotency_key` is stored once."""
+    """A group as it is posted: a post that is repeated with the same `idempotency_key` is stored once.
 
+    The API checks the range of each id once, here; whoever reads an item need not pay for that again.
+    """
+
+    tokens: list[list[Integer]]
+    masks: list[list[Integer]]
     idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
 
 
