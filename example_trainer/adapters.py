@@ -7,10 +7,9 @@ packed attention and the chunked head work as before. A folder is `adapter_confi
 `adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError
@@ -32,6 +31,15 @@ WEIGHTS = "adapter_model.safetensors"
 
 class AdapterError(TrainerError):
     """An adapter that does not fit the model, or cannot be read."""
+
+
+class SavedAdapter(msgspec.Struct):
+    """What is read of adapter_config.json."""
+
+    base_model_name_or_path: str
+    r: int
+    lora_alpha: int
+    target_modules: list[str]
 
 
 def load_adapted_model(source: str, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
@@ -142,14 +150,15 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
             f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {mode.typed} trains one: "
             "resume from an adapter_step_N folder, or start afresh"
         )
-    saved: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    with reading(f"{folder / CONFIG} cannot be read", AdapterError, remedy="give another folder to --resume"):
+        saved = msgspec.json.decode((folder / CONFIG).read_bytes(), type=SavedAdapter)
     for flag, then, given in [
-        ("--model-name", saved["base_model_name_or_path"], config.model_name),
-        ("--lora-r", saved["r"], mode.r),
-        ("--lora-alpha", saved["lora_alpha"], mode.alpha),
+        ("--model-name", saved.base_model_name_or_path, config.model_name),
+        ("--lora-r", saved.r, mode.r),
+        ("--lora-alpha", saved.lora_alpha, mode.alpha),
         (
             "--lora-target-modules",
-            ",".join(sorted(saved["target_modules"])),
+            ",".join(sorted(saved.target_modules)),
             ",".join(sorted(mode.target_modules)),
         ),
     ]:

@@ -200,3 +200,11 @@ def test_resuming_with_another_adapter_or_from_a_whole_model_is_refused(
         load_adapted_model(checkpoint, config(other), CPU)
     with pytest.raises(AdapterError, match="holds no adapter"):
         load_adapted_model(other, config(llama), CPU)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"r": "four"}', "[" * 100_000])
+def test_a_damaged_adapter_config_is_one_line(llama: str, tmp_path: Path, content: str) -> None:
+    write_adapter(tmp_path / "adapter", load_adapted_model(llama, config(llama), CPU))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(content)
+    with pytest.raises(AdapterError, match=r"adapter_config.json cannot be read: .*; give another folder to --resume"):
+        load_adapted_model(str(tmp_path / "adapter"), config(llama), CPU)
