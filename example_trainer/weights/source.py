@@ -17,8 +17,8 @@ class WeightSource(Protocol):
 
     Names are Hugging Face's, tied weights once. `bucket` is collective by contract: every rank of the trainer calls it
     for every bucket of a transfer, in wire order (rising `start`), also a rank that sends nothing and one whose send
-    has failed. Weights must not change between the first and the last bucket of a transfer. Each server's transfer walks
-    all buckets: those of a source with one rank may overlap in threads, those of several ranks take turns.
+    has failed. Weights must not change between the first and the last bucket of a transfer. Each server's transfer
+    walks all buckets: those of a source with one rank may overlap in threads, those of several ranks take turns.
     """
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
