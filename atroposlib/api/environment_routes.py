@@ -229,7 +229,7 @@ async def _store(
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
     for group in groups:
-        service.figures.count_group(group.lengths)
+        service.counters.count_group(group.lengths)
     return answer
 
 

@@ -44,8 +44,8 @@ async def ready(request: Request) -> Response:
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """Figures for Prometheus."""
-    service_of(request).hear_silence()
+    """Metrics for Prometheus."""
+    service_of(request).expire_silent()
     return Response(request.app.state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 

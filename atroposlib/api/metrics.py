@@ -21,29 +21,29 @@ class ServiceCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric but the histogram."""
-        figures, queue = self._service.figures, self._service.state.queue
+        counters, queue = self._service.counters, self._service.state.queue
         for name, text, total in (
-            ("groups_posted", "Groups accepted", figures.groups),
-            ("sequences_posted", "Sequences accepted", figures.sequences),
-            ("tokens_posted", "Tokens accepted", figures.tokens),
-            ("posts_repeated", "Posts answered from their idempotency key", figures.repeated_posts),
-            ("batches_delivered", "Batches delivered, redeliveries included", figures.batches),
-            ("batches_redelivered", "Batches delivered again", figures.redelivered),
-            ("batches_acknowledged", "Leases acknowledged", figures.acknowledged),
-            ("sequences_delivered", "Sequences delivered", figures.sequences_delivered),
-            ("groups_forgotten", "Groups of another run that were forgotten", figures.forgotten),
+            ("groups_posted", "Groups accepted", counters.groups),
+            ("sequences_posted", "Sequences accepted", counters.sequences),
+            ("tokens_posted", "Tokens accepted", counters.tokens),
+            ("posts_repeated", "Posts answered from their idempotency key", counters.repeated_posts),
+            ("batches_delivered", "Batches delivered, redeliveries included", counters.batches),
+            ("batches_redelivered", "Batches delivered again", counters.redelivered),
+            ("batches_acknowledged", "Leases acknowledged", counters.acknowledged),
+            ("sequences_delivered", "Sequences delivered", counters.sequences_delivered),
+            ("groups_forgotten", "Groups of another run that were forgotten", counters.forgotten),
         ):
             yield CounterMetricFamily(f"atropos_{name}", text, value=total)
         stale = CounterMetricFamily("atropos_stale_groups", "Groups above --max-staleness", labels=["action"])
-        stale.add_metric(["dropped"], figures.stale_dropped)
-        stale.add_metric(["down-weighted"], figures.stale_down_weighted)
+        stale.add_metric(["dropped"], counters.stale_dropped)
+        stale.add_metric(["down-weighted"], counters.stale_down_weighted)
         yield stale
         rejected = CounterMetricFamily("atropos_groups_rejected", "Groups set aside", labels=["found_by"])
         for found_by in ("trainer", "delivery"):
-            rejected.add_metric([found_by], figures.rejected[found_by])
+            rejected.add_metric([found_by], counters.rejected[found_by])
         yield rejected
         refused = CounterMetricFamily("atropos_refused", "Replies of 400 and above", labels=["status"])
-        for status, count in sorted(figures.refused.items()):
+        for status, count in sorted(counters.refused.items()):
             refused.add_metric([str(status)], count)
         yield refused
         for name, text, value in (
@@ -88,7 +88,7 @@ class Measured:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._service.figures.refused[message["status"]] += 1
+                self._service.counters.refused[message["status"]] += 1
             await send(message)
 
         if scope["type"] == "http" and scope["path"] in TIMED_PATHS:

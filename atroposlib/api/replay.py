@@ -40,7 +40,7 @@ def replay(journal: Source) -> Replayed:
             pass  # it was refused when it was made, too
         except (LookupError, TypeError, ValueError) as error:
             raise journal.damaged(f"change {number} cannot be replayed ({type(error).__name__}: {error})") from error
-        state.take_gone()
+        state.drain_released()
         newest, count = number, count + 1
     return Replayed(state, newest, count)
 

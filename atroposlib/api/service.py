@@ -19,8 +19,8 @@ from typing import Any
 
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
+from atroposlib.api.counters import Counters
 from atroposlib.api.dead_letters import DeadLetters
-from atroposlib.api.figures import Figures
 from atroposlib.api.group_checks import flaw
 from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
@@ -72,7 +72,7 @@ class RolloutService:
         self.settings = settings
         self.journal = journal
         self.state = RolloutState()
-        self.figures = Figures()
+        self.counters = Counters()
         self.latest: Body | None = None
         self.held_bytes = 0
         self.journal_error: str | None = None
@@ -108,7 +108,7 @@ class RolloutService:
         trainer = _random_id()
         async with self._deciding:
             forgotten = await self._commit(changes.TrainerRegistered(registration, trainer))
-        self.figures.forgotten += forgotten
+        self.counters.forgotten += forgotten
         self._hear_trainer(trainer)
         return trainer, forgotten
 
@@ -142,7 +142,7 @@ class RolloutService:
                     return None
                 lease = await self._commit(delivery[0])
                 self._count_delivery(lease.groups)
-                self.figures.redelivered += isinstance(delivery[0], changes.LeasesTaken)
+                self.counters.redelivered += isinstance(delivery[0], changes.LeasesTaken)
             return lease, self._contents(lease.groups)
 
     async def acknowledge(self, trainer: int, leases: Sequence[int]) -> Acknowledged:
@@ -153,7 +153,7 @@ class RolloutService:
             known = self.state.leases.known_to(trainer, leases)
             if known:
                 await self._commit(changes.LeasesAcknowledged(known))
-        self.figures.acknowledged += len(known)
+        self.counters.acknowledged += len(known)
         return Acknowledged("success", len(known), [lease for lease in leases if lease not in known])
 
     async def reject(self, trainer: int, lease_id: int, reasons: Mapping[int, str]) -> RejectionTaken:
@@ -207,7 +207,7 @@ class RolloutService:
         """
         if self.state.queue.registration is None:
             raise NotRegistered
-        self.hear_silence()
+        self.expire_silent()
         if not self.state.queue.started:
             await self._commit(changes.TrainerPolled())
         if self._trainers.is_silent(self.state.trainer) and (held := self.state.leases.held()):
@@ -220,7 +220,7 @@ class RolloutService:
         limit = self.settings.max_staleness
         if limit is not None and self.settings.stale_groups == "drop" and (stale := self.state.stale(limit)):
             dropped = await self._commit(changes.GroupsDropped(stale))
-            self.figures.stale_dropped += len(dropped)
+            self.counters.stale_dropped += len(dropped)
             log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
 
     async def _next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
@@ -261,7 +261,7 @@ class RolloutService:
         letters = [self._letter(self.dead_letters.next_id + index, *each) for index, each in enumerate(found)]
         await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
         self.dead_letters.add(letters)
-        self.figures.rejected[found_by] += len(letters)
+        self.counters.rejected[found_by] += len(letters)
         told = [
             SetAside(group.record.id, group.env_id, letter.environment, reason)
             for (group, reason), letter in zip(found, letters, strict=True)
@@ -290,9 +290,9 @@ class RolloutService:
         return Needs(vocab_size, run is not None and run.trainable_only)
 
     def _count_delivery(self, groups: Sequence[Group[Rollout]]) -> None:
-        self.figures.batches += 1
-        self.figures.groups_delivered += len(groups)
-        self.figures.sequences_delivered += sum(group.sequences for group in groups)
+        self.counters.batches += 1
+        self.counters.groups_delivered += len(groups)
+        self.counters.sequences_delivered += sum(group.sequences for group in groups)
 
     # --- environments ------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class RolloutService:
         """The new environment; None while no trainer has polled. Raises QueueFull."""
         if not self.state.queue.started:
             return None
-        self.hear_silence()
+        self.expire_silent()
         if len(self.state.queue.environments) >= self.settings.max_environments:
             raise QueueFull(
                 f"{self.settings.max_environments} environments are registered, and no more may be"
@@ -326,7 +326,7 @@ class RolloutService:
             log.info("Environment %s is back", self.state.queue.environment(env_id).name)
             self.state.queue.set_silent(env_id, False)
 
-    def hear_silence(self) -> None:
+    def expire_silent(self) -> None:
         """Let the claims of environments lapse that were silent for too long, and forget those silent for longer."""
         now = self._clock()
         self._trainers.newly_silent(now)
@@ -358,7 +358,7 @@ class RolloutService:
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
         self.hear_environment(env_id)
-        self.hear_silence()
+        self.expire_silent()
         return self.state.queue.env_status(env_id)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
@@ -385,7 +385,7 @@ class RolloutService:
         """
         if key is not None:
             if (answer := self.state.answer_to(key)) is not None:
-                self.figures.repeated_posts += 1
+                self.counters.repeated_posts += 1
                 return answer
             if key in self._posting:
                 return list(await asyncio.shield(self._posting[key]))
@@ -421,7 +421,7 @@ class RolloutService:
         for group in groups:
             body = self._bodies[group.record.id]
             found.append((body.data, body.packed, self._weight(group.record)))
-            self.figures.stale_down_weighted += found[-1][2] < 1
+            self.counters.stale_down_weighted += found[-1][2] < 1
         return found
 
     def _weight(self, rollout: Rollout) -> float:
@@ -494,7 +494,7 @@ class RolloutService:
         try:
             return self.state.apply(change)
         finally:
-            self._let_go(self.state.take_gone())
+            self._let_go(self.state.drain_released())
             if bodies and bodies[-1].id in self._bodies:
                 self.latest = bodies[-1]
 

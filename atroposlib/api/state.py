@@ -81,7 +81,7 @@ class RolloutState:
                 raise TypeError(f"{type(change).__name__} is not a change")
         return None
 
-    def take_gone(self) -> list[int]:
+    def drain_released(self) -> list[int]:
         """Ids of groups that nobody needs any more, each returned once."""
         gone, self._gone = self._gone, []
         return gone

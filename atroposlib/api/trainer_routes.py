@@ -114,7 +114,7 @@ async def lease_batch(request: Request) -> Response:
         say_once(request, service.state.queue.obstacle())
         return reply(answer)
     lease, contents = leased
-    log.info("Lending batch %d of %d groups, lease %d", service.state.queue.current_step, len(contents), lease.lease_id)
+    log.info("Batch %d sent (%d groups, lease %d)", service.state.queue.current_step, len(contents), lease.lease_id)
     answer.lease = lease.lease_id
     if body.ids:
         answer.ids = [group.record.id for group in lease.groups]
@@ -157,7 +157,7 @@ async def trainer_step(request: Request) -> Response:
 @serves(router, routes.EVALUATIONS)
 async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**53)) -> Response:
     """Results of a policy version, and which environments announced one and still owe it."""
-    service_of(request).hear_silence()
+    service_of(request).expire_silent()
     return reply(service_of(request).state.queue.evaluations(policy_version))
 
 

@@ -131,7 +131,7 @@ def test_a_trainer_that_speaks_up_in_time_keeps_its_batch(leased: tuple[TestClie
     client.post("/scored_data_list", json=[group(4, 4), group(4, 5)])
     assert lease(client, trainer) == (2, [2, 3])
     clock.now = 122
-    client.app.state.service.hear_silence()  # type: ignore[attr-defined]
+    client.app.state.service.expire_silent()  # type: ignore[attr-defined]
     assert client.post("/heartbeat", json={"trainer": trainer}).json() == {"status": "success"}
     assert [marks(client), marks(client)] == [[4, 5], None]
 
@@ -280,7 +280,7 @@ def test_a_key_that_is_none_is_refused(client: TestClient, key: str) -> None:
     assert client.post("/scored_data", json=group(4, idempotency_key=key)).status_code == 422
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_count_what_happened(client: TestClient) -> None:

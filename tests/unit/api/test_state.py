@@ -66,7 +66,7 @@ class AnyHistory(RuleBasedStateMachine):
         except REFUSALS as refusal:
             return refusal
         finally:
-            self.gone = self.state.take_gone()
+            self.gone = self.state.drain_released()
 
     @rule(batch_size=st.integers(4, 12), name=st.sampled_from(["a", "a", "b"]), data=st.data())
     def register(self, batch_size: int, name: str, data: st.DataObject) -> None:
@@ -246,7 +246,7 @@ def test_a_trainer_that_resumes_gets_only_what_its_checkpoint_does_not_contain()
     state = founded(registered(1), posted(1, 8, 8))
     lend(state), lend(state)
     state.apply(registered(2, starting_step=1, trained_leases=[1]))
-    assert state.take_gone() == [1]
+    assert state.drain_released() == [1]
     assert [lend(state, 2), lend(state, 2)] == [[2], None]
 
 
@@ -299,7 +299,7 @@ def test_groups_and_leases_of_another_run_are_forgotten(
     lend(state)
     forgotten = state.apply(registered(2, **after))
     assert forgotten == (0 if kept else 3)
-    assert state.take_gone() == ([] if kept else [3, 1, 2])
+    assert state.drain_released() == ([] if kept else [3, 1, 2])
     assert (lend(state, 2) is not None) == kept
 
 
@@ -318,7 +318,7 @@ def test_a_returned_batch_with_a_stale_group_comes_apart_and_loses_it() -> None:
     state.apply(changes.LeasesReturned([1]))
     state.apply(changes.TrainerReported(3, 3))
     state.apply(changes.GroupsDropped(state.stale(2)))
-    assert state.take_gone() == [1]
+    assert state.drain_released() == [1]
     assert lend(state) == [2, 3]
 
 

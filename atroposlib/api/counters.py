@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Figures:
+class Counters:
     """Each only ever rises."""
 
     groups: int = 0
