@@ -15,7 +15,7 @@ from atroposlib.wire.typed import Name
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Process(msgspec.Struct, frozen=True):
+class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One process of one boot of one machine. Two are the same only if all four agree."""
 
     boot_id: Name
