@@ -40,8 +40,8 @@ class Mode(Config, Hoisted):
     kind: str = Field(
         "restart",
         validation_alias="weight_bridge_mode",
-        description="how new weights reach vLLM: none, shared_vllm (with one of the two switches), lora_only or"
-        " lora_restart; as bridge.kind: one of the kinds that the sections below name",
+        description="how new weights reach vLLM: none, reload, shared_vllm (with one of the two switches), lora_only"
+        " or lora_restart; as bridge.kind: one of the kinds that the sections below name",
     )
 
     @classmethod
@@ -154,6 +154,17 @@ class SingleCopy(_Session):
         return value
 
 
+class Reload(_Session):
+    """Weight bridge: reload"""
+
+    typed = "reload"
+    vllm_copies = 2
+    packed_copies = 1
+    switched = True
+
+    kind: Literal["reload"] = "reload"
+
+
 class Adapter(Mode):
     """Weight bridge: LoRA adapters (lora_only, lora_restart)"""
 
@@ -247,7 +258,7 @@ class LoraRestart(Adapter, Restarting):
     kind: Literal["lora_restart"] = "lora_restart"
 
 
-Bridge = Restart | LoraRestart | Broadcast | Lora | SingleCopy
+Bridge = Restart | LoraRestart | Broadcast | Lora | SingleCopy | Reload
 AnyBridge = Annotated[Bridge, Field(discriminator="kind")]
 MODES: dict[str, type[Mode]] = {mode.model_fields["kind"].default: mode for mode in get_args(Bridge)}
 

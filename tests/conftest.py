@@ -29,7 +29,14 @@ IN_CI = os.environ.get("CI") == "true"
 settings.load_profile("ci" if IN_CI else "here")
 
 LANES = (
-    {"test_bridge", "test_single_copy", "test_lora", "test_restart", "test_hostile_requests"},  # one server for all
+    {
+        "test_bridge",
+        "test_single_copy",
+        "test_lora",
+        "test_reload",
+        "test_restart",
+        "test_hostile_requests",
+    },  # one server for all
     {
         "test_guide",
         "test_launcher",

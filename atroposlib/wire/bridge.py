@@ -150,7 +150,14 @@ class AdapterOffer(Offer, frozen=True, kw_only=True, tag="adapter"):
     process: Process
 
 
-AnyOffer = BroadcastOffer | SingleCopyOffer | AdapterOffer
+class ReloadOffer(Offer, frozen=True, kw_only=True, tag="reload"):
+    """The trainer writes whole models into directories."""
+
+    manifest_digest: Name
+    timeout_s: Annotated[float, Meta(gt=0, le=3600)]  # to check and read one of them
+
+
+AnyOffer = BroadcastOffer | SingleCopyOffer | AdapterOffer | ReloadOffer
 OFFERS: dict[str, type[Offer]] = {str(offer.__struct_config__.tag): offer for offer in get_args(AnyOffer)}
 
 
@@ -343,23 +350,23 @@ def lay_out(parts: Sequence[tuple[str, Sequence[tuple[str, tuple[int, ...], str]
             yield tensor
 
 
-def compare(manifest: Manifest, trainer: dict[str, tuple[int, ...]]) -> None:
-    """Raise ManifestMismatch unless the trainer's tensors (name -> shape, tied ones once) are exactly the
+def compare(manifest: Manifest, given: dict[str, tuple[int, ...]], holder: str = "the trainer") -> None:
+    """Raise ManifestMismatch unless the tensors that `holder` has (name -> shape, tied ones once) are exactly the
     manifest's.
     """
-    mapped = sum(trainer.get(t.name) == t.shape for t in manifest.tensors)
+    mapped = sum(given.get(t.name) == t.shape for t in manifest.tensors)
     where = (
         f"{mapped}/{len(manifest.tensors)} tensors agree; vLLM serves {manifest.model!r}. Start both with the same"
         " model"
     )
     for tensor in manifest.tensors:
-        if tensor.name not in trainer:
-            raise ManifestMismatch(f"vLLM holds {tensor.name} {list(tensor.shape)}, the trainer does not ({where})")
-        if trainer[tensor.name] != tensor.shape:
+        if tensor.name not in given:
+            raise ManifestMismatch(f"vLLM holds {tensor.name} {list(tensor.shape)}, {holder} does not ({where})")
+        if given[tensor.name] != tensor.shape:
             raise ManifestMismatch(
-                f"{tensor.name}: vLLM holds {list(tensor.shape)}, the trainer {list(trainer[tensor.name])} ({where})"
+                f"{tensor.name}: vLLM holds {list(tensor.shape)}, {holder} {list(given[tensor.name])} ({where})"
             )
-    if extra := sorted(set(trainer) - {t.name for t in manifest.tensors}):
+    if extra := sorted(set(given) - {t.name for t in manifest.tensors}):
         raise ManifestMismatch(
-            f"the trainer holds {extra[0]} {list(trainer[extra[0]])}, vLLM does not; {len(extra)} such ({where})"
+            f"{holder} holds {extra[0]} {list(given[extra[0]])}, vLLM does not; {len(extra)} such ({where})"
         )

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from example_trainer.bridges import broadcast, lora, restart, single_copy
+from example_trainer.bridges import broadcast, lora, reload, restart, single_copy
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import MODES
@@ -22,6 +22,7 @@ BRIDGES: dict[str, Callable[[TrainerConfig, str, torch.device], Prepared]] = {
     "broadcast": broadcast.prepare,
     "lora": lora.prepare,
     "single_copy": single_copy.prepare,
+    "reload": reload.prepare,
 }
 
 

@@ -3,23 +3,25 @@
 base.py      Refused, the Engine and Receiver of a mode, and Serving, what an engine may do to the server
 session.py   who may: the one session and its lease, for all modes
 updater.py   the WeightUpdater_TP{r} thread of a worker: runs a session's Receiver, never writes live weights
-broadcast.py, single_copy.py, adapters.py   one mode each, with its own routes
+broadcast.py, single_copy.py, adapters.py, reload.py   one mode each, with its own routes
 """
 
-from atroposlib.wire.bridge import AdapterOffer, BroadcastOffer, Offer, SingleCopyOffer
-from vllm_patching.engines import adapters, session, single_copy
+from atroposlib.wire.bridge import AdapterOffer, BroadcastOffer, Offer, ReloadOffer, SingleCopyOffer
+from vllm_patching.engines import adapters, reload, session, single_copy
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.engines.base import Engine, Receiver, Serving
 from vllm_patching.engines.broadcast import BroadcastEngine, BroadcastReceiver
+from vllm_patching.engines.reload import ReloadEngine, ReloadReceiver
 from vllm_patching.engines.single_copy import SingleCopyEngine
 
 ENGINES: dict[type[Offer], type[Engine]] = {
     BroadcastOffer: BroadcastEngine,
     SingleCopyOffer: SingleCopyEngine,
     AdapterOffer: AdapterEngine,
+    ReloadOffer: ReloadEngine,
 }
-RECEIVERS: dict[type[Offer], type[Receiver]] = {BroadcastOffer: BroadcastReceiver}
-ROUTES = (*session.ROUTES, *single_copy.ROUTES, *adapters.ROUTES)
+RECEIVERS: dict[type[Offer], type[Receiver]] = {BroadcastOffer: BroadcastReceiver, ReloadOffer: ReloadReceiver}
+ROUTES = (*session.ROUTES, *single_copy.ROUTES, *adapters.ROUTES, *reload.ROUTES)
 
 
 def engines_of(serving: Serving) -> dict[type[Offer], Engine]:

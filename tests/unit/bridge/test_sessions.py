@@ -50,7 +50,7 @@ class Filled(Receiver):
 def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Sessions, EngineWithWorkers]:
     from vllm_patching import worker
 
-    monkeypatch.setitem(worker.RECEIVERS, BroadcastOffer, Filled)
+    monkeypatch.setattr(worker, "RECEIVERS", {BroadcastOffer: Filled})
     return make_sessions(tmp_path, tp=2)
 
 

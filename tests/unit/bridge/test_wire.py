@@ -11,6 +11,7 @@ from atroposlib.wire.bridge import (
     BroadcastOffer,
     Manifest,
     ManifestMismatch,
+    ReloadOffer,
     SingleCopyOffer,
     WireTensor,
     compare,
@@ -112,6 +113,7 @@ def test_a_complete_offer_is_accepted() -> None:
 
 HERE: dict[str, Any] = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
 ATTACH = {"session": "s", "manifest_digest": "d", "lease_s": 1.0, "trainer": "h:1", "process": HERE}
+RELOAD = {"session": "s", "manifest_digest": "d", "lease_s": 1.0, "trainer": "h:1", "timeout_s": 60.0}
 ADAPTER = {"session": "s", "trainer": "h:1", "lease_s": 1.0, "model": "m", "rank": 8, "process": HERE}
 NO_NAME: list[Any] = ["", "a" * 129, "a\n", "\x1b[2J", "\u202e", 5, None, ["a"]]
 NO_PROCESS: list[Any] = [{**HERE, "pid": pid} for pid in ("x", 0, -1, 1.5, 2**22 + 1, 10**30, True)]
@@ -135,6 +137,9 @@ NO_LEASE: list[Any] = [0, -1, 301, 3600, 1e300, float("nan"), "30", True]
         (SingleCopyOffer, ATTACH, "lease_s", NO_LEASE),
         (SingleCopyOffer, ATTACH, "trainer", NO_NAME),
         (SingleCopyOffer, ATTACH, "process", NO_PROCESS),
+        (ReloadOffer, RELOAD, "timeout_s", [0, -1, 3601, "60", float("nan")]),
+        (ReloadOffer, RELOAD, "manifest_digest", NO_NAME),
+        (ReloadOffer, RELOAD, "process", NO_PROCESS[:-1]),
         (AdapterOffer, ADAPTER, "lease_s", NO_LEASE),
         (AdapterOffer, ADAPTER, "session", NO_NAME),
         (AdapterOffer, ADAPTER, "rank", [0, 1.5, "8", 10**6]),

@@ -41,6 +41,8 @@ FLAGS = {  # how a command line shows its mode
     "run_gsm8k_lora.sh": "lora",
     "run_gsm8k_lora_restart": "lora_restart",
     "run_gsm8k_restart": "restart",
+    "--weight-bridge-mode reload": "reload",
+    "run_gsm8k_reload": "reload",
 }
 
 

@@ -21,6 +21,7 @@ MODES = {
     "run_gsm8k_broadcast.sh": "--weight-bridge-mode shared_vllm --use-shared-memory",
     "run_gsm8k_lora.sh": "--weight-bridge-mode lora_only",
     "run_gsm8k_lora_restart.sh": "--weight-bridge-mode lora_restart",
+    "run_gsm8k_reload.sh": "--weight-bridge-mode reload",
     "run_gsm8k_restart.sh": "--weight-bridge-mode none",
     "run_gsm8k_single_copy.sh": "--weight-bridge-mode shared_vllm --single-copy",
 }

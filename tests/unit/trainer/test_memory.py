@@ -71,6 +71,7 @@ def test_a_containers_limit_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 MODES: dict[str, dict[str, Any]] = {
     "restart": {"weight_bridge_mode": "none"},
     "broadcast": {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True},
+    "reload": {"weight_bridge_mode": "reload"},
     "lora": {"weight_bridge_mode": "lora_only", "lora_r": 8},
     "lora_restart": {"weight_bridge_mode": "lora_restart", "lora_r": 8},
 }

@@ -11,7 +11,7 @@ import yaml
 from atroposlib.config import ConfigError, config_yaml, resolve_config
 from example_trainer.bridges import BRIDGES
 from example_trainer.config import TrainerConfig
-from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Restart, SingleCopy
+from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, SingleCopy
 
 BROADCAST = ["--weight-bridge-mode", "shared_vllm", "--use-shared-memory"]
 
@@ -31,6 +31,7 @@ def resolved(*flags: str, env: dict[str, str] | None = None, text: str = "", tmp
         ([*BROADCAST, "--bridge-bucket-mb", "8", "--bridge-lease-s=9"], Broadcast(bucket_mb=8, lease_s=9)),
         (["--use_shared_memory", "--weight_bridge_mode=shared_vllm"], Broadcast()),
         (["--weight-bridge-mode", "shared_vllm", "--single-copy", "--no-use-shared-memory"], SingleCopy()),
+        (["--weight-bridge-mode", "reload", "--bridge-lease-s", "9"], Reload(lease_s=9)),
         (["--weight-bridge-mode", "lora_only", "--lora-r", "4"], Lora(r=4)),
         (
             ["--weight-bridge-mode", "lora_restart", "--lora-alpha", "4", "--vllm-gpu", "1"],
@@ -57,6 +58,7 @@ def test_every_mode_has_a_bridge_and_is_what_the_guide_types() -> None:
         (["--use-shared-memory", "--weight-bridge-mode", "lora_only"], "--use-shared-memory", "broadcast", "lora"),
         (["--single-copy", "--bridge.kind", "broadcast"], "--single-copy", "single_copy", "broadcast"),
         ([*BROADCAST, "--lora-r", "16"], "--lora-r", "lora", "broadcast"),
+        (["--weight-bridge-mode", "reload", "--use-shared-memory"], "--use-shared-memory", "broadcast", "reload"),
         (["--weight-bridge-mode", "lora_only", "--bridge-bucket-mb", "16"], "--bridge-bucket-mb", "broadcast", "lora"),
         (["--weight-bridge-mode", "lora_only", "--master-port", "0"], "--master-port", "broadcast", "lora"),
         (["--vllm-flags", "--enforce-eager --x 1", *BROADCAST], "--vllm-flags", "restart", "broadcast"),

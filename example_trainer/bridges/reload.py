@@ -1,0 +1,95 @@
+"""Mode reload: the whole model in a directory per version, which the running vLLM reads and swaps in.
+
+    parameters ──▶ SAVE_PATH/reload/policy-v7-3f2a91/ ──POST /v1/bridge/reload──▶ read beside the old one, then served
+
+Needs no network but HTTP: trainer and vLLM see the directory under the same path, on one machine or on a shared file
+system. A directory is whole or absent; vLLM checks it before it reads it, and generates meanwhile.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import Committed, ReloadOffer
+from atroposlib.wire.processes import this_process
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
+from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offer
+from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
+from example_trainer.config import TrainerConfig
+from example_trainer.modes import Reload
+from example_trainer.weights.source import shapes_of
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers
+
+log = get_logger(__name__)
+
+
+def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
+    """Wait for the server. Raises BridgeError, also for one that takes no whole weights."""
+    (vllm,) = vllm_clients(config)
+    vllm.wait_until_ready(config.vllm_start_timeout)
+    return Prepared(partial(_connect, config, vllm), lambda: None)
+
+
+def _connect(config: TrainerConfig, vllm: VllmClient, trained: TrainedModel) -> "ReloadBridge":
+    manifest = matching_manifest(vllm, shapes_of(dict(trained.model.named_parameters())))
+    make = partial(
+        ReloadOffer,
+        manifest_digest=manifest.digest(),
+        timeout_s=min(config.bridge_timeout_s, 3600.0),
+        process=this_process(),
+    )
+    offered = offer(make, config.mode(Reload).lease_s)
+    vllm.open_session(offered)
+    count = len(manifest.tensors)
+    log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
+    return ReloadBridge(config, Session(vllm, offered), trained, manifest.tensors[0].dtype)
+
+
+class ReloadBridge(SessionBridge):
+    """Trainer side of the files; one session for its life."""
+
+    def __init__(self, config: TrainerConfig, session: Session, trained: TrainedModel, served_dtype: str) -> None:
+        super().__init__(session, trained, served_dtype)
+        self._folder = config.save_path.resolve() / "reload"
+        remove_leftovers(self._folder)
+
+    def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
+        self.check()
+        start = time.perf_counter()
+        update()
+        updated = time.perf_counter()
+        folder = self._folder / f"policy-v{policy_version}-{self._session.id[:6]}"
+        log.info(
+            "[Bridge] Writing policy version %d (%.1f MB) to %s", policy_version, self._trained.nbytes / 1e6, folder
+        )
+        try:
+            self._trained.write(folder, policy_version)
+        except CheckpointError as error:
+            raise BridgeError(f"{error}. vLLM goes on with what it served") from error
+        written = time.perf_counter()
+        request = {"session": self._session.id, "policy_version": policy_version, "path": str(folder)}
+        committed = self._vllm.ask(Committed, "POST", "/v1/bridge/reload", request)
+        served = time.perf_counter()
+        log.info(
+            "[Bridge] Policy version %d is served: written in %.3f s, read in %.3f s, stall %.1f ms, apply %.1f ms",
+            policy_version,
+            written - updated,
+            served - written - committed.stall_s,
+            committed.stall_s * 1e3,
+            committed.apply_s * 1e3,
+        )
+        for old in self._folder.glob("policy-v*"):
+            if old != folder:
+                shutil.rmtree(old)
+        return SyncReport(
+            policy_version=policy_version,
+            update_s=updated - start,
+            stall_s=committed.stall_s,
+            transfer_s=served - updated - committed.stall_s,
+            apply_s=committed.apply_s,
+            bytes_moved=self._trained.nbytes,
+        )

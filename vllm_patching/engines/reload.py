@@ -1,0 +1,241 @@
+"""Weights by files: the running server reads a directory in the Hugging Face format, and swaps them in between two
+forward passes.
+
+    POST /v1/bridge/reload ─▶ checked here ─▶ every worker's updater thread reads it into staging ─▶ all ranks swap
+    POST /reload_weights      the same by hand, while no trainer holds the server
+
+Needs only a file system that trainer and vLLM share. A directory is either as its `manifest.json` has it, to the
+digest, or (by hand, where it has none) complete by its safetensors files' own headers. Whatever is refused or fails
+while it is read leaves the weights served before.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import queue
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta, Struct
+from safetensors import SafetensorError, safe_open
+
+from atroposlib.errors import AtroposError, reading
+from atroposlib.wire.bridge import (
+    POLICY_FILE,
+    Bucket,
+    Manifest,
+    Opened,
+    ReloadOffer,
+    Served,
+    compare,
+    read_policy_version,
+)
+from atroposlib.wire.typed import MAX_LEASE_S, Name, PolicyVersion, brief, printable
+from vllm_patching.engines.base import Receiver, Refused, StagingEngine, WorkerFailed
+from vllm_patching.engines.session import Route, Sessions
+
+MANIFEST = "manifest.json"  # size and SHA-256 of every file, written last by who writes a directory in one piece
+BY_HAND_S = 3600.0  # to read a directory, by hand
+POLL_S = 0.05
+DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them; cast to what is served
+
+Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+class FileFault(AtroposError):
+    """A directory that cannot be served; the message names the file and why."""
+
+
+class Reload(Struct):
+    """A trainer's next version, and the directory that holds it."""
+
+    session: Name
+    policy_version: PolicyVersion
+    path: Directory
+
+
+class ReloadWeights(Struct):
+    """By hand: the version is the directory's own (policy.json) where it names one, else the next."""
+
+    path: Directory
+    policy_version: PolicyVersion | None = None
+
+
+class WrittenFile(Struct):
+    """One file of a directory's manifest."""
+
+    bytes: int
+    sha256: str
+
+
+class ReloadEngine(StagingEngine):
+    """The server's half: checks a directory once, before any worker reads it."""
+
+    manifest: Manifest
+
+    async def open(self, offer: ReloadOffer) -> Opened:
+        self.manifest = await self.serving.manifest()
+        return await super().open(offer)
+
+    async def stage(self, version: int, request: Reload | ReloadWeights) -> None:
+        written = isinstance(request, Reload)
+        try:
+            files = await asyncio.to_thread(tensor_files, Path(request.path), self.manifest, written=written)
+        except (OSError, ValueError, FileFault) as fault:
+            where, why = printable(request.path, 300), printable(str(fault), 900)
+            raise Refused(f"{where} cannot be served: {why}", 422) from fault
+        await self.serving.rpc("bridge_request", self.offer.session, version, files)
+        deadline = time.monotonic() + self.offer.timeout_s
+        while not await self._staged(version):
+            if time.monotonic() > deadline:
+                raise Refused(
+                    f"reading {printable(request.path, 300)} took longer than {self.offer.timeout_s:.0f} s: raise"
+                    " --bridge-timeout-s, or use a faster file system",
+                    504,
+                )
+            await asyncio.sleep(POLL_S)
+
+    async def close(self) -> None:
+        await self.serving.rpc("bridge_leave")
+
+    async def _staged(self, version: int) -> bool:
+        """Whether every worker has read `version`. Raises WorkerFailed for one that cannot."""
+        workers = await self.serving.workers()
+        for worker in workers:
+            if worker.state == "failed":
+                raise WorkerFailed("reading", f"on rank {worker.rank}", str(worker.error))
+        return all(worker.state == "staged" and worker.staged_version == version for worker in workers)
+
+
+class ReloadReceiver(Receiver):
+    """Reads the tensors of a checked directory, each cast to the dtype that is served."""
+
+    def __init__(self, offer: ReloadOffer, rank: int) -> None:
+        super().__init__(offer, rank)
+        self._requests: queue.Queue[tuple[int, dict[str, str]]] = queue.Queue()
+        self._files: dict[str, str] = {}
+
+    def request(self, version: int, request: dict[str, str]) -> None:
+        self._requests.put((version, request))
+
+    def next_version(self, wait_s: float) -> int | None:
+        try:
+            version, self._files = self._requests.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+        return version
+
+    def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
+        for tensor in bucket.tensors:
+            start = tensor.offset - bucket.start
+            target = buffer[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            with safe_open(self._files[tensor.name], "pt") as file:
+                target.copy_(file.get_tensor(tensor.name))
+
+
+def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str, str]:
+    """The file of each tensor of `manifest` in `folder`, all of it checked; `written` by a trainer it has a manifest of
+    its own, half written it has none. Raises FileFault, ManifestMismatch, OSError.
+    """
+    if not folder.is_absolute():
+        raise FileFault("its path is not absolute: give the whole path, the same for trainer and vLLM")
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileFault("no directory with safetensors files is there: trainer and vLLM must see it under one path")
+    for path in paths:
+        _check_inside(folder, path)
+    _check_digests(folder, {path.name for path in paths}, written=written)
+    files: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in paths:
+        for name, shape in _shapes(path).items():
+            if name in files:
+                raise FileFault(f"{path.name} and {Path(files[name]).name} both hold {brief(name)}")
+            files[name], shapes[name] = str(path), shape
+    compare(manifest, shapes, "the directory")
+    return files
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Reading a FIFO would wait for ever, and a link could lead anywhere."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise FileFault(f"{path.name} lies outside of the directory, or is a link out of it")
+    if not path.is_file():
+        raise FileFault(f"{path.name} is no regular file")
+
+
+def _check_digests(folder: Path, weights: set[str], *, written: bool) -> None:
+    """Raise FileFault unless every file that the directory's own manifest names is as it was written."""
+    path = folder / MANIFEST
+    if not path.exists() and not written:
+        return
+    _check_inside(folder, path)
+    with reading(f"{MANIFEST} is damaged", FileFault):
+        files = msgspec.json.decode(path.read_bytes(), type=dict[str, WrittenFile])
+    if unknown := sorted(weights - set(files)):
+        raise FileFault(f"{MANIFEST} does not name {brief(unknown)}")
+    for name, expected in files.items():
+        file = folder / name
+        _check_inside(folder, file)
+        if (size := file.stat().st_size) != expected.bytes:
+            raise FileFault(f"{brief(name)} has {size} bytes, it was written with {expected.bytes}")
+        with file.open("rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != expected.sha256:
+                raise FileFault(f"{brief(name)} has its size but other contents than were written (SHA-256 differs)")
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the tensors in a file. Raises FileFault for a file or dtype that cannot be read."""
+    shapes = {}
+    with reading(f"{path.name} cannot be read", FileFault, also=(SafetensorError,)), safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            content = file.get_slice(name)
+            if content.get_dtype() not in DTYPES:
+                raise FileFault(f"{path.name}: {brief(name)} is {content.get_dtype()}, not one of {DTYPES}")
+            shapes[name] = tuple(content.get_shape())
+    return shapes
+
+
+async def _reload(sessions: Sessions, body: Reload) -> Served:
+    return await sessions.hand_over(body.session, ReloadOffer, body.policy_version, body)
+
+
+async def _reload_by_hand(sessions: Sessions, body: ReloadWeights) -> Served:
+    """A session of its own, for this one version."""
+    version = body.policy_version
+    if version is None:
+        version = _labelled(body.path, sessions.serving.policy_version + 1)
+    offer = ReloadOffer(
+        session=uuid.uuid4().hex,
+        trainer="POST /reload_weights",
+        lease_s=MAX_LEASE_S,
+        manifest_digest=(await sessions.manifest()).digest(),
+        timeout_s=BY_HAND_S,
+    )
+    await sessions.open(offer)
+    try:
+        return await sessions.hand_over(offer.session, ReloadOffer, version, body)
+    finally:
+        with contextlib.suppress(Refused):  # a trainer may have taken over when its lease was up
+            await sessions.close(offer.session)
+
+
+def _labelled(path: str, otherwise: int) -> int:
+    """The policy version that the directory names, if it names one. Raises Refused for a damaged label."""
+    if not (Path(path) / POLICY_FILE).is_file():
+        return otherwise
+    with reading(
+        f"{printable(path, 300)} has a damaged {POLICY_FILE}", partial(Refused, status=422), also=(KeyError, TypeError)
+    ):
+        return read_policy_version(path)
+
+
+ROUTES = (
+    Route("/v1/bridge/reload", ReloadOffer, Reload, _reload),
+    Route("/reload_weights", ReloadOffer, ReloadWeights, _reload_by_hand),
+)
