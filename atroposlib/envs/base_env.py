@@ -18,11 +18,14 @@ from msgspec import to_builtins
 
 from atroposlib.envs import checkpoints
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.environment import Groups
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem, group_items
+from atroposlib.envs.process import process
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
-from atroposlib.envs.run import EnvRun, Groups
+from atroposlib.envs.run import EnvRun
+from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
@@ -133,6 +136,11 @@ class BaseEnv(ABC):
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """An accepted group as it is to be kept and sent."""
         return group
+
+    @classmethod
+    def _further_servers(cls) -> dict[str, Any]:
+        """Inference servers beside `openai`, by their entry in the configuration, before YAML and flags."""
+        return {}
 
     async def _release(self) -> None:
         """Called when a command ends. `close` is the author's own name; `QuestionEnv` calls it here."""
@@ -286,14 +294,10 @@ class BaseEnv(ABC):
 
     async def env_manager(self) -> None:
         """Serve until the last step; see `serve.py`."""
-        from atroposlib.envs.serve import serve
-
         await serve(self)
 
     async def process_manager(self) -> None:
         """Sample `total_steps` groups into files, without an API; see `process.py`."""
-        from atroposlib.envs.process import process
-
         await process(self)
 
     @classmethod

@@ -21,23 +21,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, nearest, read_config_file
 from atroposlib.envs.discovery import fill_in_models
+from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.process import default_groups_path, process
 from atroposlib.envs.run import run_of
 from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.teacher_distillation_env import TeacherDistillationEnv, with_teacher
 from atroposlib.files import write_whole
 from atroposlib.logs import configure_logging, get_logger
-
-if TYPE_CHECKING:
-    from atroposlib.envs.base_env import BaseEnv
 
 log = get_logger(__name__)
 
@@ -77,17 +74,17 @@ class TeacherTree(EnvTree):
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-async def run_serve(env: "BaseEnv", tree: EnvTree) -> None:
+async def run_serve(env: Environment, tree: EnvTree) -> None:
     """Feed the trainer until its last step."""
     await serve(env)
 
 
-async def run_process(env: "BaseEnv", tree: EnvTree) -> None:
+async def run_process(env: Environment, tree: EnvTree) -> None:
     """Sample groups into files."""
     await process(env)
 
 
-async def run_evaluate(env: "BaseEnv", tree: EnvTree) -> None:
+async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
     async with run_of(env):
         await wait_for_inference(env)
@@ -99,14 +96,14 @@ async def run_evaluate(env: "BaseEnv", tree: EnvTree) -> None:
             write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
 
 
-COMMANDS: dict[str, Callable[["BaseEnv", EnvTree], Awaitable[None]]] = {
+COMMANDS: dict[str, Callable[[Environment, EnvTree], Awaitable[None]]] = {
     "serve": run_serve,
     "process": run_process,
     "evaluate": run_evaluate,
 }
 
 
-def main(env_cls: type["BaseEnv"], argv: Sequence[str] | None = None, default_command: str | None = None) -> NoReturn:
+def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_command: str | None = None) -> NoReturn:
     """Run a command and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = Path(sys.argv[0]).name
@@ -116,7 +113,7 @@ def main(env_cls: type["BaseEnv"], argv: Sequence[str] | None = None, default_co
     raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
 
 
-async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
+async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if
     it is a bug.
     """
@@ -132,10 +129,12 @@ async def run(env_cls: type["BaseEnv"], command: str, tree: EnvTree) -> int:
     return 0
 
 
-def build(env_cls: type["BaseEnv"], tree: EnvTree) -> "BaseEnv":
+def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
     """The environment as configured. Raises EnvError for a tokenizer, a file or a set of servers that cannot be."""
-    if isinstance(tree, TeacherTree) and issubclass(env_cls, TeacherDistillationEnv):
-        env_cls = with_teacher(env_cls, tree.teacher)
+    if isinstance(tree, TeacherTree):
+        # Whatever the arguments of its constructor, a class finds its teacher on itself.
+        body = {"teacher_servers": tree.teacher, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__}
+        env_cls = type(env_cls.__name__, (env_cls,), body)
     try:
         # By position: environments out there have other names for the third.
         env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
@@ -160,17 +159,14 @@ def _command(arguments: list[str], prog: str, default: str | None) -> str:
 # --- configuration --------------------------------------------------------------------------------------------------
 
 
-def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
+def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
     """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
     env_config, servers = env_cls.config_init()
     base: type[EnvTree] = EnvTree
     content = read_config_file(arguments, prog=f"{prog} {command}")
     entries = {"openai": _server_entry("openai", servers, content, arguments, prog)}
-    if issubclass(env_cls, TeacherDistillationEnv):
-        base, entries["teacher"] = (
-            TeacherTree,
-            _server_entry("teacher", env_cls.teacher_config_init(), content, arguments, prog),
-        )
+    for name, further in env_cls._further_servers().items():
+        base, entries[name] = TeacherTree, _server_entry(name, further, content, arguments, prog)
     env = _strict(type(env_config))
     fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {
         name: entry.field for name, entry in entries.items()
@@ -187,7 +183,7 @@ def load_tree(env_cls: type["BaseEnv"], command: str, arguments: Sequence[str], 
     return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
 
 
-def command_defaults(command: str, env_cls: type["BaseEnv"]) -> dict[str, Any]:
+def command_defaults(command: str, env_cls: type[Environment]) -> dict[str, Any]:
     """What a command changes about `config_init`, below YAML and flags."""
     if command != "process":
         return {}

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
-from atroposlib.envs.base_env import BaseEnv
+from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.run import EnvRun, run_of
@@ -18,7 +18,7 @@ FRUITLESS_ITEMS = 100
 LONGEST_PAUSE_S = 10.0
 
 
-async def process(env: BaseEnv) -> None:
+async def process(env: Environment) -> None:
     """Sample one group after the other, then render the page. Raises ProcessError after a hundred items that gave
     none.
     """

@@ -10,11 +10,11 @@ and its default methods work on it; `serve.py`, `process.py` and the command `ev
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from atroposlib.clients.batching_api import ApiRefused
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import MalformedGroup, shown
+from atroposlib.envs.environment import Environment, Groups
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, Sink, length_metrics, open_wandb
 from atroposlib.envs.pacing import evaluation_interval
@@ -31,12 +31,8 @@ from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import EnvRegistered, EnvRegistration
 
-if TYPE_CHECKING:
-    from atroposlib.envs.base_env import BaseEnv
-
 log = get_logger(__name__)
 
-Groups = ScoredDataGroup | list[ScoredDataGroup] | None
 LENGTHS_KEPT = 10_000
 REJECTIONS_REPORTED = 50
 
@@ -48,7 +44,7 @@ async def _start_none() -> None:
 class EnvRun:
     """What is known and counted of the run of `env`. An async context: leaving it closes files and connections."""
 
-    def __init__(self, env: "BaseEnv") -> None:
+    def __init__(self, env: Environment) -> None:
         self.env = env
         self.link: ApiLink | None = None  # with the batching API, under `serve`
         self.start_groups: Callable[[], Awaitable[None]] = _start_none
@@ -270,6 +266,7 @@ class EnvRun:
             sink.write(written, env.curr_step)
 
 
-def run_of(env: "BaseEnv") -> EnvRun:
+def run_of(env: Environment) -> EnvRun:
     """The run of `env`."""
-    return env._env_run
+    run: EnvRun = env._env_run
+    return run

@@ -16,7 +16,7 @@ from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
-from atroposlib.envs.base_env import BaseEnv
+from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
 from atroposlib.envs.pacing import EvaluationSchedule, Plan, evaluation_interval, plan
@@ -38,7 +38,7 @@ EVALUATION_TRIES = 3
 EVALUATION_PAUSE_S = 3.0
 
 
-async def serve(env: BaseEnv) -> None:
+async def serve(env: Environment) -> None:
     """Run `env` until the last step, or until cancelled; leaves nothing running and tells the API goodbye.
 
     Raises PeerError when a peer stays away longer than `startup_timeout`.
@@ -298,7 +298,7 @@ class ServeLoop:
         return dict(returned if returned is not None else self.run.eval_results)
 
 
-async def wait_for_inference(env: BaseEnv) -> None:
+async def wait_for_inference(env: Environment) -> None:
     """Return when one of the environment's inference servers answers; those without a health check count as
     answering.
     """

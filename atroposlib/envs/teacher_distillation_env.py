@@ -46,7 +46,7 @@ class TeacherDistillationEnv(BaseEnv):
     """
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = TeacherDistillationConfig
-    # The servers of `--teacher.*`; see `with_teacher`.
+    # The servers of `--teacher.*`, which the command line sets on a class of its own.
     teacher_servers: ClassVar[TeacherServers] = None
 
     def __init__(
@@ -79,6 +79,10 @@ class TeacherDistillationEnv(BaseEnv):
     def teacher_config_init(cls) -> TeacherServers:
         """The teacher before YAML and flags."""
         return None
+
+    @classmethod
+    def _further_servers(cls) -> dict[str, Any]:
+        return {"teacher": cls.teacher_config_init()}
 
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """`group` with the teacher's log-probabilities."""
@@ -137,10 +141,3 @@ class TeacherDistillationEnv(BaseEnv):
             given = f"{len(ids)} positions of ids and {len(logprobs)} of log-probabilities"
             raise ValueError(f"the teacher gave {given} for {len(token_ids)} tokens")
         return ids, logprobs
-
-
-def with_teacher(env_cls: type[TeacherDistillationEnv], servers: TeacherServers) -> type[TeacherDistillationEnv]:
-    """`env_cls` with the teacher's servers, whatever the arguments of its constructor."""
-    body = {"teacher_servers": servers, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__}
-    with_servers: type[TeacherDistillationEnv] = type(env_cls.__name__, (env_cls,), body)
-    return with_servers

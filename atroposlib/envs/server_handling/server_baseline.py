@@ -113,7 +113,8 @@ class APIServer(InferenceCalls):
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
-        return await self._hooked(self._get_logprobs_wrapper, arguments)
+        found: PromptLogprobs = await self._hooked(self._get_logprobs_wrapper, arguments)
+        return found
 
     def chat_arguments(self, arguments: Arguments) -> Arguments:
         """`arguments` with the model and what the reasoning configuration adds."""
@@ -137,7 +138,7 @@ class APIServer(InferenceCalls):
         """(prompt tokens, output tokens, their log-probabilities, finish reasons), the last three a sequence each."""
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> PromptLogprobs:
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} gives no prompt log-probabilities")
 
     async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: Arguments) -> T:

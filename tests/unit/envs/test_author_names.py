@@ -55,6 +55,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_abc_impl",
         "_before_sending",
         "_env_run",
+        "_further_servers",
         "_release",
     }
 

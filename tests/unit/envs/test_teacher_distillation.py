@@ -8,6 +8,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import TeacherTree, build, load_tree
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.run import run_of
+from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig, TeacherDistillationEnv, TeacherServers
@@ -65,7 +66,7 @@ async def test_teacher_given_by_flags_reaches_the_trainer(tmp_path: Path) -> Non
         env = build(TaughtEnv, load_tree(TaughtEnv, "serve", [*env_flags, *server_flags], "taught.py"))
         trainer = Trainer(api.url, batch_size=4, num_steps=1)
         await trainer.register()
-        serving = asyncio.create_task(env.env_manager())
+        serving = asyncio.create_task(serve(env))
         (item,) = await asyncio.wait_for(trainer.fetch(), 30)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
