@@ -73,8 +73,8 @@ def test_flags_beat_yaml_beats_config_init(tmp_path: Path) -> None:
         (
             ["--env.eval_handling", "NONE"],
             "eval_handling",
-            BaseEnvConfig.model_fields["eval_handling"].annotation("NONE"),
-        ),  # type: ignore[misc]
+            BaseEnvConfig.model_fields["eval_handling"].annotation("NONE"),  # type: ignore[misc]
+        ),
     ],
 )
 def test_flag_grammar(arguments: list[str], field: str, value: Any) -> None:
