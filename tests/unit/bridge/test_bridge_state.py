@@ -318,6 +318,22 @@ async def test_a_step_in_place_is_served_at_resume_and_only_as_what_it_was_annou
     assert (await post(client, "resume", session="a", policy_version=1)).json()["policy_version"] == 1
 
 
+@pytest.mark.parametrize(
+    ("elsewhere", "says"),
+    [
+        ({"boot_id": "another"}, "runs on another machine: single copy shares memory within one"),
+        ({"pid_namespace": 1}, "runs in another container: single copy needs the same process namespace"),
+    ],
+)
+async def test_a_trainer_whose_memory_cannot_be_shared_is_not_attached(
+    client: httpx.AsyncClient, engine: FakeEngine, elsewhere: dict[str, Any], says: str
+) -> None:
+    offer = single_copy(process=msgspec.structs.replace(this_process(), **elsewhere))
+    code, why = await refusal(client, "attach", **offer)
+    assert (code, says in why) == (422, True), why
+    assert (await status(client))["session"] is None
+
+
 async def test_a_broadcast_s_session_cannot_pause_and_a_single_copy_s_cannot_be_fenced(
     client: httpx.AsyncClient, engine: FakeEngine
 ) -> None:

@@ -18,6 +18,12 @@ from tests.waiting import until
 pytestmark = pytest.mark.timeout(60)
 
 
+@pytest.fixture(autouse=True)
+def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop turns fifty times a second, not ten."""
+    monkeypatch.setattr("atroposlib.envs.serve.TURN_S", 0.02)
+
+
 @pytest.fixture
 async def api() -> AsyncIterator[Api]:
     async with running_api() as api:
