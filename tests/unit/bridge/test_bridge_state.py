@@ -381,6 +381,7 @@ async def test_a_trainer_that_ends_in_the_middle_of_a_step_poisons_the_weights(
     assert (await refusal(client, "resume", session="a", policy_version=0))[0] == 404
 
 
+@pytest.mark.services
 async def test_a_trainer_that_may_still_write_is_kept_away_from_the_next_one_s_weights(
     client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
 ) -> None:
@@ -397,6 +398,26 @@ async def test_a_trainer_that_may_still_write_is_kept_away_from_the_next_one_s_w
     assert engine.events[2:] == ["bridge_renew", "bridge_renew"]
 
 
+@pytest.mark.services
+async def test_who_takes_over_from_a_trainer_that_died_in_the_middle_finds_the_weights_poisoned(
+    client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before anybody has looked whether the trainer still lives."""
+    monkeypatch.setattr("vllm_patching.engines.single_copy.WATCH_S", 1000.0)
+    await post(client, "attach", **single_copy(process=process_of(trainer.pid)))
+    await paused(client, 0)
+    trainer.kill()
+    trainer.wait()
+    assert (await status(client))["poisoned"] is None
+    await opened(client, "b")
+    found = await status(client)
+    assert "died while it updated the weights to policy version 0" in found["poisoned"]
+    assert found["session"] == "b"
+    await committed(client, engine, 1, session="b")
+    assert (await status(client))["poisoned"] is None
+
+
+@pytest.mark.services
 async def test_a_dead_trainer_s_memory_stays_where_it_is(
     client: httpx.AsyncClient, engine: FakeEngine, trainer: subprocess.Popen[bytes]
 ) -> None:
