@@ -229,7 +229,7 @@ def _train(arm: dict[str, Any]) -> None:
     configure_logging("trainer")
     config = TrainerConfig(
         model_name=arm["model"],
-        vllm_port=arm["port"],
+        vllm_ports=(arm["port"],),
         save_path=Path(arm["folder"]) / "checkpoints",
         log_dir=Path(arm["folder"]),
         bridge=arm["bridge"],
