@@ -62,7 +62,7 @@ def make(model: str, tmp_path: Path) -> Make:
             save_path=tmp_path / "checkpoints",
             log_dir=tmp_path,
         )
-        return TrainerConfig(**settings | {"vllm_start_timeout": DEADLINE_S} | changes)
+        return TrainerConfig.model_validate(settings | {"vllm_start_timeout": DEADLINE_S} | changes)
 
     return configured
 

@@ -118,7 +118,7 @@ def test_what_was_prepared_is_closed_when_the_model_cannot_be_loaded_or_connecte
     bridge = RecordingBridge()
     with (
         pytest.raises(ModelError, match=r"cannot load --model-name '\./no/such'"),
-        connected(TrainerConfig(model_name="./no/such"), bridge, "./no/such", CPU),
+        connected(TrainerConfig.model_validate({"model_name": "./no/such"}), bridge, "./no/such", CPU),
     ):
         pytest.fail("there is no model")
     assert bridge.closed
@@ -129,11 +129,10 @@ def test_what_was_prepared_is_closed_when_the_model_cannot_be_loaded_or_connecte
         raise BridgeError("not the same model")
 
     model = model_folder(tmp_path / "model")
+    config = TrainerConfig.model_validate({"model_name": model})
     with (
         pytest.raises(BridgeError, match="not the same model"),
-        connected(
-            TrainerConfig(model_name=model), lambda *_: Prepared(refuse, lambda: closed.append(True)), model, CPU
-        ),
+        connected(config, lambda *_: Prepared(refuse, lambda: closed.append(True)), model, CPU),
     ):
         pytest.fail("it is not connected")
     assert closed == [True]

@@ -35,13 +35,8 @@ def servers(model: str) -> Iterator[list[FakeVllmServer]]:
 
 def config_to(model: str, *ports: int, **settings: Any) -> TrainerConfig:
     defaults: dict[str, Any] = {"bridge_timeout_s": 2, "bridge_lease_s": 0.3, "bridge_bucket_mb": 1}
-    return TrainerConfig(
-        model_name=model,
-        weight_bridge_mode="shared_vllm",
-        use_shared_memory=True,
-        vllm_port=ports,
-        **defaults | settings,
-    )
+    mode = {"model_name": model, "weight_bridge_mode": "shared_vllm", "use_shared_memory": True, "vllm_port": ports}
+    return TrainerConfig.model_validate(mode | defaults | settings)
 
 
 def bridge_to(model: str, *servers: FakeVllmServer) -> BroadcastBridge:

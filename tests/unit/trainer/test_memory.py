@@ -20,7 +20,7 @@ MILLION = 1_000_000
 
 
 def config(**flags: Any) -> TrainerConfig:
-    return TrainerConfig(**{"model_name": "m", "logits_chunk_mb": 1} | flags)
+    return TrainerConfig.model_validate({"model_name": "m", "logits_chunk_mb": 1} | flags)
 
 
 def private_bytes(weights: Weights, **flags: Any) -> int:
@@ -34,7 +34,7 @@ def test_bytes_a_weight_beside_vllms_own() -> None:
     halves = Weights(MILLION, MILLION, halves=MILLION, shared=True)
     assert private_bytes(floats) == 4 + 8
     assert private_bytes(halves) == 4 + 4 + 8
-    assert private_bytes(halves, bridge=SingleCopy(bf16_update="stochastic")) == 2 + 8
+    assert private_bytes(halves, bridge=SingleCopy.model_validate({"bf16_update": "stochastic"})) == 2 + 8
     assert private_bytes(floats, optimizer="adafactor") == 4
     assert private_bytes(floats, kl_coef=0.1) == 4 + 8 + 4
 
@@ -107,9 +107,9 @@ def test_a_single_copy_counts_what_it_adds_beside_vllms_own(
     with pytest.raises(
         TrainerError, match=rf"beside the shared weights, 10 MB are free \({too_little} MB too little\)"
     ):
-        single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
+        single_copy._check_memory(config(bridge=SingleCopy.model_validate({})), buffers, manifest)
     monkeypatch.setattr(memory, "available_memory", lambda: 10_000_000 + too_little * 1_000_000)
-    single_copy._check_memory(config(bridge=SingleCopy()), buffers, manifest)
+    single_copy._check_memory(config(bridge=SingleCopy.model_validate({})), buffers, manifest)
 
 
 def test_an_adapter_costs_its_own_gradients_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
