@@ -64,7 +64,7 @@ class FakeRank:
 class FakeEngine:
     """`events` is what pauses, changes and resumes generation, in order.
 
-    `during` holds what happens while a worker's method runs, or inside a request ("generate").
+    `during` holds what happens while a worker's method runs, inside a request ("generate") or a "pause".
     """
 
     errored = False
@@ -101,6 +101,8 @@ class FakeEngine:
 
     async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         self._pause(mode, clear_cache)
+        if "pause" in self.during:
+            await self.during.pop("pause")()
 
     def _pause(self, mode: str, clear_cache: bool) -> None:
         assert clear_cache, "what caches hold of the old weights must go"

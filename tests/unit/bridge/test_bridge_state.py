@@ -5,8 +5,10 @@ A version is served on all ranks or on none, versions rise by one, and what a se
 
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -396,6 +398,30 @@ async def test_a_trainer_that_may_still_write_is_kept_away_from_the_next_one_s_w
     engine.ranks[1].immovable = None
     assert (await post(client, "attach", **single_copy("b"))).status_code == 200
     assert engine.events[2:] == ["bridge_renew", "bridge_renew"]
+
+
+async def test_a_trainer_that_falls_silent_in_the_middle_of_a_step_poisons_the_weights(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    for module in ("session", "single_copy"):
+        monkeypatch.setattr(f"vllm_patching.engines.{module}.time", clock)
+    await post(client, "attach", **single_copy())
+
+    async def long_step() -> None:
+        now[0] += 50
+
+    engine.during["pause"] = long_step  # the engine stands still after the step that is under way, a long prefill
+    await paused(client, 0, deadline_s=1000.0)
+    assert (await status(client))["lease_left_s"] == 60.0  # the wait is not the trainer's silence
+    now[0] += 59
+    assert (await post(client, "session/a/heartbeat")).status_code == 200
+    now[0] += 61
+    await until(lambda: "pause abort" in engine.events)
+    found = await status(client)
+    assert "fell silent while it updated the weights to policy version 0" in found["poisoned"]
+    assert found["session"] is None
 
 
 @pytest.mark.services

@@ -4,6 +4,7 @@ The workers' own methods over real Gloo groups on loopback; no vLLM around them.
 `bridge_apply` alone, and only to the very version of the very session that is asked for.
 """
 
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -109,6 +110,18 @@ def wait_for_state(ranks: list[Rank], state: str) -> None:
         time.sleep(0.01)
 
 
+def wait_for_end_of_replaced_threads(before: int) -> None:
+    """Return when no more updater threads run than `before`, one for each rank that there is."""
+    end = time.monotonic() + TIMEOUT_S
+    while updater_threads() > before:
+        assert time.monotonic() < end, threading.enumerate()
+        time.sleep(0.01)
+
+
+def updater_threads() -> int:
+    return sum(thread.name.startswith("WeightUpdater") for thread in threading.enumerate())
+
+
 @pytest.fixture
 def ranks() -> list[Rank]:
     return [Rank(rank) for rank in range(TP_SIZE)]
@@ -171,6 +184,22 @@ def test_a_new_session_drops_what_the_one_before_had_staged(ranks: list[Rank], t
     another.send(1, weights(7))
     for rank in ranks:
         assert rank.worker.bridge_staged("a", 1) is False
+        assert rank.worker.bridge_apply("b", 1) >= 0
+        assert rank.serves(weights(7))
+    another.leave()
+
+
+def test_what_arrives_whole_after_its_session_was_replaced_is_not_staged(ranks: list[Rank], trainer: Trainer) -> None:
+    threads = updater_threads()
+    trainer.begin(1)
+    trainer.send_buckets(weights(1), slice(0, 1))
+    wait_for_state(ranks, "receiving")
+    another = Trainer("b", ranks)
+    trainer.send_buckets(weights(1), slice(1, None))
+    another.send(1, weights(7))
+    wait_for_end_of_replaced_threads(threads)
+    for rank in ranks:
+        assert (rank.status()["session"], rank.worker.bridge_staged("a", 1)) == ("b", False)
         assert rank.worker.bridge_apply("b", 1) >= 0
         assert rank.serves(weights(7))
     another.leave()
