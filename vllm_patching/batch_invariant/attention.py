@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from atroposlib.errors import loading
 from vllm_patching.batch_invariant.kernels import tile_queries
 from vllm_patching.batch_invariant.switch import NotInvariant
 
@@ -20,12 +21,8 @@ BLOCK = 32  # tokens a cache block, as the launcher sets it for vLLM
 @lru_cache(maxsize=1)
 def _vllm_ops() -> Any:
     """vLLM's wrappers of its C++ kernels; seconds to import, so only when first needed."""
-    try:
+    with loading("vLLM, with whose kernel --batch-invariant computes attention", NotInvariant):
         from vllm_patching import compat
-    except ImportError as error:
-        raise NotInvariant(
-            f"--batch-invariant computes attention with vLLM's kernel, and vLLM cannot be imported here: {error}"
-        ) from error
     return compat.cpu_kernels()
 
 

@@ -17,7 +17,8 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from atroposlib.wire.typed import brief, printable
+from atroposlib.errors import AtroposError, reading
+from atroposlib.wire.typed import brief
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -27,7 +28,7 @@ Rank = Annotated[int, Meta(ge=1, le=4096)]
 Pairs = dict[str, list[int]]  # by the layer's tensors' common name: rank, in, out
 
 
-class AdapterFault(ValueError):
+class AdapterFault(AtroposError):
     """A folder that holds no adapter which can be served; the message says why."""
 
 
@@ -59,31 +60,24 @@ def read_config(folder: Path) -> AdapterConfig:
         content = file.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
         raise AdapterFault(f"{path} has more than {MAX_CONFIG_BYTES} bytes")
-    try:
+    with reading(str(path), AdapterFault):
         return msgspec.json.decode(content, type=AdapterConfig)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise AdapterFault(f"{path}: {printable(str(error), 300)}") from error
-    except RecursionError:
-        raise AdapterFault(f"{path} is nested too deeply") from None
 
 
 def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs:
     """What the tensors adapt, each checked to be finite as `dtype`, in which it is served. Raises AdapterFault."""
     path = _regular(folder / WEIGHTS)
     found: dict[tuple[str, str], torch.Size] = {}
-    try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            for key in file.keys():  # noqa: SIM118  it is no mapping
-                match = NAME.fullmatch(key)
-                if match is None:
-                    raise AdapterFault(
-                        f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
-                    )
-                found[key.rpartition(".lora_")[0], match["side"]] = _checked(
-                    file.get_tensor(key), f"{path}: {key}", config, dtype
+    with reading(str(path), AdapterFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118  it is no mapping
+            match = NAME.fullmatch(key)
+            if match is None:
+                raise AdapterFault(
+                    f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
                 )
-    except (SafetensorError, OSError) as error:
-        raise AdapterFault(f"{path}: {printable(str(error), 300)}") from error
+            found[key.rpartition(".lora_")[0], match["side"]] = _checked(
+                file.get_tensor(key), f"{path}: {key}", config, dtype
+            )
     pairs = {name: _pair(path, name, found, config) for name, _ in found}
     _check_claim(path, set(pairs), config)
     return pairs

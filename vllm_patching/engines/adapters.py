@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer, Served, ServerStatus
 from atroposlib.wire.typed import Name, PolicyVersion, printable
 from vllm_patching import compat
-from vllm_patching.engines.adapter_files import Pairs, read_config, read_pairs
+from vllm_patching.engines.adapter_files import AdapterFault, Pairs, read_config, read_pairs
 from vllm_patching.engines.base import Engine, Refused, Serving, WorkerFailed
 from vllm_patching.engines.session import Route, Sessions
 
@@ -177,7 +177,7 @@ class AdapterEngine(Engine):
             if config.base_model_name_or_path is not None:
                 self._check_base(config.base_model_name_or_path, path)
             return read_pairs(Path(path), config, compat.served_torch_dtype(self.serving.client))
-        except (OSError, ValueError) as error:  # ValueError: AdapterFault, and a path with a zero byte
+        except (AdapterFault, OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise Refused(
                 f"{printable(path, 300)} cannot be read as a PEFT adapter folder ({printable(str(error), 900)}): "
                 "trainer and vLLM must see it under the same path",

@@ -114,12 +114,7 @@ class SingleCopyEngine(Engine):
             await asyncio.sleep(WATCH_S)
 
     async def apply(self, version: int) -> Resumed:
-        """The trainer has written `version`: serve it."""
-        return await self._resume(version)
-
-    async def cancel(self) -> Resumed:
-        """The trainer has written nothing: go on as before."""
-        return await self._resume(None)
+        return await self.resume(version)
 
     async def close(self) -> None:
         if (pause := self._pause) is None:
@@ -141,7 +136,8 @@ class SingleCopyEngine(Engine):
             )
         self._late_writer = None
 
-    async def _resume(self, version: int | None) -> Resumed:
+    async def resume(self, version: int | None) -> Resumed:
+        """End the pause: the trainer has written `version`, which is served now, or nothing (None)."""
         pause = self._pause
         if pause is None or version not in (None, pause.version):
             held = f"for policy version {pause.version}" if pause else "not at all"
@@ -188,7 +184,7 @@ async def _resume(sessions: Sessions, body: Resume) -> Served:
     async with sessions.lock:
         session = sessions.current(body.session)
         if body.policy_version is None:
-            return await _attached(session).cancel()
+            return await _attached(session).resume(None)
         return await sessions.apply(session, body.policy_version)
 
 
