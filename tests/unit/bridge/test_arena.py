@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -137,11 +138,34 @@ def test_second_transfer_reuses_the_former_live_buffer() -> None:
     assert model.embed[-1].tolist() == [7.0] * 4
 
 
-def test_whole_tensors_land_without_a_scratch_copy() -> None:
+@pytest.mark.parametrize("bucket_bytes", [1, 128])  # one tensor each; q, k and v together
+def test_whole_tensors_land_without_a_scratch_copy(bucket_bytes: int) -> None:
     arena = Arena(Fused(1), manifest(), shards(0, 1))
     staging = arena.make_staging()
     start, end = staging.buffer.data_ptr(), staging.buffer.data_ptr() + staging.buffer.numel()
-    (qkv,) = (bucket for bucket in manifest().buckets(1) if bucket.tensors[0].name == "q")
+    (qkv,) = (bucket for bucket in manifest().buckets(bucket_bytes) if bucket.tensors[0].name == "q")
+    assert len(qkv.tensors) == (1 if bucket_bytes == 1 else 3)
     received: list[int] = []
     staging.receive(qkv, lambda buffer: received.append(buffer.data_ptr()))
     assert start <= received[0] < end
+
+
+def test_tensors_that_the_rank_holds_in_another_order_than_they_travel_are_taken_apart() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.zeros(64))
+            self.second = nn.Parameter(torch.zeros(64))
+
+    tensors = tuple(lay_out([(name, [(name, (64,), "float32")]) for name in ("second", "first")]))
+    order = Manifest("m", 1, tensors[-1].offset + tensors[-1].nbytes, tensors)
+    model = Two()
+    arena = Arena(model, order, [Shard(name, name, 0, 0, 64, 0, (64,)) for name in ("first", "second")])
+    staging = arena.make_staging()
+    (bucket,) = order.buckets(1 << 20)
+    image = torch.zeros(order.nbytes, dtype=torch.uint8)
+    for tensor, value in zip(order.tensors, (2.0, 1.0), strict=True):
+        image[tensor.offset : tensor.offset + tensor.nbytes] = torch.full((64,), value).view(torch.uint8)
+    staging.receive(bucket, partial(fill, image))
+    arena.commit(staging)
+    assert (model.first.tolist(), model.second.tolist()) == ([1.0] * 64, [2.0] * 64)

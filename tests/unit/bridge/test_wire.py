@@ -49,6 +49,13 @@ def test_manifest_survives_json() -> None:
 sizes = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 
+def test_a_bucket_is_filled_to_its_last_byte() -> None:
+    tensors = tuple(lay_out([("p", [(name, (4,), "float32") for name in "abc"])]))
+    manifest = Manifest("m", 1, 48, tensors)
+    assert [len(bucket.tensors) for bucket in manifest.buckets(32)] == [2, 1]
+    assert [len(bucket.tensors) for bucket in manifest.buckets(31)] == [1, 1, 1]
+
+
 @given(sizes, st.integers(1, 5000))
 def test_buckets_hold_every_tensor_once_in_order_within_the_limit(lengths: list[int], limit: int) -> None:
     tensors = tuple(lay_out([(f"p{i}", [(f"p{i}", (length,), "float32")]) for i, length in enumerate(lengths)]))
