@@ -3,13 +3,15 @@ more of one. `BaseEnv` has all of it.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.records import JsonlWriter
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.wire.batching import EnvStatus
+
+if TYPE_CHECKING:  # loads openai's client, which no --help waits for
+    from atroposlib.envs.server_handling.server_manager import ServerManager
 
 Groups = ScoredDataGroup | list[ScoredDataGroup] | None
 
@@ -19,7 +21,7 @@ class Environment(Protocol):
 
     name: ClassVar[Any]  # a text or None
     config: Any
-    server: ServerManager
+    server: "ServerManager"
     tokenizer: Any
     max_num_workers: Any
     process_mode: bool
