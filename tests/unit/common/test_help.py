@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.services
+
 ROOT = Path(__file__).parents[3]
 HEAVY = ["torch", "vllm", "transformers", "datasets", "openai", "pandas", "scipy", "matplotlib"]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
