@@ -196,10 +196,11 @@ def test_what_arrives_whole_after_its_session_was_replaced_is_not_staged(ranks: 
     wait_for_state(ranks, "receiving")
     another = Trainer("b", ranks)
     trainer.send_buckets(weights(1), slice(1, None))
-    another.send(1, weights(7))
     wait_for_end_of_replaced_threads(threads)
     for rank in ranks:
         assert (rank.status()["session"], rank.worker.bridge_staged("a", 1)) == ("b", False)
+    another.send(1, weights(7))
+    for rank in ranks:
         assert rank.worker.bridge_apply("b", 1) >= 0
         assert rank.serves(weights(7))
     another.leave()

@@ -89,6 +89,7 @@ FURTHER: dict[str, Callable[[Group], Group]] = {
     "top_p 2": lambda g: g | {"generation_params": {"top_p": 2.0}},
     "top_k 2^70": lambda g: g | {"generation_params": {"top_k": 2**70}},
     "top_k 1.5": lambda g: g | {"overrides": [{"top_k": 1.5}, {}]},
+    "policy version -1": lambda g: g | {"policy_versions": [[-1, 0], [0, 0]]},
     "policy versions backwards": lambda g: g | {"policy_versions": [[2, 1], [0, 0]]},
     "ref_logprobs too few": lambda g: g | {"ref_logprobs": g["inference_logprobs"][:1]},
     "group_overrides a list": lambda g: g | {"group_overrides": [1]},

@@ -36,6 +36,12 @@ def test_a_damaged_pointer_is_one_line_that_names_a_checkpoint(saved: Path, cont
     assert f"--resume {saved / 'step_10'}" in line or "is not a complete checkpoint" in line, line
 
 
+def test_a_model_without_the_trainer_s_state_is_no_checkpoint(tmp_path: Path) -> None:
+    write_folder(tmp_path / "final_model", lambda folder: (folder / "model").touch(), 100)
+    with pytest.raises(CheckpointError, match=r"holds a model without trainer_state.pt; pass it as --model-name"):
+        find_checkpoint(str(tmp_path / "final_model"), tmp_path)
+
+
 MANIFESTS = {
     "empty": b"",
     "garbage": b"\x00\xff",

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from torch.optim import AdamW
 
-from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint
+from atroposlib.wire.bridge import read_policy_version
+from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
 from example_trainer.weights.written import MANIFEST, CheckpointError, TrainedModel, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
@@ -52,6 +53,14 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[A
         acts = watch_disk(patch)
         checkpoints.save(Progress(2, 2, 2), trained, optimizer)
     return tmp_path, acts
+
+
+def test_a_checkpoint_names_the_policy_that_it_holds_and_the_step_that_led_to_it(tmp_path: Path) -> None:
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    folder = Checkpoints(tmp_path, 0).save(Progress(step=3, policy_version=7, updates=2), trained, optimizer)
+    assert (folder.name, read_policy_version(str(folder))) == ("step_3", 7)
+    assert restore(folder, optimizer) == Progress(step=3, policy_version=7, updates=2)
 
 
 def test_latest_names_a_checkpoint_that_is_on_the_disk(saved: tuple[Path, list[Act]]) -> None:
