@@ -21,10 +21,10 @@ from pydantic import Field, field_validator
 
 from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxReport
-from atroposlib.config import nearest
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.envs.run import run_of
+from atroposlib.flags import nearest
 from atroposlib.grading import extract_tagged
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages

@@ -42,9 +42,10 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
             )
         import bitsandbytes
 
-        return bitsandbytes.optim.AdamW8bit(
+        eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
             trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
         )
+        return eight_bit
     return torch.optim.AdamW(
         trained,
         lr=config.lr,

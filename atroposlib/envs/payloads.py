@@ -7,7 +7,7 @@ elsewhere), scores, inference_logprobs (the sampler's log-probabilities, 1.0 on 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.type_definitions import Item, Message
@@ -107,7 +107,7 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     group["overrides"] = overrides if any(overrides) else None
     merged = {key: value for item in items for key, value in (item.get("group_overrides") or {}).items()}
     group["group_overrides"] = merged or None
-    return ScoredDataGroup(**group)  # type: ignore[typeddict-item]
+    return cast(ScoredDataGroup, group)
 
 
 def defect(group: Mapping[str, Any]) -> str | None:

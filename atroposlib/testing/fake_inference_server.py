@@ -214,7 +214,7 @@ class FakeInferenceServer:
         return (tokens, "stop") if len(tokens) <= limit else (tokens[:limit], "length")
 
     def _text(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _openai_reply(
         self, kind: str, choices: list[dict[str, Any]], prompt_ids: list[int], samples: list[tuple[list[int], str]]

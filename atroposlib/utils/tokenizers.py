@@ -71,7 +71,7 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """Token ids of raw prompt text with the special tokens that the tokenizer adds, but not a second BOS after one in
     the text.
     """
-    ids = tokenizer.encode(text, add_special_tokens=True)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True)
     doubled = len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id
     return ids[1:] if doubled else ids
 

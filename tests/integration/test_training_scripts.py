@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import REPOSITORY, free_port
-from tests.integration.test_server_death import session_members
+from tests.integration.conftest import REPOSITORY, free_port, session_members
 
 pytestmark = pytest.mark.timeout(700)
 

@@ -134,7 +134,7 @@ class APIServer(InferenceCalls):
     async def _completion_wrapper(self, **kwargs: Any) -> "Completion":
         raise NotImplementedError(f"{type(self).__name__} has no text completions")
 
-    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list, list, list, list]:
+    async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> tuple[list[Any], ...]:
         """(prompt tokens, output tokens, their log-probabilities, finish reasons), the last three a sequence each."""
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 

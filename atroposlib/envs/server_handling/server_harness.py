@@ -3,7 +3,7 @@ prompt.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -14,6 +14,8 @@ from atroposlib.envs.server_handling.sampling import Arguments, SampledSequence,
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
 
 Messages = Sequence[Mapping[str, Any]]
+
+Reply = TypeVar("Reply")
 
 
 def create_chat_completion(
@@ -98,7 +100,7 @@ def _chat_key(messages: Messages) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
 
 
-def _reply(replies: Mapping[str, Any], prompt: str) -> Any:
+def _reply(replies: Mapping[str, Reply], prompt: str) -> Reply:
     if prompt not in replies:
         raise KeyError(f"ServerHarness has no reply for the prompt {prompt!r}; it knows {sorted(replies)}")
     return replies[prompt]

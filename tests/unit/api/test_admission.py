@@ -23,7 +23,8 @@ from atroposlib.api.connections import Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.cli.run_api import RunApiConfig
-from atroposlib.config import ConfigError, resolve_config
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
 from tests.unit.api.support import DEADLINE_S, command, group, wait_until_healthy
 
 QUICK = Limits(head_s=0.3, body_s=1.0, stall_s=0.5, most=30)

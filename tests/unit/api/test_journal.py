@@ -16,8 +16,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api import service
-from atroposlib.api.journal import Journal, JournalError
-from atroposlib.api.journal_file import Body, JournalDamaged
+from atroposlib.api.journal import Journal
+from atroposlib.api.journal_file import Body, JournalDamaged, JournalError
 from atroposlib.api.journal_head import Head, head_path, read_head
 from atroposlib.api.server import create_app
 from tests.unit.api.support import group, marks, register, register_env, registration

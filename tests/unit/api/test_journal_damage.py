@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from atroposlib.api.journal import Journal, JournalError
-from atroposlib.api.journal_file import JournalDamaged, JournalReader
+from atroposlib.api.journal import Journal
+from atroposlib.api.journal_file import JournalDamaged, JournalError, JournalReader
 from atroposlib.api.journal_head import SLOT_BYTES, Head, chained, read_head
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService

@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.cli.run_api import RunApiConfig
-from atroposlib.config import ConfigError, resolve_config
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
 from atroposlib.http_guard import OwnHosts
 from tests.unit.api.support import DEADLINE_S, command, environment, group, register, register_env, registration
 

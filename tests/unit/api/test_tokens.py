@@ -16,8 +16,9 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.token_file import TokenFile, read_token
 from atroposlib.cli.run_api import RunApiConfig
-from atroposlib.config import ConfigError, resolve_config
+from atroposlib.config import resolve_config
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from tests.unit.api.support import DEADLINE_S, command
 

@@ -25,8 +25,7 @@ from example_trainer.bridges import BridgeError, restart
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.weights.load import load_trained
-from tests.integration.conftest import free_port
-from tests.integration.test_server_death import session_members
+from tests.integration.conftest import free_port, session_members
 from tests.unit.trainer.fakes import FakeApi, model_folder, serve
 
 pytestmark = pytest.mark.services

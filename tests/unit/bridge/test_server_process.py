@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.server_process import ServerProcess
-from tests.integration.test_server_death import session_members
+from tests.integration.conftest import session_members
 
 pytestmark = pytest.mark.services
 

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from pydantic import AliasChoices, Field
 
-from atroposlib.config import Config, ConfigError, load_config, resolve_config
+from atroposlib.config import Config, load_config, resolve_config
+from atroposlib.flags import ConfigError
 
 
 class Sub(Config):

@@ -10,7 +10,8 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from atroposlib.config import ConfigError, resolve_config
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
 from example_trainer import grpo
 from example_trainer.adapters import ADAPTER, AdapterError, adapter_tensors, load_adapted_model
 from example_trainer.config import TrainerConfig

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.config import ConfigError, config_yaml, resolve_config
+from atroposlib.config import config_yaml, resolve_config
+from atroposlib.flags import ConfigError
 from example_trainer.bridges import BridgeError, make_bridge
 from example_trainer.config import TrainerConfig
 from example_trainer.inference_servers import Address

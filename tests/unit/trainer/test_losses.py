@@ -6,7 +6,8 @@ from typing import get_args
 import pytest
 import torch
 
-from atroposlib.config import ConfigError, resolve_config
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
 from example_trainer import objectives
 from example_trainer.batching import make_batch
 from example_trainer.config import TrainerConfig

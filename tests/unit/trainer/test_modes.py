@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from atroposlib.config import ConfigError, config_yaml, resolve_config
+from atroposlib.config import config_yaml, resolve_config
+from atroposlib.flags import ConfigError
 from example_trainer.bridges import BRIDGES
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import MODES, Broadcast, Lora, LoraRestart, Reload, Restart, SingleCopy
