@@ -322,9 +322,8 @@ def throughput_table(rates: dict[str, list[Rates]], settings: Settings) -> str:
     """Medians of all repeats, in groups per second, and how many times the ancestor's."""
 
     def median_of(name: str, what: str) -> float:
-        return settings.groups / max(
-            statistics.median(getattr(rate, what) for rate in rates[name]), 0.01
-        )  # a tick of the CPU clock
+        seconds: float = statistics.median(getattr(rate, what) for rate in rates[name])
+        return settings.groups / max(seconds, 0.01)  # a tick of the CPU clock
 
     lines = ["| groups/s | " + " | ".join(rates) + " |", "|---" + "|---:" * len(rates) + "|"]
     rows = {

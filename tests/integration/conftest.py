@@ -46,12 +46,14 @@ class Server:
         )
 
     def status(self) -> dict[str, Any]:
-        return self.request("GET", "/v1/bridge/status", 30).json()
+        status: dict[str, Any] = self.request("GET", "/v1/bridge/status", 30).json()
+        return status
 
     def generate(self, prompt_token_ids: list[int], **sampling: Any) -> dict[str, Any]:
         reply = self.request("POST", "/generate", json={"prompt": {"prompt_token_ids": prompt_token_ids}, **sampling})
         assert reply.status_code == 200, reply.text
-        return reply.json()
+        generated: dict[str, Any] = reply.json()
+        return generated
 
 
 API_KEY = "integration-test-key"

@@ -77,8 +77,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         },
     )
     folder = save_tiny_model(tmp_path_factory.mktemp("exact"), config)
-    flags = ("--batch-invariant", "--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--max-model-len", "5000")
-    flags = (*flags, "--num-gpu-blocks-override", str(BLOCKS))
+    flags = ["--batch-invariant", "--max-num-batched-tokens", "512", "--max-num-seqs", "32", "--max-model-len", "5000"]
+    flags += ["--num-gpu-blocks-override", str(BLOCKS)]
     server = start_server(folder, tmp_path_factory.mktemp("vllm_exact"), *flags)
     yield server
     stop_server(server)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -320,7 +321,7 @@ def test_commit_of_a_stranger_session_is_refused(server: Server) -> None:
     ],
 )
 def test_bad_generate_requests_are_4xx_with_the_value(
-    vllm_server: Server, body: dict, status: int, fragment: str
+    vllm_server: Server, body: dict[str, Any], status: int, fragment: str
 ) -> None:
     reply = requests.post(f"{vllm_server.url}/generate", json=body, headers=AUTHORIZED, timeout=30)
     assert reply.status_code == status, reply.text

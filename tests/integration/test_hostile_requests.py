@@ -9,9 +9,9 @@ import requests
 from tests.integration.conftest import AUTHORIZED, Server
 
 DEEP = "[" * 900 + "]" * 900
-PLAIN = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 2}
+PLAIN: dict[str, Any] = {"prompt": {"prompt_token_ids": [1, 2, 3]}, "max_tokens": 2}
 
-WRONG = [
+WRONG: list[Any] = [
     {"max_tokens": 1.5},
     {"max_tokens": "2"},
     {"seed": 2**70},
@@ -41,7 +41,7 @@ WRONG = [
     {"prompt": "\ud800"},
     {"model": [1]},
 ]
-RIGHT = [
+RIGHT: list[Any] = [
     {"max_tokens": 2.0},
     {"seed": 1.0, "logprobs": 0.0, "min_tokens": 1.0},
     {"seed": -(2**63)},
@@ -53,7 +53,7 @@ RIGHT = [
     {"structured_outputs": {"choice": ["a"]}},
     {"repetition_detection": {"max_pattern_size": 2**62, "min_count": 2}},
 ]
-OPENAI = [
+OPENAI: list[Any] = [
     {"max_tokens": 1.5},
     {"seed": 2**70},
     {"priority": 2**70},
@@ -70,7 +70,7 @@ OPENAI = [
 ]
 
 
-OFFER = {
+OFFER: dict[str, Any] = {
     "session": "s",
     "address": "127.0.0.1",
     "port": 1,
@@ -84,7 +84,7 @@ OFFER = {
 }
 PROCESS = {"boot_id": "b", "pid_namespace": 1, "pid": 1, "started": 1}
 ATTACH = {"session": "s", "manifest_digest": "d", "lease_s": 1, "trainer": "h:1", "process": PROCESS}
-BRIDGE = [
+BRIDGE: list[Any] = [
     ("session", OFFER | {"port": 1.5}, "1.5"),
     ("session", OFFER | {"lease_s": 301}, "301"),
     ("session", OFFER | {"trainer": "a\nb"}, "trainer"),
@@ -149,6 +149,6 @@ def test_fields_of_the_bridge_are_typed_and_bounded(vllm_server: Server) -> None
         status, text = post(vllm_server, f"/v1/bridge/{route}", body)
         assert status == 400, (route, body, status, text)
         assert named in text, (route, body, status, text)
-    status = vllm_server.status()
-    assert status["session"] is None
-    assert status["refusing"] is None
+    bridge = vllm_server.status()
+    assert bridge["session"] is None
+    assert bridge["refusing"] is None

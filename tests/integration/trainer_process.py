@@ -42,7 +42,8 @@ class TrainerProcess:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, self.log.read_text()[-3000:]
-        return json.loads(line)
+        row: dict[str, Any] = json.loads(line)
+        return row
 
     def failure(self) -> str:
         """The last line of what it said when it failed, as it must within the deadline."""
@@ -56,7 +57,7 @@ class TrainerProcess:
             assert time.monotonic() < give_up, self.log.read_text()[-3000:]
             time.sleep(0.5)
         assert row["parity"] <= PARITY
-        return row["version"]
+        return int(row["version"])
 
 
 @contextlib.contextmanager

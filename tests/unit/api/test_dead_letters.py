@@ -15,7 +15,7 @@ from atroposlib.api.selection import Lanes
 from atroposlib.api.server import create_app
 from tests.unit.api.support import environment, registration
 
-HOPELESS = {"inference_logprobs": [[1.0, 0.5], [1.0, -1.0]]}
+HOPELESS: dict[str, Any] = {"inference_logprobs": [[1.0, 0.5], [1.0, -1.0]]}
 
 
 def trainable(mark: int = 0, **changes: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_backup_of_a_running_apis_journal_is_a_journal_by_itself(
     assert "exists; name another destination" in refusal(capsys, "backup", path, copy)
     with TestClient(create_app(journal=copy)) as restored:
         uuid = restored.post("/register", json=registration(4)).json()["uuid"]
-        found = []
+        found: list[int] = []
         while (reply := restored.post("/batch/lease", json={"trainer": uuid, "holding": found}).json())[
             "batch"
         ] is not None:

@@ -10,7 +10,7 @@ import socket
 import sqlite3
 import subprocess
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -506,6 +506,5 @@ def test_a_device_is_left_alone() -> None:
 
 
 @pytest.fixture(autouse=True)
-def no_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.journal_file.LOCK_TIMEOUT_S", 0.1)
-    return

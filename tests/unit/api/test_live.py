@@ -1,6 +1,5 @@
 """Leases over HTTP, signs of life, staleness, metrics and events."""
 
-from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -30,7 +29,7 @@ def api(**settings: Any) -> tuple[TestClient, Clock]:
 
 
 @pytest.fixture
-def leased() -> Iterator[tuple[TestClient, Clock, int]]:
+def leased() -> tuple[TestClient, Clock, int]:
     """A client of an API with four groups for two batches, and its trainer's uuid."""
     client, clock = api()
     trainer = client.post("/register", json=registration(8)).json()["uuid"]

@@ -1,5 +1,7 @@
 """Requests made from the API's own description: whatever it allows, and what it does not, no reply is a 5xx."""
 
+from typing import Any
+
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +18,7 @@ operations = {operation.label: operation for operation in (found.ok() for found 
 def test_no_described_request_breaks_the_server(label: str) -> None:
     @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operations[label].as_strategy())
-    def fuzz(case: schemathesis.Case) -> None:
+    def fuzz(case: schemathesis.Case[Any, Any]) -> None:
         case.call_and_validate(checks=[not_a_server_error])
 
     fuzz()

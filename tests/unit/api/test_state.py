@@ -179,7 +179,7 @@ class AnyHistory(RuleBasedStateMachine):
     def a_replay_and_a_snapshot_lead_to_the_same_state(self) -> None:
         replayed, restored = RolloutState(), RolloutState()
         for change in self.history:
-            with contextlib.suppress(REFUSALS):
+            with contextlib.suppress(*REFUSALS):
                 replayed.apply(decode_change(change))
         restored.apply(decode_change(encode_change(self.state.snapshot())))
         expected = encode_change(self.state.snapshot())

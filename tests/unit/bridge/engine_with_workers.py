@@ -74,7 +74,9 @@ class EngineWithWorkers:
 
     def weights(self, rank: int = 0) -> torch.Tensor:
         """The live weights, flat."""
-        views = self.workers[rank]._arena.views(self.workers[rank]._arena.live.tensor)
+        arena = self.workers[rank]._arena
+        assert arena.live is not None
+        views = arena.views(arena.live.tensor)
         return torch.cat([view.flatten() for view in views.values()])
 
 

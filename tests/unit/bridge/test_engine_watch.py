@@ -1,7 +1,7 @@
 """The watch over vLLM's engine process, on an engine that answers, falls silent, comes back and dies as it is told."""
 
 import asyncio
-from collections.abc import Iterator
+import signal
 
 import httpx
 import pytest
@@ -32,12 +32,12 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The signals that the watch sent to end the server."""
     signals: list[int] = []
     monkeypatch.setattr(engine_watch, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(engine_watch, "LAST_WORDS_S", 0.05)
-    monkeypatch.setattr(engine_watch.signal, "raise_signal", signals.append)
+    monkeypatch.setattr("signal.raise_signal", signals.append)
     return signals
 
 
@@ -92,7 +92,7 @@ async def test_a_dead_engine_is_503_at_once_and_the_server_ends_a_while_later(en
     health = await client_of(watch).get("/health")
     assert health.status_code == 503
     assert "engine has died" in health.json()["error"]["message"]
-    await until(lambda: ended == [engine_watch.signal.SIGTERM])
+    await until(lambda: ended == [signal.SIGTERM])
 
 
 @pytest.mark.parametrize("name", ["process_input_sockets", "process_output_sockets"])

@@ -1,6 +1,7 @@
 """The parity probe sees a wrong parameter of every kind."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from example_trainer.bridges.parity import parity
 
-SHAPE = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=1000,
     hidden_size=64,
     intermediate_size=96,

@@ -20,7 +20,7 @@ from atroposlib.wire.bridge import (
 )
 from atroposlib.wire.typed import WrongValue
 
-PARTS = [
+PARTS: list[Any] = [
     ("embed.weight", [("embed.weight", (10, 4), "float32")]),
     ("qkv.weight", [("q.weight", (6, 4), "float32"), ("k.weight", (3, 4), "float32"), ("v.weight", (3, 4), "float32")]),
     ("norm.weight", [("norm.weight", (4,), "float32")]),
@@ -100,7 +100,7 @@ def test_digest_changes_with_shape_dtype_order_and_offset() -> None:
     assert len({Manifest("m", 1, 264, variant).digest() for variant in variants}) == len(variants)
 
 
-OFFER = {
+OFFER: dict[str, Any] = {
     "session": "s",
     "address": "127.0.0.1",
     "port": 1,

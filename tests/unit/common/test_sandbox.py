@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ async def running_pool(**settings: Any) -> AsyncIterator[ChildPool]:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Iterator[Path]:
+def secret(tmp_path: Path) -> Path:
     (tmp_path / "secret").write_text("the user's own")
     return tmp_path / "secret"
 
@@ -286,7 +286,12 @@ def test_the_scorer_of_the_guide_runs_from_anywhere_and_reads_what_it_is_given(
     monkeypatch.syspath_prepend(str(tmp_path))
 
     async def score(name: str) -> dict[str, Any]:
-        settings = {"count": 1, "time_limit_s": 5.0, "start_limit_s": 60.0, "readable": [tmp_path / "words.txt"]}
+        settings: dict[str, Any] = {
+            "count": 1,
+            "time_limit_s": 5.0,
+            "start_limit_s": 60.0,
+            "readable": [tmp_path / "words.txt"],
+        }
         pool = ChildPool("my_scorer", **settings)
         try:
             return await pool.ask({"text": str(tmp_path / name)})

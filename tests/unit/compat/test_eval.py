@@ -36,7 +36,7 @@ async def test_evaluation_is_asked_averaged_and_written(tmp_path: Path) -> None:
         metrics = await eval_runner(evaluation, ["--server-url", server.base_url, "--model-name", "m"])
         (path, request), *_ = server.requests
     assert metrics == {"pass@1": 0.25}
-    assert evaluation.extra == "kept"
+    assert vars(evaluation)["extra"] == "kept"
     assert path == "/v1/chat/completions"
     assert (request["n"], request["temperature"], request["model"]) == (2, 0.7, "m")
     assert "max_tokens" not in request

@@ -76,7 +76,7 @@ async def test_samples_are_scored_and_what_begins_the_answer_is_not_trained(tmp_
     assert prompt.endswith("Let me solve this step by step.\n<think>")
     assert sampled_texts(group) == [f"{answer}<|im_end|>" for answer in answers]
     assert group["messages"] is not None
-    assert group["messages"][0][-1]["content"].startswith("Let me solve this step by step.\n<think></think>")
+    assert str(group["messages"][0][-1]["content"]).startswith("Let me solve this step by step.\n<think></think>")
 
 
 async def test_numbered_puzzles_are_the_same_again_and_not_held_out(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ PUZZLES_OF_NUMBERS = ("countdown", "puzzle24")
 
 def printed_by(script: str, *arguments: str, stdin: str = "") -> Any:
     """The last line that `script`, which uses reasoning-gym as it is, prints."""
-    command = [sys.executable, Path(__file__).with_name(script), *arguments]
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     done = subprocess.run(command, input=stdin, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr[-500:]

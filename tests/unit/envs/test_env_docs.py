@@ -51,7 +51,7 @@ def commands(page: str) -> list[str]:
 
 def code(page: str) -> str:
     """The page's program, its first one."""
-    return next(block for kind, block in BLOCK.findall(page) if kind == "python")
+    return next(str(block) for kind, block in BLOCK.findall(page) if kind == "python")
 
 
 COMMANDS = commands(PAGE) + commands(GUIDE)

@@ -77,7 +77,8 @@ def value_of_equation(text: str) -> Fraction | None:
     if Counter(map(Fraction, numbers)) - Counter(map(Fraction, (1, 2, 3, 4))):
         return None
     try:
-        return eval(re.sub(r"[0-9]+(?:\.[0-9]+)?", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
+        computed: Fraction = eval(re.sub(r"[0-9]+(?:\.[0-9]+)?", r"Fraction('\g<0>')", text), {"Fraction": Fraction})
+        return computed
     except (SyntaxError, ZeroDivisionError, TypeError):
         return None
 

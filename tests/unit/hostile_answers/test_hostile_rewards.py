@@ -37,7 +37,7 @@ RANGES = {
 def made(name: str) -> RewardFunction:
     reward = registry.create(name, **({"rewards": ["length"]} if name == "combined" else {}))
     for each in (reward, getattr(reward, "_accuracy", None)):
-        if hasattr(each, "_grader"):
+        if each is not None and hasattr(each, "_grader"):
             each._grader = GRADER
     return reward
 

@@ -52,7 +52,7 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def sampled_text(node: SequenceNode) -> str:
-    return TOKENIZER.decode([token for token in node.masked_tokens if token != -100])
+    return str(TOKENIZER.decode([token for token in node.masked_tokens if token != -100]))
 
 
 def check_node(node: SequenceNode) -> None:

@@ -53,7 +53,7 @@ async def manager_of() -> AsyncIterator[MakeManager]:
 
 
 def text_of(reply: Any) -> str:
-    return reply.choices[0].message.content
+    return str(reply.choices[0].message.content)
 
 
 async def test_a_single_config_reaches_its_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:

@@ -33,7 +33,7 @@ def items() -> list[dict[str, Any]]:
 
 def temperature(group: dict[str, Any], index: int) -> float:
     overrides = (group["overrides"] or [{}] * len(group["scores"]))[index]
-    return overrides.get("temperature", (group["generation_params"] or {}).get("temperature", 1.0))
+    return float(overrides.get("temperature", (group["generation_params"] or {}).get("temperature", 1.0)))
 
 
 def naive_loss(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ def shared(
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
 @pytest.mark.parametrize("tp", [1, 2, 4])  # with two key/value heads, four ranks hold each twice
-def test_logits_and_gradients_are_the_plain_models(family: str, changes: dict, tp: int, tmp_path: Path) -> None:
+def test_logits_and_gradients_are_the_plain_models(
+    family: str, changes: dict[str, Any], tp: int, tmp_path: Path
+) -> None:
     plain = tiny_model(family, **changes)
     bound, _, _ = shared(plain, tmp_path, tp)
     check_packed_forward(bound)
@@ -127,7 +130,7 @@ def test_start_weights_of_another_shape_or_without_safetensors_are_refused(tmp_p
 
 @pytest.mark.parametrize(("family", "changes"), MODELS)
 @pytest.mark.parametrize("tp", [1, 2])
-def test_saved_model_is_a_plain_folder(family: str, changes: dict, tp: int, tmp_path: Path) -> None:
+def test_saved_model_is_a_plain_folder(family: str, changes: dict[str, Any], tp: int, tmp_path: Path) -> None:
     plain = tiny_model(family, **changes)
     bound, _, _ = shared(plain, tmp_path / "served", tp)
     folder = TrainedModel(bound).write(tmp_path / "final_model")

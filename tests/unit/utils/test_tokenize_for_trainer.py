@@ -24,7 +24,7 @@ TEXT = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n
 
 
 def trained_text(result: dict[str, Any]) -> str:
-    return TOKENIZER.decode([token for token in result["masks"] if token != -100])
+    return str(TOKENIZER.decode([token for token in result["masks"] if token != -100]))
 
 
 def test_the_last_reply_is_trained_and_all_is_plain_lists() -> None:
