@@ -176,7 +176,7 @@ async def environment(client: Client, ledger: Ledger, number: int, chance: rando
                 client.post("/scored_data_list", sent, key)
                 if len(sent) > 1
                 else client.post("/scored_data", sent[0], key)
-            )  # type: ignore[arg-type]
+            )
             ledger.acknowledged.update(group["tokens"][0][0] for group in sent)
         await asyncio.sleep(chance.random() * 0.5)
 

@@ -15,8 +15,8 @@ def group_advantages(scores: NDArray[np.float64], *, divide_by_std: bool) -> NDA
     """
     if len(scores) == 1:
         return scores.copy()
-    centred = scores - scores.mean()
-    return np.divide(centred, scores.std() + STD_EPS) if divide_by_std else centred
+    centred: NDArray[np.float64] = scores - scores.mean()
+    return centred / np.float64(scores.std() + STD_EPS) if divide_by_std else centred
 
 
 def has_signal(scores: NDArray[np.float64]) -> bool:

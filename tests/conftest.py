@@ -50,7 +50,7 @@ LANES = (
 )
 
 
-class Lanes(LoadScopeScheduling):
+class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
     """A worker takes a file of unit tests at a time, or one lane whole: integration tests that share a server, or have
     their own.
     """

@@ -133,7 +133,7 @@ def test_choosing_costs_no_walk_over_a_long_queue() -> None:
         visited = 0
 
         @property
-        def sequences(self) -> int:  # type: ignore[override]
+        def sequences(self) -> int:
             Counted.visited += 1
             return self[1]
 

@@ -203,5 +203,5 @@ def test_an_error_in_python_shows_no_secret() -> None:
         RunApiConfig(api_token=SecretStr(SECRET))
     assert SECRET not in str(refused.value)
     with pytest.raises(ValidationError) as refused:
-        RunApiConfig(api_token=[SECRET])  # type: ignore[arg-type]
+        RunApiConfig(api_token=[SECRET])
     assert SECRET not in str(refused.value)

@@ -103,4 +103,4 @@ def test_what_stochastic_rounding_cannot_do_is_refused() -> None:
 
 def test_plain_steps_cannot_be_chosen() -> None:
     with pytest.raises(ValueError, match=r"nearly all of each update is rounded away; choose master"):
-        SingleCopy(bf16_update="plain")  # type: ignore[arg-type]
+        SingleCopy(bf16_update="plain")
