@@ -186,7 +186,7 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         try:
             return _read_arm(trainer, [trainer.pid, *([server.pid] if server else [])]) | {"server_alone": alone}
         finally:
-            for process in filter(None, (trainer, server)):
+            for process in [trainer, *([server] if server else [])]:
                 if process.poll() is None:
                     process.terminate() if process is trainer else os.killpg(process.pid, signal.SIGTERM)
                 process.wait(60)

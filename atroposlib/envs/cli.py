@@ -176,7 +176,7 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         name: entry.given for name, entry in entries.items()
     }
     bases: Any = (ForeignKeys, base)
-    tree_cls: type[EnvTree] = create_model("EnvTree", __base__=bases, **fields)
+    tree_cls: Any = create_model("EnvTree", __base__=bases, **fields)
     tree = load_config(
         tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP, content=content
     )

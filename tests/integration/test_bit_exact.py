@@ -13,7 +13,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ def sample(server: Server, tokens: list[int], **sampling: Any) -> Rollout:
     return rollout
 
 
-def together(calls: list[Callable[[], Rollout]]) -> list[Rollout]:
+def together(calls: Sequence[Callable[[], Rollout]]) -> list[Rollout]:
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(lambda call: call(), calls))
 
@@ -218,15 +218,17 @@ def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
 
 @pytest.mark.parametrize("path", ["use_shared_memory", "single_copy"])
 def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path: str) -> None:
-    config = TrainerConfig(
-        model_name=server.model,
-        weight_bridge_mode="shared_vllm",
-        vllm_port=server.port,
-        lr=1e-3,
-        batch_invariant=True,
-        vllm_api_key=API_KEY,
-        bridge_timeout_s=60,
-        **{path: True},
+    config = TrainerConfig.model_validate(
+        {
+            "model_name": server.model,
+            "weight_bridge_mode": "shared_vllm",
+            "vllm_port": server.port,
+            "lr": 1e-3,
+            "batch_invariant": True,
+            "vllm_api_key": API_KEY,
+            "bridge_timeout_s": 60,
+            **{path: True},
+        }
     )
     bridge, model = connect(config, server.model)
     with contextlib.closing(bridge):
@@ -253,17 +255,19 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
 
 def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
     folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
-    config = TrainerConfig(
-        model_name=str(folder),
-        weight_bridge_mode="none",
-        vllm_port=free_port(),
-        vllm_restart_interval=1,
-        vllm_api_key=API_KEY,
-        vllm_flags="--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
-        save_path=tmp_path / "checkpoints",
-        log_dir=tmp_path,
-        lr=1e-3,
-        batch_invariant=True,
+    config = TrainerConfig.model_validate(
+        {
+            "model_name": str(folder),
+            "weight_bridge_mode": "none",
+            "vllm_port": free_port(),
+            "vllm_restart_interval": 1,
+            "vllm_api_key": API_KEY,
+            "vllm_flags": "--batch-invariant --num-gpu-blocks-override 64 --tensor-parallel-size 2 --dtype bfloat16",
+            "save_path": tmp_path / "checkpoints",
+            "log_dir": tmp_path,
+            "lr": 1e-3,
+            "batch_invariant": True,
+        }
     )
     bridge, model = connect(config, str(folder))
     with contextlib.closing(bridge):

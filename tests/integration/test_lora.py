@@ -93,7 +93,7 @@ def served_names(server: Server) -> list[str]:
 def test_every_version_is_served_as_trained_and_environments_follow(server: Server, tmp_path: Path) -> None:
     untouched = complete(server, "base")["choices"][0]["logprobs"]
     with trainer(server, tmp_path) as (bridge, model):
-        seen = []
+        seen: list[Any] = []
         for version in range(1, 5):
             report = bridge.sync(version, partial(move, model, version))
             assert bridge.parity_probe() <= PARITY
@@ -206,7 +206,7 @@ def save_foreign_adapter(folder: Path, model_folder: str, rank: int = 8, base: s
         AutoModelForCausalLM.from_pretrained(model_folder), LoraConfig(r=rank, target_modules=["q_proj", "o_proj"])
     )
     model.peft_config["default"].base_model_name_or_path = base or model_folder
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     return folder
 
 
@@ -274,10 +274,11 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
 def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
     server: Server, qwen_folder: Path, tmp_path: Path
 ) -> None:
-    for changes, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         (dict(lora_r=32), "rank 32 is more than this server's --max-lora-rank 16"),
         (dict(model_name=str(qwen_folder)), "give both the same name or path"),
-    ]:
+    ]
+    for changes, message in cases:
         with pytest.raises(BridgeError, match=message):
             make_bridge(lora_config(server.model, server.port, tmp_path, **changes))(server.model, CPU)
     whole = {"session": "s", "policy_version": 1}

@@ -191,7 +191,7 @@ class ManagedServer:
             parsed, calls, _ = self.translator.parse_model_output(reply, tools=tools)
             content = parsed or ""
             reason = "tool_calls" if calls and reason == "stop" else reason
-        message = ChatCompletionMessage(role="assistant", content=content, tool_calls=calls)  # type: ignore[arg-type]
+        message = ChatCompletionMessage(role="assistant", content=content, tool_calls=calls)
         return Choice(index=index, finish_reason=reason, message=message)
 
     def _visible_text(self, sequence: SampledSequence, shows_special: bool) -> str:

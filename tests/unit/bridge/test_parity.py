@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from example_trainer.bridges.parity import parity
+from example_trainer.bridges.vllm_client import VllmClient
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=1000,
@@ -19,7 +20,7 @@ SHAPE: dict[str, Any] = dict(
 )
 
 
-class Served:
+class Served(VllmClient):
     """vLLM's part: scores a prompt with the model that it holds."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -29,7 +30,8 @@ class Served:
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         ids = torch.tensor(token_ids)
         logprobs: torch.Tensor = self._model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-        return logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+        found: list[float] = logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+        return found
 
 
 @pytest.mark.parametrize(

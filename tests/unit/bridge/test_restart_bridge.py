@@ -152,7 +152,7 @@ def test_the_checkpoint_holds_the_updated_weights_and_their_version(
     bridge.sync(1, update)
     folder = tmp_path / "checkpoints" / "served_1"
     assert read_policy_version(str(folder)) == 1
-    assert type(trained).from_pretrained(folder).get_input_embeddings().weight.unique().tolist() == [0.25]
+    assert type(trained).from_pretrained(folder).get_parameter("model.embed_tokens.weight").unique().tolist() == [0.25]
 
 
 def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(

@@ -221,10 +221,10 @@ def checked(engine: Any, request: EngineCoreRequest) -> bool:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sampling_params": compat.SamplingParams(max_tokens=1.5)},
+        {"sampling_params": compat.SamplingParams(max_tokens=1.5)},  # type: ignore
         {"sampling_params": compat.SamplingParams(seed=2**70)},
-        {"sampling_params": compat.SamplingParams(logit_bias={"5": 1.0})},
-        {"sampling_params": compat.SamplingParams(ignore_eos="false")},
+        {"sampling_params": compat.SamplingParams(logit_bias={"5": 1.0})},  # type: ignore
+        {"sampling_params": compat.SamplingParams(ignore_eos="false")},  # type: ignore
         {"sampling_params": compat.SamplingParams(extra_args={"a": {1, 2}, "b": object()})},
         {"priority": 2**70},
         {"priority": 1.5},

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,10 +74,14 @@ def test_an_end_by_itself_is_told(code: str, end: str, tmp_path: Path) -> None:
     server.stop(grace_s=30)
 
 
+def has_ended(server: ServerProcess) -> bool:
+    return server.end() is not None
+
+
 def test_the_log_is_appended_to_and_only_the_last_start_is_shown(tmp_path: Path) -> None:
     for word in ("one", "two"):
         server = start(f"print('{word}')", tmp_path)
-        wait_for(lambda server=server: server.end() is not None, "its end")
+        wait_for(partial(has_ended, server), "its end")
         server.stop(grace_s=30)
     assert server.log_path.read_text() == "one\ntwo\n"
     assert server.last_lines() == "    two"

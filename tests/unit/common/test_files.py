@@ -136,4 +136,4 @@ def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(
 @pytest.mark.parametrize("name", ["data_path_to_save_groups", "evaluations_path", "metrics_path"])
 def test_an_environment_refuses_a_device_when_it_is_configured(name: str) -> None:
     with pytest.raises(ValueError, match="/dev/null cannot be written: it is a device"):
-        BaseEnvConfig(**{name: "/dev/null"})  # type: ignore[arg-type]
+        BaseEnvConfig(**{name: "/dev/null"})

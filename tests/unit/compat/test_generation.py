@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import requests
 
-from atroposlib.cli import dpo, sft
+from atroposlib.cli import dpo, sft  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.generation import GenerationError, generate
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.wire.batching import ScoredData

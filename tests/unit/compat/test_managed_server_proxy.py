@@ -3,6 +3,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -56,9 +57,9 @@ async def test_environment_samples_through_the_proxy_and_gets_the_nodes(monkeypa
     assert server.requests[0][1]["top_p"] == 0.5
 
 
-async def httpx_get(url: str) -> dict[str, list[dict[str, str]]]:
+async def httpx_get(url: str) -> dict[str, Any]:
     async with httpx.AsyncClient() as client:
-        reply: dict[str, list[dict[str, str]]] = (await client.get(url)).json()
+        reply: dict[str, Any] = (await client.get(url)).json()
         return reply
 
 

@@ -5,7 +5,7 @@ import httpx
 import requests
 from fastapi.testclient import TestClient
 
-from atroposlib.cli import view_run, view_run_multimodal
+from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-defined]  # an old path
 from atroposlib.compat.view_run import ViewConfig, Watcher
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.compat.test_generation import group

@@ -39,7 +39,7 @@ async def running_env(folder: Path, server: FakeInferenceServer, **fields: objec
         "tokenizer_name": str(save_tiny_tokenizer(folder / "tok")),
         "use_wandb": False,
     }
-    config = GSM8kEnvConfig(**settings | fields)  # type: ignore[arg-type]
+    config = GSM8kEnvConfig(**settings | fields)
     env = GSM8kEnv(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
     async with run_of(env):
         await env.setup()

@@ -73,7 +73,7 @@ def test_flags_beat_yaml_beats_config_init(tmp_path: Path) -> None:
         (
             ["--env.eval_handling", "NONE"],
             "eval_handling",
-            BaseEnvConfig.model_fields["eval_handling"].annotation("NONE"),  # type: ignore[misc]
+            BaseEnvConfig.model_fields["eval_handling"].annotation("NONE"),  # type: ignore
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureF
 
 
 def test_unknown_constructor_arguments_are_ignored() -> None:
-    assert BaseEnvConfig(group_name="g", run_name="r", group_size=2).group_size == 2  # type: ignore[call-arg]
+    assert BaseEnvConfig(group_name="g", run_name="r", group_size=2).group_size == 2
 
 
 def test_api_keys_are_never_printed(capsys: pytest.CaptureFixture[str]) -> None:

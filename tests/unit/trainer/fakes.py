@@ -234,3 +234,9 @@ def serve(api: FakeApi, port: int = 0) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The gradient that a backward pass left."""
+    assert parameter.grad is not None
+    return parameter.grad

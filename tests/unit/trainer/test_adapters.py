@@ -50,7 +50,8 @@ def move(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    return model(input_ids=TOKENS).logits
+    found: torch.Tensor = model(input_ids=TOKENS).logits
+    return found
 
 
 def write_adapter(folder: Path, adapted: PreTrainedModel) -> None:

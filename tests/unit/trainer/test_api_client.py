@@ -58,7 +58,7 @@ def test_registers_and_fetches() -> None:
 
 def test_polls_until_there_is_a_batch() -> None:
     left = iter([None, None, None])
-    with serve(FakeApi(lambda n: next(left, batches(n)))) as url:  # type: ignore[arg-type]
+    with serve(FakeApi(lambda n: next(left, batches(n)))) as url:
         trainer = client(url)
         trainer.register(0)
         assert len(trainer.fetch_batch(5)) == 1
@@ -128,7 +128,7 @@ def test_evaluation_gives_up_at_its_deadline_and_never_waits_with_zero() -> None
 
 def test_a_server_that_is_not_the_api_is_named() -> None:
     api = FakeApi(batches)
-    api.answer = lambda *request: [1, 2]  # type: ignore[method-assign,return-value,assignment]
+    api.answer = lambda *request: [1, 2]  # type: ignore[method-assign,assignment]
     with (
         serve(api) as url,
         pytest.raises(ApiError, match="answered list instead of an object; is --atropos-url the batching API"),

@@ -39,7 +39,7 @@ def test_plain_bfloat16_steps_are_lost() -> None:
 
 def test_a_master_keeps_every_step() -> None:
     parameter = MasteredParameter.over(start())
-    optimizer = make_optimizer([parameter], TrainerConfig(model_name="m", lr=LR))
+    optimizer = make_optimizer([parameter], TrainerConfig.model_validate({"model_name": "m", "lr": LR}))
     stored = travelled(parameter, optimizer)
     assert (start().double() - parameter.master.detach().double()).mean().item() == pytest.approx(LR * STEPS, rel=0.01)
     assert torch.equal(parameter, parameter.master.bfloat16())
@@ -75,7 +75,7 @@ def test_gradients_of_many_micro_batches_add_up_in_float32() -> None:
     assert parameter.grad is None
     assert parameter.master.grad is not None
     assert parameter.master.grad.tolist() == [1000.0] * 3
-    optimizer = make_optimizer([parameter], TrainerConfig(model_name="m"))
+    optimizer = make_optimizer([parameter], TrainerConfig.model_validate({"model_name": "m"}))
     assert clip_gradients(optimizer, 1.0) == pytest.approx(1000 * 3**0.5)
 
 

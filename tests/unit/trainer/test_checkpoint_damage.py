@@ -4,6 +4,7 @@ old steps.
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,15 @@ from example_trainer.checkpoint import STATE, find_checkpoint, restore, verify
 from example_trainer.weights.written import CheckpointError, write_folder
 
 
+def write_state(content: bytes, folder: Path) -> None:
+    (folder / STATE).write_bytes(content)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A directory with two whole checkpoints, of which `latest` names the second."""
     for step in (2, 10):
-        write_folder(tmp_path / f"step_{step}", lambda folder: (folder / STATE).write_bytes(b"moments"), 100)
+        write_folder(tmp_path / f"step_{step}", partial(write_state, b"moments"), 100)
     (tmp_path / "latest").write_text("step_10\n")
     return tmp_path
 
@@ -76,7 +81,7 @@ STATES = [b"", b"garbage", pickle.dumps(Path("/tmp"), protocol=2), b"PK\x03\x04"
 
 @pytest.mark.parametrize("content", STATES, ids=["empty", "garbage", "pickle", "archive"])
 def test_a_state_that_is_as_the_manifest_says_but_cannot_be_loaded_is_one_line(tmp_path: Path, content: bytes) -> None:
-    write_folder(tmp_path / "step_1", lambda folder: (folder / STATE).write_bytes(content), 100)
+    write_folder(tmp_path / "step_1", partial(write_state, content), 100)
     verify(tmp_path / "step_1")
     with pytest.raises(CheckpointError, match=r"trainer_state.pt cannot be loaded \(.*; resume from") as refused:
         restore(tmp_path / "step_1", AdamW([torch.nn.Parameter(torch.zeros(2))]))
@@ -93,7 +98,7 @@ def test_steps_without_a_pointer_are_no_fresh_start(saved: Path, resume: str) ->
 
 
 def test_adapters_without_a_pointer_are_no_fresh_start_either(tmp_path: Path) -> None:
-    write_folder(tmp_path / "adapter_step_3", lambda folder: (folder / STATE).write_bytes(b"moments"), 100)
+    write_folder(tmp_path / "adapter_step_3", partial(write_state, b"moments"), 100)
     with pytest.raises(CheckpointError, match="adapter_step_3"):
         find_checkpoint("auto", tmp_path)
 

@@ -20,7 +20,7 @@ from example_trainer.batching import make_batch
 from example_trainer.exact_functions import Kernel, PackedAttention
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.policy import accumulate_gradients, token_logprobs, trained_hidden
-from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
+from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
 from vllm_patching import version
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.attention import BLOCK
@@ -109,8 +109,8 @@ def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(famil
     expected = logits.log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
     (expected * row.advantages.double()).mean().backward()
     assert torch.allclose(found.double(), expected, atol=1e-5)
-    gradient = torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
-    golden = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()])
+    gradient = torch.cat([gradient_of(parameter).flatten().double() for parameter in model.parameters()])
+    golden = torch.cat([gradient_of(parameter).flatten() for parameter in reference.parameters()])
     assert (gradient - golden).norm() / golden.norm() < 1e-5
 
 
@@ -132,9 +132,9 @@ def test_bfloat16_is_computed_and_float32_masters_get_the_gradients() -> None:
         accumulate_gradients(
             each, each_row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
         )
-    assert all(parameter.dtype == parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    golden = torch.cat([parameter.grad.flatten() for parameter in reference.parameters()])
+    assert all(parameter.dtype == gradient_of(parameter).dtype == torch.float32 for parameter in model.parameters())
+    found = torch.cat([gradient_of(parameter).flatten() for parameter in model.parameters()])
+    golden = torch.cat([gradient_of(parameter).flatten() for parameter in reference.parameters()])
     assert torch.cosine_similarity(found, golden, dim=0) > 0.99
 
 
@@ -169,7 +169,7 @@ def test_the_backward_pass_of_the_norm_is_that_of_float64() -> None:
     x = torch.randn(6, 32, requires_grad=True)
     found = exact_cuda._norm(PLAIN, module, x)
     doubles = [tensor.detach().double().requires_grad_() for tensor in (x, module.weight)]
-    assert_same_gradients(found, [x, module.weight], PLAIN.rms_norm(*doubles, 1e-5), doubles)
+    assert_same_gradients(found, [x, module.weight], PLAIN.rms_norm(doubles[0], doubles[1], 1e-5), doubles)
 
 
 def test_the_backward_pass_of_attention_is_that_of_float64() -> None:
@@ -178,9 +178,8 @@ def test_the_backward_pass_of_attention_is_that_of_float64() -> None:
     inputs = [torch.randn(heads, sum(lengths), 32, requires_grad=True) for heads in (4, 2, 2)]
     found = PackedAttention.apply(PLAIN.attention, *inputs, lengths, scale)
     doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    assert_same_gradients(
-        found, inputs, PLAIN.attention(*(tensor.transpose(0, 1) for tensor in doubles), lengths, scale), doubles
-    )
+    query, key, value = (tensor.transpose(0, 1) for tensor in doubles)
+    assert_same_gradients(found, inputs, PLAIN.attention(query, key, value, lengths, scale), doubles)
 
 
 def assert_same_gradients(found: Any, inputs: list[Tensor], expected: Any, doubles: list[Tensor]) -> None:
@@ -281,7 +280,7 @@ def test_what_is_not_covered_on_a_gpu_is_refused_by_name(monkeypatch: pytest.Mon
     with pytest.raises(NotInvariant, match="does not cover layers of type Bilinear"):
         exact_model.make_exact(model, torch.bfloat16)
     with pytest.raises(NotInvariant, match="does not cover training on meta; covered are cpu and cuda"):
-        exact_model.make_exact(tiny_model("qwen3").to("meta"), torch.bfloat16)
+        exact_model.make_exact(torch.nn.Module.to(tiny_model("qwen3"), "meta"), torch.bfloat16)
 
 
 def test_truncated_sampling_is_refused_on_a_gpu_by_name() -> None:

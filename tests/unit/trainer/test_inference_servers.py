@@ -27,13 +27,16 @@ def hosts(folder: Path, text: str) -> str:
 def test_each_port_is_a_server_on_the_host() -> None:
     assert servers() == [("localhost", 9001)]
     assert servers("--vllm-port", "9001,9002", "--vllm-host", "gpu01") == [("gpu01", 9001), ("gpu01", 9002)]
-    assert TrainerConfig(model_name="m", vllm_port=7).vllm_servers == [("localhost", 7)]
-    assert TrainerConfig(model_name="m", vllm_port="7,8").vllm_servers == [("localhost", 7), ("localhost", 8)]
+    assert TrainerConfig.model_validate({"model_name": "m", "vllm_port": 7}).vllm_servers == [("localhost", 7)]
+    assert TrainerConfig.model_validate({"model_name": "m", "vllm_port": "7,8"}).vllm_servers == [
+        ("localhost", 7),
+        ("localhost", 8),
+    ]
 
 
 def test_the_ports_survive_a_written_configuration(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(config_yaml(TrainerConfig(model_name="m", vllm_port=(9001, 9002))))
+    path.write_text(config_yaml(TrainerConfig.model_validate({"model_name": "m", "vllm_port": (9001, 9002)})))
     assert resolve_config(TrainerConfig, ["--config", str(path)], prog="grpo", env={})[0].vllm_ports == (9001, 9002)
     path.write_text("model_name: m\nvllm_port: 9003\n")
     assert resolve_config(TrainerConfig, ["--config", str(path)], prog="grpo", env={})[0].vllm_ports == (9003,)
