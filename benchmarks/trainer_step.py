@@ -182,7 +182,7 @@ def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
             return generated()
 
-    class Turns(TrainerCallback):  # type: ignore[misc]
+    class Turns(TrainerCallback):
         start = cpu = seconds = cpu_seconds = 0.0
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **other: Any) -> None:

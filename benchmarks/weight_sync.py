@@ -186,10 +186,13 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         try:
             return _read_arm(trainer, [trainer.pid, *([server.pid] if server else [])]) | {"server_alone": alone}
         finally:
-            for process in [trainer, *([server] if server else [])]:
-                if process.poll() is None:
-                    process.terminate() if process is trainer else os.killpg(process.pid, signal.SIGTERM)
-                process.wait(60)
+            if trainer.poll() is None:
+                trainer.terminate()
+            trainer.wait(60)
+            if server is not None:
+                if server.poll() is None:
+                    os.killpg(server.pid, signal.SIGTERM)
+                server.wait(60)
 
 
 def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any]:

@@ -176,8 +176,8 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         name: entry.given for name, entry in entries.items()
     }
     bases: Any = (ForeignKeys, base)
-    tree_cls: Any = create_model("EnvTree", __base__=bases, **fields)
-    tree = load_config(
+    tree_cls: type[Config] = create_model("EnvTree", __base__=bases, **fields)
+    tree: Any = load_config(
         tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP, content=content
     )
     resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}

@@ -22,8 +22,8 @@ def test_the_restart_script_trains_and_leaves_nothing_behind(llama_folder: Path)
     run_name = f"test-{uuid.uuid4().hex[:8]}"
     folder = REPOSITORY / "runs" / run_name
     command = [
-        REPOSITORY / "scripts/run_gsm8k_restart.sh",
-        llama_folder,
+        str(REPOSITORY / "scripts/run_gsm8k_restart.sh"),
+        str(llama_folder),
         "--dataset",
         "arithmetic",
         "--steps",

@@ -19,7 +19,7 @@ operations = {found.ok().label: found.ok() for found in schema.get_all_operation
 def test_no_described_request_breaks_the_server(label: str) -> None:
     @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(case=operations[label].as_strategy())
-    def fuzz(case: schemathesis.Case[Any, Any]) -> None:
+    def fuzz(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(checks=[not_a_server_error])
 
     fuzz()

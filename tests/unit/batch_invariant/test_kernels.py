@@ -121,9 +121,8 @@ def test_attention_of_a_sequence_does_not_depend_on_its_neighbours(heads: tuple[
         assert torch.equal(packed_attention(q, k, v, (len(q),), 0.2), found)
         prefix = (len(q) + 1) // 2
         assert torch.equal(packed_attention(q[:prefix], k[:prefix], v[:prefix], (prefix,), 0.2), found[:prefix])
-        expected = F.scaled_dot_product_attention(
-            *[t.transpose(0, 1)[None] for t in (q, k, v)], is_causal=True, scale=0.2, enable_gqa=True
-        )
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.2, enable_gqa=True)
         assert torch.allclose(found, expected[0].transpose(0, 1), atol=1e-5)
 
 

@@ -75,7 +75,7 @@ async def test_token_is_needed_but_for_health() -> None:
 
 async def test_errors_have_openais_form_and_unused_sessions_end() -> None:
     async with FakeInferenceServer(tokenizer=TOKENIZER) as server, proxy(server, session_timeout_s=0.05) as url:
-        assert (await httpx_get(f"{url}/nothing/nodes"))["error"]["code"] == 404  # type: ignore[call-overload]
+        assert (await httpx_get(f"{url}/nothing/nodes"))["error"]["code"] == 404
         with pytest.raises(PermanentServerError, match="tool_parser 'nope' is not known"):
             await create_proxy_session(url, tool_parser="nope")
         first = await create_proxy_session(url)

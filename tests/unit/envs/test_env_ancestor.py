@@ -109,7 +109,7 @@ class OldStyleEnv(BaseEnv):
         self.cleaned += 1
 
     async def close(self) -> None:
-        await super().close()  # type: ignore[misc]  # nobody calls it, as in the ancestor
+        await super().close()  # nobody calls it, as in the ancestor
 
 
 class OneSampleEnv(OldStyleEnv):

@@ -140,7 +140,7 @@ def test_saved_model_is_a_plain_folder(family: str, changes: dict[str, Any], tp:
 
 
 def test_moments_resume_with_the_same_tp_only(tmp_path: Path) -> None:
-    config = TrainerConfig(model_name="m", lr=1e-3)
+    config = TrainerConfig.model_validate({"model_name": "m", "lr": 1e-3})
 
     def stepped(tp: int) -> tuple[PreTrainedModel, torch.optim.Optimizer]:
         bound, _, _ = shared(tiny_model(), tmp_path / f"served{tp}", tp)
