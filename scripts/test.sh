@@ -39,6 +39,6 @@ say "ruff, and the formatter"
 say "import contracts"
 .venv/bin/lint-imports --no-logo --cache-dir .venv/setup/imports
 say "mypy"
-.venv/bin/python -m mypy atroposlib environments example_trainer vllm_patching scripts
+.venv/bin/python -m mypy atroposlib environments example_trainer vllm_patching scripts benchmarks tests
 say "pytest (each test at most 300 s)"
 exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"
