@@ -46,6 +46,11 @@ def logprobs(server: Server) -> list[float]:
     return [next(iter(position.values())) for position in scored[1:]]
 
 
+def same(one: list[float], other: list[float]) -> bool:
+    """Up to the rounding between plain and packed weights, about 1e-6; other weights differ by more than 1e-2."""
+    return max(abs(a - b) for a, b in zip(one, other, strict=True)) < 1e-4
+
+
 def test_new_weights_are_served_without_a_restart_and_agree_with_the_trainer(server: Server, tmp_path: Path) -> None:
     before = server.process.pid
     assert parity_of(start_child(server, tmp_path, "sync")) <= PARITY
@@ -88,7 +93,7 @@ def test_what_is_refused_leaves_the_last_version_served(
     code, _, err = finish(child)
     assert code != 0
     assert why in err
-    assert logprobs(vllm_server) == before
+    assert same(logprobs(vllm_server), before)
     assert vllm_server.status()["refusing"] is None
 
 
@@ -110,7 +115,7 @@ def test_a_directory_is_served_by_hand(vllm_server: Server, llama_folder: Path, 
     save_file({name: tensor + 0.02 for name, tensor in tensors.items()}, changed / "model.safetensors")
     reply = by_hand(vllm_server, changed)
     assert reply.json()["policy_version"] == 1, reply.text
-    assert logprobs(vllm_server) != from_disk
+    assert not same(logprobs(vllm_server), from_disk)
     assert vllm_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
     for name, content, why in [
         ("shape", {**tensors, "lm_head.weight": torch.zeros(10, 128)}, "lm_head.weight: vLLM holds [1000, 128]"),
@@ -124,7 +129,7 @@ def test_a_directory_is_served_by_hand(vllm_server: Server, llama_folder: Path, 
         assert why in refused.text
     assert requests.post(f"{vllm_server.url}/reload_weights", json={"path": str(changed)}).status_code == 401
     assert by_hand(vllm_server, llama_folder, policy_version=7).status_code == 200
-    assert logprobs(vllm_server) == from_disk
+    assert same(logprobs(vllm_server), from_disk)
 
 
 def test_a_killed_server_is_reported_by_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
@@ -139,7 +144,7 @@ def test_a_killed_server_is_reported_by_the_trainer(llama_folder: Path, tmp_path
         child.stdin.close()
         code, _, err = finish(child)
         assert code != 0
-        assert "BridgeError" in err
+        assert "did not answer POST /v1/bridge/reload" in err
         assert server.url.replace("127.0.0.1", "localhost") in err
         assert time.monotonic() - start < 90
     finally:
