@@ -193,6 +193,7 @@ JSON = st.recursive(
 FIELDS = st.dictionaries(st.sampled_from(sorted(_types())), JSON, min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(FIELDS)
 def test_whatever_json_holds_is_refused_or_decoded_by_the_engine_as_it_was_sent(given: dict[str, Any]) -> None:

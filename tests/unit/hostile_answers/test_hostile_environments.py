@@ -291,6 +291,7 @@ async def test_one_result_with_its_derivation_is_right(answer: str, gold: str) -
         await grader.close()
 
 
+@pytest.mark.services
 @settings(max_examples=60)
 @given(hostile_answers)
 def test_grading_never_raises_and_integers_are_what_they_are(answer: str) -> None:
