@@ -11,6 +11,8 @@ from importlinter.contracts.layers import LayersContract
 from importlinter.contracts.protected import ProtectedContract
 from importlinter.domain.contract import Contract
 
+from benchmarks.code_size import circles
+
 CONFIGURATION = read_configuration(str(Path(__file__).parents[3] / "pyproject.toml"))
 TYPES: dict[str, type[Contract]] = {
     "forbidden": ForbiddenContract,
@@ -53,3 +55,10 @@ def test_a_contract_holds_and_a_planted_import_breaks_it(contract: Contract, imp
         planted.add_module(imported, is_squashed=True)
     planted.add_import(importer=importer, imported=imported)
     assert not contract.check(planted, verbose=False).kept
+
+
+def test_no_modules_import_each_other_in_a_circle(imports: grimp.ImportGraph) -> None:
+    assert circles(imports) == []
+    planted = deepcopy(imports)
+    planted.add_import(importer="atroposlib.files", imported="atroposlib.config")
+    assert ["atroposlib.config", "atroposlib.files"] in circles(planted)
