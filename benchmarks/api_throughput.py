@@ -276,9 +276,8 @@ def served(name: str, python: Path, folder: Path, journal: Path | None = None) -
     command += ["--timeout-keep-alive", "75"]  # s, as run-api has; writers pause between two posts
     if journal is not None:
         command = [str(python), "-m", "atroposlib.cli.run_api", "--port", str(port), "--journal", str(journal)]
-    surroundings = {
-        key: value for key, value in os.environ.items() if key != "PYTHONPATH"
-    }  # it would find ours for theirs
+    # it would find ours for theirs
+    surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     process = subprocess.Popen(
         command, cwd=folder, env=surroundings, stderr=subprocess.DEVNULL if journal is not None else None
     )
@@ -392,9 +391,8 @@ def measure(
     figures: dict[str, dict[str, str]] = {}
     for server in servers:
         times = asyncio.run(write_at_once(server.port, bodies, settings))
-        client = Client(
-            server.port, settings.accept_encoding
-        )  # after the writers: a server closes a connection that idles
+        # after the writers: a server closes a connection that idles
+        client = Client(server.port, settings.accept_encoding)
         figures[server.name] = {
             f"post by {settings.writers} writers, median": f"{1000 * percentile(times, 0.5):.1f} ms",
             f"post by {settings.writers} writers, p99": f"{1000 * percentile(times, 0.99):.1f} ms",

@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     import torch
 
 FLOAT32 = 4  # bytes
+# bytes per weight; Adafactor's are one number per row and column
 MOMENTS = {
     "adamw": 2 * FLOAT32,
     "adamw_8bit": 2,
     "adafactor": 0,
-}  # bytes per weight; Adafactor's are one number per row and column
+}
 CGROUP = Path("/sys/fs/cgroup")
 
 log = get_logger(__name__)

@@ -26,9 +26,8 @@ class _LogprobsAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        all_logprobs = logits.log_softmax(
-            -1
-        )  # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
+        # the sampler's own formula: in the bit-exact mode it gives the sampler's bits
+        all_logprobs = logits.log_softmax(-1)
         logprobs = all_logprobs.gather(1, targets[:, None])[:, 0]
         log_total = logits.gather(1, targets[:, None])[:, 0] - logprobs
         probabilities = all_logprobs.exp_()

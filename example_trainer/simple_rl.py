@@ -198,11 +198,12 @@ def accumulate(
             sums[name] += float(values.detach().double().sum())
         seen.append((logprobs.detach(), sampler))
     ours, theirs = (torch.cat(column) for column in zip(*seen, strict=True))
+    # divided once: the mean of ones is 1.0
     return (
         {name: summed / total for name, summed in sums.items()},
         ours,
         theirs,
-    )  # divided once: the mean of ones is 1.0
+    )
 
 
 def check(ours: Tensor, sampler: Tensor, tokens: list[int], shown: int = 3) -> int:

@@ -173,15 +173,12 @@ def _environment_before_vllm() -> None:
     # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
     os.environ.setdefault("KMP_BLOCKTIME", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault(
-        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1"
-    )  # engine_watch.py ends the server, after /health has said why
-    os.environ.setdefault(
-        "VLLM_CPU_NUM_OF_RESERVED_CPU", "0"
-    )  # vLLM-CPU keeps one core idle otherwise, half of a small machine
-    if (
-        "VLLM_RPC_BASE_PATH" not in os.environ
-    ):  # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
+    # engine_watch.py ends the server, after /health has said why
+    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
+    # vLLM-CPU keeps one core idle otherwise, half of a small machine
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
+    if "VLLM_RPC_BASE_PATH" not in os.environ:
         os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")
         atexit.register(shutil.rmtree, os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
 
@@ -195,10 +192,11 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
     elif exact:
         defaults |= {"--dtype": "bfloat16", "--block-size": "32", "--attention-backend": "FLASH_ATTN"}
     if "--enable-lora" in given and "--max-loras" not in given:
+        # the next policy is loaded while requests of the last one run
         defaults |= {
             "--max-loras": "2",
             "--max-cpu-loras": "4",
-        }  # the next policy is loaded while requests of the last one run
+        }
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
     if (cpu or exact) and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
@@ -253,9 +251,8 @@ def _claim_port(host: str, port: int) -> None:
         return
     claim = socket.socket(socket.AF_UNIX)
     try:
-        claim.bind(
-            f"\0atropos-vllm-{host}:{port}"
-        )  # a name without a file: it goes with the process, however that ends
+        # a name without a file: it goes with the process, however that ends
+        claim.bind(f"\0atropos-vllm-{host}:{port}")
     except OSError:
         _refuse(
             f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose"

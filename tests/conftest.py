@@ -29,6 +29,7 @@ IN_CI = os.environ.get("CI") == "true"
 settings.load_profile("ci" if IN_CI else "here")
 
 LANES = (
+    # one server for all
     {
         "test_bridge",
         "test_single_copy",
@@ -36,7 +37,7 @@ LANES = (
         "test_reload",
         "test_restart",
         "test_hostile_requests",
-    },  # one server for all
+    },
     {
         "test_guide",
         "test_launcher",

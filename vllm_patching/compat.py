@@ -139,9 +139,8 @@ def onednn_linear(weight: torch.Tensor) -> packed.Product:
     """
     ops = cpu_kernels()
     try:
-        handler = ops.create_onednn_mm(
-            weight.detach().t(), 32
-        )  # kernels kept, one a number of rows, as many as stock vLLM keeps
+        # kernels kept, one a number of rows, as many as stock vLLM keeps
+        handler = ops.create_onednn_mm(weight.detach().t(), 32)
     except RuntimeError as error:
         init_logger("vllm.atropos_bridge").warning_once("oneDNN declines a weight %s: %s", tuple(weight.shape), error)
         return torch.nn.functional.linear
@@ -444,9 +443,8 @@ def adapted_layer(model: Any, tensor: str) -> str:
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    renames = getattr(
-        mapper, "get_rename_mapper", lambda: mapper
-    )  # it has these since 0.30 or so; before, they are all there is
+    # it has these since 0.30 or so; before, they are all there is
+    renames = getattr(mapper, "get_rename_mapper", lambda: mapper)
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 

@@ -152,9 +152,8 @@ def seccomp_filter() -> bytes:
     except RuntimeError:  # how pyseccomp tells that there is no libseccomp
         return b""
     calls = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
-    calls.set_attr(
-        pyseccomp.Attr.ACT_BADARCH, pyseccomp.KILL_PROCESS
-    )  # the 32-bit and x32 calls, which other numbers would reach
+    # the 32-bit and x32 calls, which other numbers would reach
+    calls.set_attr(pyseccomp.Attr.ACT_BADARCH, pyseccomp.KILL_PROCESS)
     calls.set_attr(pyseccomp.Attr.CTL_OPTIMIZE, 2)
     for name in ALLOWED_CALLS:
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) != -1:  # unknown to an older libseccomp

@@ -88,9 +88,8 @@ class ServeLoop:
         await self._await_open_run()
         while True:
             turn_began = time.monotonic()
-            in_flight = (
-                self.pool.in_flight
-            )  # before the status is asked for: a group must not slip between the two counts
+            # before the status is asked for: a group must not slip between the two counts
+            in_flight = self.pool.in_flight
             status = await self.env.get_status()
             if self.schedule.went_back(status.version):
                 log.info(

@@ -76,9 +76,8 @@ class Grader:
         # math-verify would read another box, or 5$3 as 53
         if closes_the_box or OTHER_ANSWER.search(answer.strip(" $")):
             return Outcome.UNPARSEABLE
-        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(
-            gold
-        ):  # where math-verify says the same, and a process is not needed
+        # where math-verify says the same, and a process is not needed
+        if INTEGER.fullmatch(answer) and INTEGER.fullmatch(gold):
             return Outcome.RIGHT if int(answer) == int(gold) else Outcome.WRONG
         try:
             reply = await self._pool.ask({"gold": gold, "answer": answer})

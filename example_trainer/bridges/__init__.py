@@ -12,9 +12,8 @@ from example_trainer.modes import MODES
 
 __all__ = ["BRIDGES", "BridgeError", "Prepare", "Prepared", "SyncReport", "WeightBridge", "make_bridge"]
 
-Prepare = Callable[
-    [str, torch.device], Prepared
-]  # of the model's source (hub id or directory) and the trainer's device
+# of the model's source (hub id or directory) and the trainer's device
+Prepare = Callable[[str, torch.device], Prepared]
 
 BRIDGES: dict[str, Callable[[TrainerConfig, str, torch.device], Prepared]] = {
     "restart": restart.prepare,

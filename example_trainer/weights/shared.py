@@ -110,9 +110,8 @@ def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradien
     """Put the shared parameters in the place of those of a meta model, in training mode. The names were compared
     before.
     """
-    originals = dict(
-        model.named_parameters()
-    )  # tied ones once; kept until the end, so that an id stays one parameter's
+    # tied ones once; kept until the end, so that an id stays one parameter's
+    originals = dict(model.named_parameters())
     shared = {id(original): tensors[name] for name, original in originals.items()}
     for name, module in list(model.named_modules()):
         own = {leaf: shared[id(parameter)] for leaf, parameter in module.named_parameters(recurse=False)}

@@ -258,9 +258,8 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     if done.returncode != 0:
         return [], None
-    rows = [
-        row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4
-    ]  # no notes of the driver
+    # no notes of the driver
+    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4]
     names = None if visible is None else [name.strip() for name in visible.split(",")]
     chosen = [
         row

@@ -20,9 +20,8 @@ MIB = 1 << 20
 PYTHON = (3, 11)
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 PROCESSES_BYTES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache
-QUEUE_BYTES = (
-    400 * MIB
-)  # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
+# vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
+QUEUE_BYTES = 400 * MIB
 
 
 @dataclass(frozen=True)

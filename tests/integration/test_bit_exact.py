@@ -248,9 +248,8 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
             bridge.sync(step, partial(update, optimizer, scheduler))
         assert server.status()["policy_version"] == 3
-        assert not any(
-            torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
-        )  # the policy did move
+        # the policy did move
+        assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
@@ -273,9 +272,8 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
     with contextlib.closing(bridge):
         make_exact(model, torch.bfloat16, tp_size=2)
         optimizer = make_optimizer(model.parameters(), config)
-        server = Server(
-            config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None)
-        )  # the bridge's own
+        # the bridge's own
+        server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))
         for version in (0, 1):
             bridge.sync(
                 version, partial(update, optimizer, make_scheduler(optimizer, config, 0)) if version else lambda: None

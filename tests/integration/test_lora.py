@@ -150,9 +150,8 @@ def test_requests_in_flight_finish_with_the_adapter_they_started_with(server: Se
         for version in (2, 3):
             bridge.sync(version, partial(move, model, version))
             assert server.generate(PROMPT, max_tokens=2)["policy_versions"] == [[version, version]]
-            beside = complete(server, "base")["choices"][0]["logprobs"][
-                "token_logprobs"
-            ]  # in a batch with the adapter's requests
+            # in a batch with the adapter's requests
+            beside = complete(server, "base")["choices"][0]["logprobs"]["token_logprobs"]
             assert beside == pytest.approx(untouched, abs=1e-4)
         assert (tmp_path / "adapters" / first).is_dir() or not server.status()["adapters_in_use"]
         for run in runs:
@@ -259,9 +258,8 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
         bridge.sync(0, lambda: None)
         name = server.status()["served_model"]
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (20_000, hard)
-        )  # the adapter has about 200 kB: the write fails half-way
+        # the adapter has about 200 kB: the write fails half-way
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
             with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.* vLLM goes on with {name}"):
                 bridge.sync(1, lambda: move(model, 1))

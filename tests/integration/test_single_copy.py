@@ -178,9 +178,8 @@ def test_a_worker_that_fails_is_named_and_the_ranks_stay_in_step(vllm_server_tp2
     child = start_child(server, "freeze-mid-update")
     read_until(child, "MID-UPDATE")
     check_refusal(server, "fell silent while it updated the weights to policy version 1")
-    with without_memory(
-        sorted(workers_of(server))[1:]
-    ):  # the weights cannot be moved out of the frozen trainer's reach
+    # the weights cannot be moved out of the frozen trainer's reach
+    with without_memory(sorted(workers_of(server))[1:]):
         code, _, err = finish(start_child(server, "sync"))
         assert code != 0, err[-2000:]
         assert "bridge_renew failed on rank 1" in err, err[-2000:]

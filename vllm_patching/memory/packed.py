@@ -16,9 +16,8 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-Product = Callable[
-    [Tensor, Tensor, Tensor | None], Tensor
-]  # of x [..., in], weight [out, in] and bias [out]: [..., out]
+# of x [..., in], weight [out, in] and bias [out]: [..., out]
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 PACKING_SHARE = 0.25  # of the time, while any layer is not packed: new weights must not stop generation
 

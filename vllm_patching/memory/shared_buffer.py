@@ -39,9 +39,8 @@ class SharedBuffer:
         self._closed = weakref.finalize(self, os.close, self.fd)
         try:
             os.ftruncate(self.fd, nbytes)
-            os.posix_fallocate(
-                self.fd, 0, nbytes
-            )  # else a page that is missing later would be a SIGBUS in the middle of a step
+            # else a page that is missing later would be a SIGBUS in the middle of a step
+            os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
             self._closed()
             raise SharedBufferError(

@@ -176,9 +176,8 @@ def test_the_trainer_keeps_the_rest_of_a_batch_it_rejected_a_group_of(client_of:
         answer = reject(client, trainer, first["lease"], first["ids"][1], 99)
         assert [each["id"] for each in answer["rejected"]] == [first["ids"][1]]
         assert answer["unknown"] == [99]
-        assert reject(client, trainer, first["lease"], first["ids"][1])["unknown"] == [
-            first["ids"][1]
-        ]  # repeated: harmless
+        # repeated: harmless
+        assert reject(client, trainer, first["lease"], first["ids"][1])["unknown"] == [first["ids"][1]]
         again = lease(client, trainer)  # its reply was lost: without the group that was rejected
         assert (again["lease"], marks(again), again["ids"]) == (first["lease"], [1], first["ids"][:1])
         assert client.get("/status").json()["current_step"] == 1

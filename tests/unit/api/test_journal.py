@@ -361,9 +361,8 @@ def test_a_write_that_was_cut_off_before_its_reply_is_as_if_it_had_not_been(path
     wal.write_bytes(wal.read_bytes()[:-5000])
     with pytest.raises(JournalDamaged, match=r"it ends with change 4, .* names 5 as acknowledged: 1 change is lost"):
         create_app(journal=torn)
-    Path(f"{torn}.head").write_bytes(
-        head_before
-    )  # as when the process dies between the log and the head: nobody was told
+    # as when the process dies between the log and the head: nobody was told
+    Path(f"{torn}.head").write_bytes(head_before)
     with api(torn) as client:
         assert [marks(client), marks(client)] == [[1], None]
 

@@ -331,9 +331,8 @@ def test_a_head_that_cannot_be_written_refuses_everything_until_the_next_start(
             reply = client.post("/scored_data", json=group(4, 2), headers={"Idempotency-Key": "a"})
         assert reply.status_code == 507
         assert "start the API again" in reply.json()["detail"]
-        assert (
-            client.post("/scored_data", json=group(4, 3)).status_code == 507
-        )  # it would follow what nobody was told of
+        # it would follow what nobody was told of
+        assert client.post("/scored_data", json=group(4, 3)).status_code == 507
         assert client.get("/status").json()["queue_size"] == 1
         assert client.get("/ready").status_code == 503
     with TestClient(create_app(journal=path)) as client:

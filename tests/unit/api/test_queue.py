@@ -245,9 +245,8 @@ def test_env_status_counts_own_groups_and_what_others_leave_over() -> None:
     post(queue, 4)
     status = queue.env_status(0)
     assert (status.self_queue_size, status.max_group_size, status.unallocated_fraction) == (2, 8, 0.25)
-    assert (
-        status.queue_size == (8 + (16 - 8) + 8) // 4
-    )  # own, the other beyond its minimum, the ownerless rounded up to a pack
+    # own, the other beyond its minimum, the ownerless rounded up to a pack
+    assert status.queue_size == (8 + (16 - 8) + 8) // 4
 
 
 def test_weights_share_by_context_length_among_the_connected() -> None:

@@ -40,9 +40,8 @@ def test_silent_peer_ends_at_the_deadline_with_one_clear_line() -> None:
     store, port = transport.host_store("127.0.0.1", 0, 20)
     session = uuid.uuid4().hex
     joined: list[transport.Groups] = []
-    thread = threading.Thread(
-        target=lambda: joined.append(trainer_groups(store, session, 1))
-    )  # joins, then stays silent
+    # joins, then stays silent
+    thread = threading.Thread(target=lambda: joined.append(trainer_groups(store, session, 1)))
     thread.start()
     groups = worker_groups(port, session, 1)
     thread.join(20)

@@ -28,9 +28,8 @@ def test_tensor_names_are_hugging_faces() -> None:
 
 def test_rotary_pairs_are_put_back_into_halves() -> None:
     heads, half = 2, 3
-    halves = np.arange(heads * 2 * half * 4, dtype=np.float32).reshape(
-        heads, 2, half, 4
-    )  # [head, x or y, pair, column]
+    # [head, x or y, pair, column]
+    halves = np.arange(heads * 2 * half * 4, dtype=np.float32).reshape(heads, 2, half, 4)
     interleaved = halves.swapaxes(1, 2).reshape(heads * 2 * half, 4)
     assert np.array_equal(model.unpermute_rotary(interleaved, heads), halves.reshape(-1, 4))
 

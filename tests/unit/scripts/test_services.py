@@ -188,9 +188,8 @@ def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> Non
     started = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=50)
-    assert (
-        time.monotonic() - started < 40
-    )  # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
+    # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
+    assert time.monotonic() - started < 40
     assert "Killed after 5 s without an end: deaf" in output
     assert not runs(deaf)
 

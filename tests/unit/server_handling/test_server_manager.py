@@ -127,9 +127,8 @@ async def test_requests_spread_over_the_servers(fakes: list[FakeInferenceServer]
     for fake in fakes:
         fake.delay_s = 0.2
     manager = manager_of([config_of(fake) for fake in fakes])
-    await asyncio.gather(
-        *(manager.chat_completion(messages=CHAT) for _ in range(2))
-    )  # both servers are known to be live by now
+    # both servers are known to be live by now
+    await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(2)))
     await asyncio.gather(*(manager.chat_completion(messages=CHAT) for _ in range(10)))
     assert [fake.peak_in_flight for fake in fakes] == [5, 5]
 

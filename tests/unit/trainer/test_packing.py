@@ -40,9 +40,8 @@ def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], bud
     assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
     assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in bins)
     fills = [sum(lengths[i] for i in members) for members in bins]
-    assert all(
-        first + second > budget for first, second in itertools.pairwise(fills)
-    )  # no two neighbours would fit in one
+    # no two neighbours would fit in one
+    assert all(first + second > budget for first, second in itertools.pairwise(fills))
 
 
 @given(st.data())

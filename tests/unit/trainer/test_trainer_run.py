@@ -265,9 +265,8 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(model: str, tmp_path:
     train(model, tmp_path, training_steps=1, checkpoint_interval=1)
     before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (60_000, hard)
-    )  # the model has about 80 kB: the write fails half-way, as on a full disk
+    # the model has about 80 kB: the write fails half-way, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     try:
         with pytest.raises(
             CheckpointError, match=r"cannot write .*step_2: .*; earlier checkpoints are untouched. Free space"
