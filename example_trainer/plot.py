@@ -20,8 +20,10 @@ import matplotlib.pyplot as plt
 
 from atroposlib.files import expect_regular
 
+Rows = list[dict[str, Any]]  # of a jsonl file, one per line
 
-def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]], out: Path, title: str = "") -> None:
+
+def plot_rewards(metrics: Rows, evaluations: Rows, out: Path, title: str = "") -> None:
     """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy`
     (null is left out).
     """
@@ -47,7 +49,7 @@ def plot_rewards(metrics: list[dict[str, Any]], evaluations: list[dict[str, Any]
     _save(figure, axes, out, title)
 
 
-def plot_comparison(runs: dict[str, list[dict[str, Any]]], out: Path, title: str = "") -> None:
+def plot_comparison(runs: dict[str, Rows], out: Path, title: str = "") -> None:
     """Write a PNG with the rewards of several runs' rows, by label."""
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     for label, metrics in runs.items():
@@ -67,7 +69,7 @@ def _save(figure: Any, axes: Any, out: Path, title: str) -> None:
     plt.close(figure)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> Rows:
     """The objects of a jsonl file; a last line that is still being written is left out."""
     lines = path.read_text().split("\n")[:-1]
     return [json.loads(line) for line in lines if line.strip()]

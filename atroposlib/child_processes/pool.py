@@ -27,6 +27,8 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
+Reply = dict[str, Any]  # a line of a child
+
 REPLY_LIMIT_BYTES = 2**24
 LAST_WORDS_CHARS = 300
 LAST_WORDS_S = 1.0
@@ -80,7 +82,7 @@ class ChildPool:
         assert self._report is not None
         return self._report
 
-    async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, request: Mapping[str, Any]) -> Reply:
         """The reply of the next free child. Raises ChildFailed."""
         async with self._next_child() as child:
             return await child.ask(request)
@@ -127,7 +129,7 @@ class _Child:
         # The child's stderr, bounded by its limit of file size.
         self._errors: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  closes with this object
 
-    async def ask(self, content: Mapping[str, Any]) -> dict[str, Any]:
+    async def ask(self, content: Mapping[str, Any]) -> Reply:
         request = {"id": secrets.token_hex(8), "time_limit_s": self._time_limit_s, **content}
         process = await self.started()
         late_s = self._time_limit_s + 1.0  # the child's own alarm comes first
@@ -198,14 +200,14 @@ class _Child:
         return f"; its last words: {lines[-1][-LAST_WORDS_CHARS:]!a}" if lines else ""
 
 
-async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> dict[str, Any]:
+async def _exchange(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> Reply:
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
     await process.stdin.drain()
     return await _read(process)
 
 
-async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
+async def _read(process: asyncio.subprocess.Process) -> Reply:
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:

@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Rows = list[dict[str, Any]]  # of a jsonl file, one per line
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+
+def read_rows(path: Path) -> Rows:
     """The objects of a jsonl file, none for a file that is not there."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
-def accuracy_line(evaluations: list[dict[str, Any]]) -> str:
+def accuracy_line(evaluations: Rows) -> str:
     """`Held-out accuracy: 17.2 % before, 96.9 % after 20 steps`; evaluations hold `policy_version` and `accuracy`,
     null if not measured.
     """
@@ -27,7 +29,7 @@ def accuracy_line(evaluations: list[dict[str, Any]]) -> str:
     return f"Held-out accuracy: {before}{100 * measured[last]:.1f} % after {last} steps"
 
 
-def reward_line(metrics: list[dict[str, Any]]) -> str:
+def reward_line(metrics: Rows) -> str:
     """`Mean sampled reward: 0.11 at step 1, 0.91 at step 20`."""
     first, last = metrics[0], metrics[-1]
     return (

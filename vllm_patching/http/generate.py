@@ -28,6 +28,7 @@ from vllm_patching.http.sampling import sampling_params
 
 _OWN_KEYS = {"prompt", "prompt_token_ids", "model"}
 Logprobs = dict[str, float]  # by token id
+Body = dict[str, Any]  # of a request, as decoded
 
 
 class Reply(Struct):
@@ -43,7 +44,7 @@ class Reply(Struct):
     prompt_logprobs: list[Logprobs | None] | UnsetType = UNSET
 
 
-async def run_generate(request: Request, body: dict[str, Any]) -> Reply:
+async def run_generate(request: Request, body: Body) -> Reply:
     """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused,
     WrongValue.
     """
@@ -88,14 +89,14 @@ def _refusal(error: BaseException) -> Refused:
     return Refused(f"vLLM cannot generate: {printable(str(error), 500)}", 400 if of_the_request else 500)
 
 
-def _adapter(sessions: Sessions, body: dict[str, Any]) -> tuple[Any, int | None]:
+def _adapter(sessions: Sessions, body: Body) -> tuple[Any, int | None]:
     """The adapter that the request samples from, and its policy version; nothing and None on a server without LoRA."""
     model = typed_value("model", body.get("model"), str | None)
     engine = sessions.engines.get(AdapterOffer)
     return engine.resolve(model) if isinstance(engine, AdapterEngine) else (None, None)
 
 
-def _prompt(body: dict[str, Any], vocabulary: int | None) -> Any:
+def _prompt(body: Body, vocabulary: int | None) -> Any:
     prompt = body.get("prompt", body)
     if isinstance(prompt, str):
         return typed_value("prompt", prompt, str)
