@@ -30,7 +30,8 @@ TRL_VERSION = "1.16.0"
 LR = 1e-6
 CLIP = 0.2
 TEMPERATURE = 1.0
-TRL_SETTINGS: dict[str, dict[str, Any]] = {
+Settings = dict[str, Any]
+TRL_SETTINGS: dict[str, Settings] = {
     "TRL, its defaults in float32": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
     "TRL, no checkpointing, 8 a micro-batch": {"per_device_train_batch_size": 8, "gradient_checkpointing": False},
     "TRL, no checkpointing, 4 a micro-batch": {"per_device_train_batch_size": 4, "gradient_checkpointing": False},
@@ -140,7 +141,7 @@ def prepare_logprobs(work: Path, threads: int) -> None:
     (work / "items.json").write_text(json.dumps(items))
 
 
-def trl_arm(work: Path, threads: int, settings: dict[str, Any]) -> None:
+def trl_arm(work: Path, threads: int, settings: Settings) -> None:
     """GRPOTrainer.train() with generation and scoring replaced by the given batch; steps are timed between its own
     callbacks.
     """
@@ -320,7 +321,7 @@ def interleaved(arms: list[Arm], steps: int) -> Iterator[tuple[Arm, dict[str, fl
 
 
 def compare(
-    name: str, settings: dict[str, Any], work: Path, options: argparse.Namespace, tokens: int
+    name: str, settings: Settings, work: Path, options: argparse.Namespace, tokens: int
 ) -> tuple[float, float, float]:
     """Median tokens/s of ours and of TRL with `settings`, taking turns, and their ratio by least CPU time. Exits if
     the losses disagree.

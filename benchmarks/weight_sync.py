@@ -99,6 +99,9 @@ larger one of after the first and after the last sync.
 Not shown: NCCL and GPUs, more than one machine.
 """
 
+Result = dict[str, Any]  # of one mode: settings, reports, sizes
+Modes = dict[str, Result]
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -161,7 +164,7 @@ def _compare(options: argparse.Namespace) -> None:
     print(page)
 
 
-def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(name: str, options: argparse.Namespace) -> Result:
     """One mode from the start of its server to its end."""
     mode = ARMS[name]
     idle, loaded = mode.idle_syncs or options.syncs, options.syncs if mode.loaded else 0
@@ -195,12 +198,12 @@ def _measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 server.wait(60)
 
 
-def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any]:
+def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> Result:
     """The trainer's reports, and what the process trees `roots` held meanwhile."""
     assert trainer.stdout is not None
     assert trainer.stdin is not None
-    reports: dict[str, list[dict[str, Any]]] = {kind: [] for kind in ("warm-up", "watched", *KINDS)}
-    result: dict[str, Any] = {"reports": reports, "counts": []}
+    reports: dict[str, list[Result]] = {kind: [] for kind in ("warm-up", "watched", *KINDS)}
+    result: Result = {"reports": reports, "counts": []}
     sampler = _Sampler(roots)
     for line in trainer.stdout:
         message = json.loads(line)
@@ -225,7 +228,7 @@ def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> dict[str, Any
     return result
 
 
-def _train(arm: dict[str, Any]) -> None:
+def _train(arm: Result) -> None:
     """The trainer of one mode: connect, sync, tell each on stdout; after the messages other than "synced" a line on
     stdin lets it go on.
     """
@@ -358,7 +361,7 @@ def _counts(roots: list[int]) -> tuple[int, int]:
 def _page(
     options: argparse.Namespace,
     nbytes: int,
-    figures: dict[str, dict[str, Any]],
+    figures: Modes,
     limits: dict[str, float],
     load: float,
     seconds: float,
@@ -382,7 +385,7 @@ def _page(
     )
 
 
-def _times(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _times(figures: Modes) -> Iterator[str]:
     for name, found in figures.items():
         for kind in KINDS:
             if reports := found["reports"][kind]:
@@ -390,7 +393,7 @@ def _times(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
                 yield f"| {name} | {kind} | {cells} | {reports[-1]['bytes_moved'] / 1e6:.1f} |"
 
 
-def _memory(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _memory(figures: Modes) -> Iterator[str]:
     for name, found in figures.items():
         alone = "" if found["server_alone"] is None else f"{found['server_alone'] / 1e6:.0f}"
         extra = max(0, found["peak"] - found["steady"])
@@ -400,7 +403,7 @@ def _memory(figures: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _goals(  # noqa: C901  one goal after the other
-    figures: dict[str, dict[str, Any]], limits: dict[str, float]
+    figures: Modes, limits: dict[str, float]
 ) -> Iterator[tuple[str, str, str, bool]]:
     """What the product promises: goal, figure (medians), limit, whether it is met."""
 

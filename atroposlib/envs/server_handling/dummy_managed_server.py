@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.calls import InferenceCalls
-from atroposlib.envs.server_handling.sequence_book import ListBook, SequenceBook, SequenceNode, TreeBook
+from atroposlib.envs.server_handling.sequence_book import ListBook, SequenceBook, SequenceNode, State, TreeBook
 from atroposlib.wire.batching import NOT_TRAINED
 
 DUMMY_TOKENS = list(range(128))
@@ -31,7 +31,7 @@ class DummyManagedServer:
         """The nodes so far."""
         return self._book.nodes
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """As `ManagedServer.get_state`."""
         return self._book.state()
 

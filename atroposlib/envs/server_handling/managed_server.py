@@ -31,6 +31,7 @@ from atroposlib.envs.server_handling.sequence_book import (
     Prompt,
     SequenceBook,
     SequenceNode,
+    State,
     TreeBook,
     extended_prompt,
     fresh_prompt,
@@ -70,7 +71,7 @@ class ManagedServer:
         """The nodes so far."""
         return self._book.nodes
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """`{"nodes": [...]}`, or with track_tree `{"sequences": {text: node}, "tree": {text: node}}`."""
         return self._book.state()
 

@@ -9,7 +9,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.errors import ServerUnreachableError, describe, status_error
-from atroposlib.envs.server_handling.sequence_book import SequenceNode
+from atroposlib.envs.server_handling.sequence_book import SequenceNode, State
 
 REQUEST_TIMEOUT_S = 1200.0
 
@@ -33,11 +33,11 @@ class ProxyManagedServer:
         """The nodes so far."""
         return self._nodes
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> State:
         """As `ManagedServer.get_state`; calls made by others, through `get_url`, show after `fetch_state`."""
         return {"nodes": self._nodes}
 
-    async def fetch_state(self) -> dict[str, Any]:
+    async def fetch_state(self) -> State:
         """Ask the proxy for the nodes."""
         reply = await request(f"{self.proxy_url}/{self.session_uuid}/nodes", "GET", None, self._headers)
         self._nodes = [SequenceNode.model_validate(node) for node in reply["nodes"]]

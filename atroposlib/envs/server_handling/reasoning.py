@@ -55,7 +55,7 @@ class ReasoningConfig(Config):
         """Whether reasoning is asked for."""
         return self.enabled
 
-    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> dict[str, Any] | None:
+    def build_extra_body(self, base_url: str | None = None, use_max_tokens: bool = False) -> Arguments | None:
         """The part of a request's body that asks for reasoning, in the dialect of `base_url`; None when it is off.
 
         With `use_max_tokens` an effort is expressed in tokens.
@@ -64,7 +64,7 @@ class ReasoningConfig(Config):
             return None
         if base_url and is_openai(base_url):
             return {"reasoning_effort": self.effort or "medium"}
-        reasoning: dict[str, Any] = {"enabled": True}
+        reasoning: Arguments = {"enabled": True}
         if self.effort is not None:
             reasoning |= (
                 {"max_tokens": self.EFFORT_TO_MAX_TOKENS[self.effort]} if use_max_tokens else {"effort": self.effort}

@@ -11,6 +11,8 @@ from pydantic import BaseModel, Field
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
 
+State = dict[str, Any]  # of a managed server, as `get_state` returns it
+
 
 class SequenceNode(BaseModel):
     """One sequence: prompt and completions, over all turns of a conversation.
@@ -114,7 +116,7 @@ class SequenceBook(Protocol):
         """Keep what a call sampled as a continuation of `parent`."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The sequences, in the form `get_state` returns."""
         ...
 
@@ -147,7 +149,7 @@ class ListBook:
         for node in nodes:
             bisect.insort(self._entries, (call, node), key=lambda entry: entry[0])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {"nodes": self.nodes}
 
     def clear(self) -> None:
@@ -175,7 +177,7 @@ class TreeBook:
     def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
         self._by_text.update({node.full_text: node for node in nodes})
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {"sequences": dict(self._by_text), "tree": dict(self._by_text)}
 
     def clear(self) -> None:

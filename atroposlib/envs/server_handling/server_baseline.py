@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
@@ -161,7 +162,7 @@ class APIServer(InferenceCalls):
         for gate in self.gates.values():
             gate.set_weight(weight)
 
-    async def wandb_metrics(self, metrics: dict[str, Any] | None, server_name: str) -> dict[str, Any]:
+    async def wandb_metrics(self, metrics: Metrics | None, server_name: str) -> Metrics:
         """`metrics` with this server's request timings since the last call."""
         named = dict(metrics or {})
         for split, prefix in (("train", "request"), ("eval", "eval_request")):

@@ -6,6 +6,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
@@ -130,7 +131,7 @@ class ServerManager(InferenceCalls):
         for server in self.servers:
             await server.update_weight(weight)
 
-    async def wandb_metrics(self, metrics: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def wandb_metrics(self, metrics: Metrics | None = None) -> Metrics:
         """`metrics` with the request timings of every server since the last call."""
         gathered = dict(metrics or {})
         for index, server in enumerate(self.servers):
