@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
+NEXT = {
+    "scripts/quickstart.sh --seed 2": "the same with other samples",
+    "scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k": "a larger model, real problems",
+    "scripts/run_gsm8k_lora.sh --dataset arithmetic": "the same by another weight bridge (docs/bridges.md)",
+    "README.md, 'Next steps'": "your own model, your own environment",
+}
 
 
 def read_rows(path: Path) -> Rows:
@@ -39,10 +45,10 @@ def reward_line(metrics: Rows) -> str:
 
 
 def trained_line(checkpoints: Path) -> str:
-    """The folder of what was trained, and what it is: an adapter is no whole model."""
+    """The directory of what was trained, and what it is: an adapter is no whole model."""
     if (checkpoints / "final_adapter").is_dir():
-        return "checkpoints/final_adapter  the trained adapter, a PEFT folder"
-    return "checkpoints/final_model    the trained model, a Hugging Face folder"
+        return "checkpoints/final_adapter  the trained adapter, a PEFT directory"
+    return "checkpoints/final_model    the trained model, a Hugging Face directory"
 
 
 def minutes(seconds: int) -> str:
@@ -62,21 +68,12 @@ def summary(run_dir: Path, seconds: int) -> str:
             "",
             "Where to look:",
             f"  runs/{name}/reward.png                 reward and accuracy by step",
-            f"  runs/{name}/metrics.jsonl              every figure of every step",
+            f"  runs/{name}/metrics.jsonl              all metrics, one row per step",
             f"  runs/{name}/samples.jsonl              what the model answered, and its rewards",
             f"  runs/{name}/{trained_line(run_dir / 'checkpoints')}",
             f"  runs/{name}/*.log, *.yaml              each service's log and configuration",
             "What to try next:",
-            "  scripts/quickstart.sh --seed 2                                    the same with other samples",
-            (
-                "  scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k   a larger model, real"
-                " problems (a GPU helps)"
-            ),
-            (
-                "  scripts/run_gsm8k_lora.sh --dataset arithmetic                    the same by another weight bridge"
-                " (docs/bridges.md)"
-            ),
-            "  README.md, 'Go on'                                                your own model, your own environment",
+            *(f"  {command:<74} {what}" for command, what in NEXT.items()),
         ]
     )
 
