@@ -106,7 +106,7 @@ class _Client:
         self._headers = {"Accept": f"{MSGPACK}, application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._reads_msgpack = False  # the API says so when an environment joins
+        self._reads_msgpack = False  # set from the reply to an environment that registers
 
     def _request(self, route: Route[Any], body: Any, query: Mapping[str, int] | None, key: str | None) -> httpx.Request:
         if any(character.isspace() for character in self.url):  # httpx would ask for a host of that name

@@ -2,7 +2,7 @@
 
 One is started on each inference node. It waits for the trainer to name a project, then asks every server of the node
 (ports 9000, 9001, ..., one for `tp` of its GPUs) every minute, and logs `server/server_health_<node>_<i>`, 1 or 0,
-at the API's step. An API that is away costs a line; the figures go on with the last step that is known.
+at the API's step. While the API is down, one line is logged and metrics are recorded at the last known step.
 """
 
 import asyncio

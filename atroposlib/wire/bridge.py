@@ -28,8 +28,7 @@ Single copy: the trainer's parameters are the workers' own memory, on the same m
 
 Invariants
 - A session is one trainer's hold on one server: a random id that no other process can guess. A worker joins it once;
-  after any failure the session is dead and only a new one can go on. Serving goes on with the last committed
-  weights.
+  a failure ends the session; the trainer must open a new one. vLLM keeps serving the last committed weights.
 - Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
 - Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps
   its deadline in between leaves weights that are half stepped: they are poisoned, and generation is refused until a

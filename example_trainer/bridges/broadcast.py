@@ -151,7 +151,7 @@ class BroadcastBridge(WeightBridge):
         self._left_out.append(link.vllm)
         self._next_look = time.monotonic() + READMIT_S
         log.warning(
-            "[Bridge] %s is fenced off, training goes on with %d of %d servers: %s",
+            "[Bridge] %s is fenced off, training continues with %d of %d servers: %s",
             link.vllm.url,
             len(self._links),
             len(self._servers),

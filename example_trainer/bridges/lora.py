@@ -72,7 +72,7 @@ class LoraBridge(SessionBridge):
         try:
             self._trained.write(folder)
         except CheckpointError as error:
-            raise BridgeError(f"{error}. vLLM goes on with {self._served}") from error
+            raise BridgeError(f"{error}. vLLM keeps serving {self._served}") from error
         written = time.perf_counter()
         loaded = self._vllm.load_adapter(self._session.id, folder.name, str(folder), policy_version)
         served = time.perf_counter()

@@ -69,7 +69,7 @@ class ReloadBridge(SessionBridge):
         try:
             self._trained.write(folder, policy_version)
         except CheckpointError as error:
-            raise BridgeError(f"{error}. vLLM goes on with what it served") from error
+            raise BridgeError(f"{error}. vLLM keeps serving the version before") from error
         written = time.perf_counter()
         request = {"session": self._session.id, "policy_version": policy_version, "path": str(folder)}
         committed = self._vllm.ask(Committed, "POST", "/v1/bridge/reload", request)

@@ -5,7 +5,7 @@ started anew from it.
 
 If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever
 ends that one. A server that is there already is never touched: its owner is asked, in one line, to restart it from
-the checkpoint, and is waited for. Between two restarts vLLM goes on with the version it has, and `sync` says which.
+the checkpoint, and is waited for. Between two restarts vLLM keeps serving its version, which `sync` reports.
 Needs no bridge inside vLLM.
 """
 

@@ -261,7 +261,7 @@ def test_a_disk_that_fills_up_ends_the_trainer_and_leaves_the_adapter_served(ser
         # the adapter has about 200 kB: the write fails half-way
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
-            with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.* vLLM goes on with {name}"):
+            with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.* vLLM keeps serving {name}"):
                 bridge.sync(1, lambda: move(model, 1))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -93,7 +93,7 @@ def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
         assert near.status()["policy_version"] == row["version"]
         assert near.generate(PROMPT, max_tokens=4)["policy_versions"] == [[row["version"]] * 2]
         said = trainer.log.read_text()
-        assert f"{far.url} is fenced off, training goes on with 1 of 2 servers" in said
+        assert f"{far.url} is fenced off, training continues with 1 of 2 servers" in said
         assert "could not be fenced off" in said
     finally:
         hosts[1].set_cable("up")

@@ -123,7 +123,7 @@ class AdapterEngine(Engine):
         except WorkerFailed as failed:
             await self.serving.client.remove_lora(lora_id)
             raise Refused(
-                f"vLLM cannot load {request.path}: {failed.reason}; it goes on with {self.serving.served_model}", 422
+                f"vLLM cannot load {request.path}: {failed.reason}; it keeps serving {self.serving.served_model}", 422
             ) from None
         self._staged = _Staged(version, compat.adapter_request(request.name, lora_id, request.path), start)
 

@@ -208,7 +208,7 @@ class Engine:
         """Bring `version` in beside what is served, while generation goes on.
 
         A refused request changes nothing. If a worker fails, its session is over: nothing can be applied any more,
-        and serving goes on with what is served.
+        and vLLM keeps serving the current weights.
         """
         raise Refused("the bytes of this session come another way than by request")
 

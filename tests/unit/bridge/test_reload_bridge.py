@@ -118,7 +118,7 @@ def test_what_cannot_be_written_or_read_leaves_the_last_version_served(
     bridge.sync(0, lambda: None)
     (tmp_path / "out" / "reload").rename(tmp_path / "out" / "away")
     (tmp_path / "out" / "reload").write_text("in the way")
-    with pytest.raises(BridgeError, match=r"cannot write .*reload.*\. vLLM goes on with what it served"):
+    with pytest.raises(BridgeError, match=r"cannot write .*reload.*\. vLLM keeps serving the version before"):
         bridge.sync(1, lambda: change(model))
     (tmp_path / "out" / "reload").unlink()
     with pytest.raises(BridgeError, match="policy version 5 does not follow 0: it rises by one"):

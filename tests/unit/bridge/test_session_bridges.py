@@ -191,5 +191,7 @@ def test_an_adapter_that_cannot_be_written_names_what_is_served(
         bridge.sync(0, keep_weights)
         name = vllm.calls[-1][1]
         monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 0})())
-        with pytest.raises(BridgeError, match=f"cannot write .*policy-v1-.*, 0 MB are free.* vLLM goes on with {name}"):
+        with pytest.raises(
+            BridgeError, match=f"cannot write .*policy-v1-.*, 0 MB are free.* vLLM keeps serving {name}"
+        ):
             bridge.sync(1, keep_weights)

@@ -108,7 +108,7 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
     assert laggard.fenced is not None
     assert "left out of the weight sync" in laggard.fenced
     assert (
-        f"127.0.0.1:{laggard.port} is fenced off, training goes on with 1 of 2 servers".replace(
+        f"127.0.0.1:{laggard.port} is fenced off, training continues with 1 of 2 servers".replace(
             "127.0.0.1", "localhost"
         )
         in caplog.text
