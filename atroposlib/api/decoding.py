@@ -2,7 +2,7 @@
 
     body ── gunzip, bounded ──▶ JSON or MessagePack ── msgspec, typed ──▶ Struct ── group_checks.py ──▶ accepted
 
-Bodies of groups may be large and are read in posted_groups.py; all others are small JSON, read here by `BodyDecoder`.
+Bodies of groups may be large and are read in posted_groups.py; all others are small JSON, read here by `decode_body`.
 """
 
 import json
@@ -10,14 +10,14 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
+from atroposlib.groups import Location
 from atroposlib.names import check_name
 
 T = TypeVar("T")
-Location = tuple[str | int, ...]
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 _SHOWN = 80  # characters of a refused value that are repeated to its sender
@@ -60,57 +60,40 @@ class RefusedBody(Exception):
         return {"detail": [detail if self.value is None else {**detail, "input": self.value}]}
 
 
-class BodyDecoder(Generic[T]):
-    """Decodes a small JSON body to one type: strictly first, then accepting as numbers what older clients send."""
+def decode_body(body: bytes, kind: type[T]) -> T:
+    """A small JSON body as a record: strictly first, then accepting as numbers what older clients send.
 
-    def __init__(self, of: type[T]) -> None:
-        self._type = of
-        self._strict = msgspec.json.Decoder(of)
-        self._lax = msgspec.json.Decoder(of, strict=False)
+    Raises RefusedBody (422).
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        return _coerced(body, kind)
+    except UNREADABLE as error:
+        raise _refusal(body, error) from None
 
-    def decode(self, body: bytes) -> T:
-        """Raises RefusedBody (422)."""
+
+def _coerced(body: bytes, kind: type[T]) -> T:
+    """With strings as numbers, and booleans as 0 and 1 in the fields that hold numbers."""
+    try:
+        tree = msgspec.json.decode(body)  # all of it: the error may be in front of half a surrogate pair
+    except UNREADABLE as error:
+        raise _refusal(body, error) from None
+    uncounted = set(tree) if isinstance(tree, dict) else set()
+    while True:
         try:
-            return self._strict.decode(body)
-        except msgspec.ValidationError:
-            return self._coerced(body)
-        except UNREADABLE as error:
-            raise not_json(body, error) from None
-
-    def _coerced(self, body: bytes) -> T:
-        try:
-            decoded = self._lax.decode(body)
+            decoded = msgspec.convert(tree, kind, strict=False)
+            break
         except msgspec.ValidationError as error:
-            decoded = self._counted(error, body)
-        except UNREADABLE as error:
-            raise not_json(body, error) from None
-        refuse_unsayable(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
-        return decoded
-
-    def _counted(self, error: Exception, body: bytes) -> T:
-        """With booleans as 0 and 1 in the fields that hold numbers."""
-        try:
-            tree = msgspec.json.decode(body)  # all of it: the error may be in front of half a surrogate pair
-        except UNREADABLE as unreadable:
-            raise not_json(body, unreadable) from None
-        counted: set[str] = set()
-        while True:
             _, message, location = kind_message_and_location(error)
             field = next((part for part in reversed(location) if isinstance(part, str)), None)
-            if (
-                "got `bool`" not in message
-                or field is None
-                or field in counted
-                or not isinstance(tree, dict)
-                or field not in tree
-            ):
-                raise _not_of_type(body, error) from None
-            counted.add(field)
-            try:
-                tree[field] = booleans_counted(tree[field])
-                return msgspec.convert(tree, self._type, strict=False)
-            except (msgspec.ValidationError, RecursionError) as next_error:
-                error = next_error
+            if "got `bool`" not in message or field not in uncounted:
+                raise _refusal(body, error) from None
+            uncounted.remove(field)
+            refuse_unsayable({field: tree[field]})  # nor what nests too deep
+            tree[field] = booleans_counted(tree[field])
+    refuse_unsayable(msgspec.to_builtins(decoded))  # a string "nan" becomes a number here
+    return decoded
 
 
 def booleans_counted(node: Any) -> Any:
@@ -171,18 +154,20 @@ def too_large(limit: int) -> RefusedBody:
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError)  # what msgspec raises
 
 
-def _not_of_type(body: bytes, error: Exception) -> RefusedBody:
-    tree = _leniently(body)
-    if tree is _NOTHING:
-        return not_json(body, error)
+def _refusal(body: bytes, error: Exception) -> RefusedBody:
+    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position."""
     try:
+        tree = json.loads(body)
         refuse_unsayable(tree)
     except RefusedBody as found:
         return found
+    except (ValueError, RecursionError):
+        return not_json(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return not_json(error)
     kind, message, location = kind_message_and_location(error)
-    return RefusedBody(
-        422, message, location=location, value=None if kind == "missing" else shown(at(tree, location)), kind=kind
-    )
+    value = None if kind == "missing" else shown(at(tree, location))
+    return RefusedBody(422, message, location=location, value=value, kind=kind)
 
 
 def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
@@ -202,27 +187,13 @@ def not_msgpack(error: Exception) -> RefusedBody:
     return RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid")
 
 
-def not_json(body: bytes, error: Exception) -> RefusedBody:
-    """NaN and Infinity are not JSON, but clients written in Python send them: these get the position."""
-    tree = _leniently(body)
-    if tree is not _NOTHING:
-        try:
-            refuse_unsayable(tree)
-        except RefusedBody as found:
-            return found
+def not_json(error: Exception) -> RefusedBody:
+    """The refusal of a body that is not JSON."""
     return RefusedBody(422, f"the body is not JSON: {error or type(error).__name__}", kind="json_invalid")
 
 
-_NOTHING = object()
 _MAY_HOLD_BOOLEANS = frozenset({bool, list, dict})
 _SAYABLE = frozenset({str, int, bool, type(None)})  # beside arrays, objects and finite floats
-
-
-def _leniently(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError):
-        return _NOTHING
 
 
 def not_finite(number: str, location: Location = ()) -> RefusedBody:

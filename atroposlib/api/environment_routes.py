@@ -3,16 +3,15 @@
 import functools
 from typing import NamedTuple
 
-import msgspec
 from fastapi import APIRouter, Query, Request, Response
 
 from atroposlib.api.changes import PostedGroup
-from atroposlib.api.decoding import BodyDecoder, RefusedBody, check_names
+from atroposlib.api.decoding import RefusedBody, check_names
 from atroposlib.api.group_checks import check_group
-from atroposlib.api.http import beside, is_packed, read_body, read_group_body, reply, say_once, service_of
+from atroposlib.api.http import beside, is_packed, read_body, read_record, reply, say_once, service_of
 from atroposlib.api.openapi import serves
-from atroposlib.api.posted_groups import read_group, read_groups
-from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
+from atroposlib.api.posted_groups import read_groups
+from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
@@ -21,16 +20,13 @@ from atroposlib.wire import routes
 log = get_logger(__name__)
 router = APIRouter()
 
-_env_registration = BodyDecoder(wire.EnvRegistration)
-_env_id = BodyDecoder(wire.EnvId)
-_evaluation = BodyDecoder(wire.Evaluation)
-_heartbeat = BodyDecoder(wire.Heartbeat)
 
 INLINE_GROUP_BYTES = 262_144  # larger bodies are read beside the event loop: each takes it some milliseconds
 INLINE_LIST_BYTES = 32_768  # of small groups, which cost more for each byte
 KEY_HEADER = "Idempotency-Key"
 MAX_KEY_LENGTH = 200
 MAX_METRICS = 256  # of one evaluation
+_READS_PACKED = {"Accept-Post": f"application/json, {wire.MSGPACK}"}  # the client may post MessagePack
 _KEY = {KEY_HEADER: {"type": "string", "minLength": 1, "maxLength": MAX_KEY_LENGTH}}
 
 
@@ -41,12 +37,12 @@ async def register_env(request: Request) -> Response:
     `{"status": "wait for trainer to start"}` until a trainer has registered and polled for a batch: ask again.
     """
     service = service_of(request)
-    joining = _env_registration.decode(await read_body(request))
+    joining = await read_record(request, wire.EnvRegistration)
     check_names(desired_name=joining.desired_name)
     environment = await service.join(joining)
     run = service.state.queue.registration
     if environment is None or run is None:
-        return _readable(reply(wire.WaitForTrainer()))
+        return reply(wire.WaitForTrainer(), headers=_READS_PACKED)
     size = environment.request.group_size
     log.info("Environment %s registered: env_id=%d, group_size=%d", environment.name, environment.env_id, size)
     if run.batch_size % size:
@@ -56,29 +52,21 @@ async def register_env(request: Request) -> Response:
             size,
             environment.name,
         )
-    joined = reply(
-        wire.EnvRegistered(
-            env_id=environment.env_id,
-            wandb_name=environment.name,
-            checkpoint_dir=run.checkpoint_dir,
-            starting_step=service.state.queue.current_step,
-            checkpoint_interval=run.save_checkpoint_interval,
-            num_steps=run.num_steps,
-        )
+    joined = wire.EnvRegistered(
+        env_id=environment.env_id,
+        wandb_name=environment.name,
+        checkpoint_dir=run.checkpoint_dir,
+        starting_step=service.state.queue.current_step,
+        checkpoint_interval=run.save_checkpoint_interval,
+        num_steps=run.num_steps,
     )
-    return _readable(joined)
-
-
-def _readable(answer: Response) -> Response:
-    """Tell the client that it may post MessagePack."""
-    answer.headers["Accept-Post"] = f"application/json, {wire.MSGPACK}"
-    return answer
+    return reply(joined, headers=_READS_PACKED)
 
 
 @serves(router, routes.DISCONNECT_ENV)
 async def disconnect_env(request: Request) -> Response:
     """Take an environment out of weights, minimums and announced evaluations. Its groups stay queued."""
-    env_id = _env_id.decode(await read_body(request)).env_id
+    env_id = (await read_record(request, wire.EnvId)).env_id
     try:
         environment = await service_of(request).leave(env_id)
     except UnknownEnvironment as error:
@@ -94,7 +82,7 @@ async def status_env(request: Request, env_id: int | None = Query(None, ge=-(2**
     is unknown.
     """
     if env_id is None:
-        env_id = _env_id.decode(await read_body(request)).env_id
+        env_id = (await read_record(request, wire.EnvId)).env_id
     return reply(service_of(request).env_status(env_id))
 
 
@@ -131,16 +119,13 @@ async def heartbeat(request: Request) -> Response:
     """A sign of life of an environment or a trainer that has nothing else to say. 404 and 409 where it is not known
     any more.
     """
-    sign = _heartbeat.decode(await read_body(request))
+    sign = await read_record(request, wire.Heartbeat)
     service = service_of(request)
     if sign.env_id is not None:
         service.state.queue.environment(sign.env_id)
         service.hear_environment(sign.env_id)
     if sign.trainer is not None:
-        try:
-            await service.trainer_heartbeat(sign.trainer)
-        except NotRegistered:
-            return reply(wire.Outcome("failure", "no trainer is registered"))
+        await service.trainer_heartbeat(sign.trainer)
     return reply(wire.Outcome("success"))
 
 
@@ -149,7 +134,7 @@ async def evaluation(request: Request) -> Response:
     """Post held-out results of a policy version; a second post for the same environment and version replaces the
     first.
     """
-    posted = _evaluation.decode(await read_body(request))
+    posted = await read_record(request, wire.Evaluation)
     if len(posted.metrics) > MAX_METRICS:
         raise RefusedBody(422, f"{len(posted.metrics)} metrics; at most {MAX_METRICS} are taken", location=("metrics",))
     for metric in posted.metrics:
@@ -185,8 +170,8 @@ async def _read(request: Request, packed: bool, *, in_list: bool) -> tuple[list[
 
     They are read on a thread if they are large or many.
     """
-    body = await read_group_body(request)
     service = service_of(request)
+    body = await read_body(request, service.settings.max_body_bytes)
     needs = service.needs
     work = functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs)
     is_large = len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES)
@@ -195,13 +180,14 @@ async def _read(request: Request, packed: bool, *, in_list: bool) -> tuple[list[
 
 def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs) -> list[_Ready]:
     ready = []
-    for index, (data, item) in enumerate(read_groups(body, packed) if in_list else [read_group(body, packed)]):
+    for index, (data, item) in enumerate(read_groups(body, packed, in_list=in_list)):
         try:
             suspicions = check_group(data, max_sequences=max_sequences, needs=needs)
         except RefusedBody as refusal:
             raise refusal.within(index) if in_list else refusal from None
         lengths = [len(sequence) for sequence in data.tokens]
-        posted = PostedGroup(len(lengths), data.env_id, _oldest_version(data))
+        versions = data.policy_versions if isinstance(data.policy_versions, list) else []
+        posted = PostedGroup(len(lengths), data.env_id, min((first for first, _ in versions), default=None))
         ready.append(_Ready(posted, item, data.idempotency_key, lengths, suspicions))
     return ready
 
@@ -231,12 +217,3 @@ async def _store(
     for group in groups:
         service.counters.count_group(group.lengths)
     return answer
-
-
-def _oldest_version(data: wire.ScoredData) -> int | None:
-    versions = data.policy_versions
-    return (
-        None
-        if versions is None or isinstance(versions, msgspec.UnsetType)
-        else min((first for first, _ in versions), default=None)
-    )

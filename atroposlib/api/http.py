@@ -2,9 +2,8 @@
 
 import functools
 import gc
-import ipaddress
 import zlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
@@ -12,12 +11,12 @@ import msgspec
 from fastapi import Depends, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
-from atroposlib.api.admission import HELD, Held, Overloaded
-from atroposlib.api.decoding import RefusedBody, gunzip, too_large
+from atroposlib.api.admission import HOLD
+from atroposlib.api.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.journal_file import JournalError
-from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
+from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
 from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
-from atroposlib.http_guard import is_from_browser
+from atroposlib.http_guard import is_from_browser, is_loopback
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import MSGPACK
 
@@ -56,17 +55,16 @@ def accepts_packed(request: Request) -> bool:
     return MSGPACK in request.headers.get("accept", "").lower()
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of anything but groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 when too large."""
-    return await _read_body(request, min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes))
+async def read_record(request: Request, kind: type[T]) -> T:
+    """The body of anything but groups, as its record. Raises RefusedBody: 400 for broken gzip, 413 when too large, 422
+    for what is no such record.
+    """
+    most = min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes)
+    return decode_body(await read_body(request, most), kind)
 
 
-async def read_group_body(request: Request) -> bytes:
-    """The body of a post of groups, decompressed. Raises RefusedBody: 400 for broken gzip, 413 when too large."""
-    return await _read_body(request, service_of(request).settings.max_body_bytes)
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, limit: int) -> bytes:
+    """At most `limit` bytes, decompressed. Raises RefusedBody: 400 for broken gzip, 413 when too large."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -79,8 +77,7 @@ async def _read_body(request: Request, limit: int) -> bytes:
         return body
     work = functools.partial(gunzip, body, limit)
     plain = await beside(request, work) if len(body) > INLINE_BYTES else work()
-    held: Held = request.scope[HELD]
-    held.add(len(plain))
+    request.scope[HOLD](len(plain))
     return plain
 
 
@@ -98,32 +95,20 @@ def _uncollected(work: Callable[[], T]) -> T:
         gc.enable()
 
 
-def reply(content: Any, status: int = 200) -> Response:
+def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A small JSON reply."""
-    return Response(encode(content), status_code=status, media_type="application/json")
+    return Response(encode(content), status, headers, "application/json")
 
 
 async def large_reply(request: Request, body: bytes, media_type: str = "application/json") -> Response:
     """A reply of bytes, compressed for a remote client that accepts it. On loopback compression only costs time."""
     wanted = "gzip" in request.headers.get("accept-encoding", "").lower()
     vary = {"Vary": "Accept, Accept-Encoding"}
-    if not wanted or len(body) < MIN_COMPRESSED_BYTES or _is_loopback(request):
+    is_near = request.client is None or is_loopback(request.client.host)  # no client: a Unix socket
+    if is_near or not wanted or len(body) < MIN_COMPRESSED_BYTES:
         return Response(body, media_type=media_type, headers=vary)
-    compressed = await beside(request, functools.partial(_gzip, body))
+    compressed = await beside(request, functools.partial(zlib.compress, body, level=1, wbits=31))
     return Response(compressed, media_type=media_type, headers=vary | {"Content-Encoding": "gzip"})
-
-
-def _gzip(body: bytes) -> bytes:
-    return zlib.compress(body, level=1, wbits=31)
-
-
-def _is_loopback(request: Request) -> bool:
-    if request.client is None:  # a Unix socket
-        return True
-    try:
-        return ipaddress.ip_address(request.client.host).is_loopback
-    except ValueError:  # a name that a proxy put there
-        return False
 
 
 def say_once(request: Request, warning: str | None) -> None:
@@ -146,38 +131,21 @@ async def refused(request: Request, error: Exception) -> Response:
     return reply(error.reply(), error.status)
 
 
-async def unknown_environment(request: Request, error: Exception) -> Response:
-    """404: the environment has to register (again)."""
-    return reply({"detail": str(error)}, 404)
-
-
 async def disconnected(request: Request, error: Exception) -> Response:
     """The client went away while sending; nobody reads this reply."""
     log.info("%s %s: the client went away before its body was complete", request.method, request.url.path)
     return Response(status_code=400)
 
 
-async def busy(request: Request, error: Exception) -> Response:
-    """429: the queue is full."""
-    said = reply({"detail": str(error)}, 429)
-    said.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return said
+async def not_registered(request: Request, error: Exception) -> Response:
+    """What the route answers while no trainer is registered."""
+    assert isinstance(error, NotRegistered)
+    return reply(error.answer)
 
 
-async def overloaded(request: Request, error: Exception) -> Response:
-    """429 or 503: this client, or all together, are above a limit on load."""
-    assert isinstance(error, Overloaded)
-    return error.reply()
-
-
-async def not_journalled(request: Request, error: Exception) -> Response:
-    """507: the journal could not be written, so nothing was changed."""
-    return reply({"detail": str(error)}, 507)
-
-
-async def not_the_trainer(request: Request, error: Exception) -> Response:
-    """409: another trainer has taken over."""
-    return reply({"detail": str(error)}, 409)
+async def failed(status: int, request: Request, error: Exception) -> Response:
+    """This status, with the reason."""
+    return reply({"detail": str(error)}, status, {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else None)
 
 
 async def too_late(request: Request, error: Exception) -> Response:
@@ -185,13 +153,13 @@ async def too_late(request: Request, error: Exception) -> Response:
     return reply(RefusedBody(422, str(error), location=("tokens",), kind="too_large").reply(), 422)
 
 
-ERROR_REPLIES = {
+ERROR_REPLIES: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
     RefusedBody: refused,
-    UnknownEnvironment: unknown_environment,
+    NotRegistered: not_registered,
+    UnknownEnvironment: functools.partial(failed, 404),  # it has to register (again)
     ClientDisconnect: disconnected,
-    QueueFull: busy,
-    Overloaded: overloaded,
-    JournalError: not_journalled,
-    NotTheTrainer: not_the_trainer,
+    QueueFull: functools.partial(failed, 429),
+    JournalError: functools.partial(failed, 507),  # it could not be written, so nothing was changed
+    NotTheTrainer: functools.partial(failed, 409),
     GroupTooLarge: too_late,
 }

@@ -11,6 +11,7 @@ bodies are read on a thread, field by field, so that the event loop waits for on
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
@@ -18,16 +19,17 @@ from msgspec import UNSET, Meta, Raw
 
 from atroposlib.api.decoding import (
     UNREADABLE,
-    Location,
     RefusedBody,
     at,
     booleans_counted,
     kind_message_and_location,
     not_finite,
+    not_json,
     not_msgpack,
     refuse_unsayable,
     shown,
 )
+from atroposlib.groups import Location
 from atroposlib.wire.batching import PostedData, ScoredData
 
 MAX_ARRAYS = 2**20  # of numbers, of all groups of a body: about 80 bytes of memory each
@@ -49,7 +51,7 @@ _FLOATS = {"scores": 1, "advantages": 2, "ref_logprobs": 2, "inference_logprobs"
 
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 _NOT_FINITE = re.compile(rb"-?(?:NaN|Infinity)")
-_NUMBER_NAMES = {b"NaN": "nan", b"Infinity": "inf", b"-Infinity": "-inf"}
+_NUMBER_NAMES = {b"NaN": "nan", b"-NaN": "nan", b"Infinity": "inf", b"-Infinity": "-inf"}
 _ZEROS = ((b"-Infinity", b"0"), (b"Infinity", b"0"), (b"NaN", b"0"))
 _MARK = "\u2063not a finite number\u2063"  # the key of an object that stands where NaN or Infinity stood
 _MARKED = msgspec.json.encode({_MARK: 0})
@@ -89,24 +91,20 @@ _scalars = {
 _rows_of = _CODEC[True].Decoder(list[Raw]).decode
 
 
-def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
-    """A posted group, and the item that a trainer gets. Raises RefusedBody (422, 413)."""
-    fields, mark = _split(body, packed, _split_one[packed])
-    group = _Reader(len(body), packed, mark).read(fields)
-    _refuse_mark(mark)
-    return group
+def read_groups(body: bytes, packed: bool, *, in_list: bool) -> list[tuple[PostedData, bytes]]:
+    """The posted group, or the groups of a posted list, each with the item that a trainer gets.
 
-
-def read_groups(body: bytes, packed: bool) -> list[tuple[PostedData, bytes]]:
-    """The groups of a posted list, and the item of each. Raises RefusedBody (422, 413)."""
-    listed, mark = _split(body, packed, _split_list[packed])
+    Raises RefusedBody (422, 413).
+    """
+    fields, mark = _split(body, packed, (_split_list if in_list else _split_one)[packed])
     reader, groups = _Reader(len(body), packed, mark), []
-    for index, fields in enumerate(listed):
+    for index, one in enumerate(fields if in_list else [fields]):
         try:
-            groups.append(reader.read(fields))
+            groups.append(reader.read(one))
         except RefusedBody as refusal:
-            raise refusal.within(index) from None
-    _refuse_mark(mark)
+            raise refusal.within(index) if in_list else refusal from None
+    if mark is not None:  # it stood in a field that is not read
+        raise not_finite(mark)
     return groups
 
 
@@ -132,22 +130,13 @@ def as_json(item: bytes) -> bytes:
 def _split(body: bytes, packed: bool, split: Any) -> tuple[Any, str | None]:
     """The fields, and what stood in place of the mark if NaN or Infinity broke the JSON. Raises RefusedBody (422)."""
     mark = None
-    try:
+    while True:
         try:
-            return split(body), None
-        except msgspec.ValidationError:
-            raise
-        except UNREADABLE as error:
-            if packed:
-                raise not_msgpack(error) from None
-            body, mark = _marked(body, error)
             return split(body), mark
-    except msgspec.ValidationError as error:
-        kind, message, location = kind_message_and_location(error)
-        value = None if packed or kind == "missing" else _shown_at(body, location)
-        raise RefusedBody(422, message, location=location, value=value, kind=kind) from None
-    except UNREADABLE as error:
-        raise _not_json(error) from None
+        except UNREADABLE as error:
+            if packed or mark is not None or isinstance(error, msgspec.ValidationError):
+                raise _refusal(error, body, packed) from None
+            body, mark = _marked(body, error)
 
 
 def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
@@ -157,29 +146,23 @@ def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
     start -= body[start - 1 : start] == b"-"
     found = _NOT_FINITE.match(body, start)
     if found is None:
-        raise _not_json(error)
+        raise not_json(error)
     rest = body[found.end() :]
     for word, zero in _ZEROS:
         rest = rest.replace(word, zero)
     return b"".join((body[:start], _MARKED, rest)), _NUMBER_NAMES[found[0]]
 
 
-def _refuse_mark(mark: str | None) -> None:
-    """It stood in a field that is not read."""
-    if mark is not None:
-        raise not_finite(mark)
-
-
-def _shown_at(raw: bytes, location: Location) -> str | None:
-    """The value at a position of a small piece of JSON."""
-    try:
-        return shown(at(msgspec.json.decode(raw), location)) if len(raw) <= SMALL_BYTES else None
-    except UNREADABLE:  # there is something else wrong behind it
-        return None
-
-
-def _not_json(error: Exception) -> RefusedBody:
-    return RefusedBody(422, f"the body is not JSON: {error or type(error).__name__}", kind="json_invalid")
+def _refusal(error: Exception, raw: bytes, packed: bool, *field: str) -> RefusedBody:
+    """What is wrong with a body, or with the bytes of a field."""
+    if not isinstance(error, msgspec.ValidationError):
+        return (not_msgpack(error) if packed else not_json(error)).within(*field)
+    kind, message, location = kind_message_and_location(error)
+    value = None
+    if kind == "type_error" and not packed and len(raw) <= SMALL_BYTES:
+        with suppress(*UNREADABLE):  # there is something else wrong behind it
+            value = shown(at(msgspec.json.decode(raw), location))
+    return RefusedBody(422, message, location=(*field, *location), value=value, kind=kind)
 
 
 class _Reader:
@@ -213,13 +196,10 @@ class _Reader:
 
     def _numbers(self, name: str, raw: Raw) -> tuple[Any, Raw]:
         """The value, and its bytes: others where numbers came as booleans or, in JSON, as strings or 1.0."""
-        coerced = False
         try:
-            value = _strict[self._packed][name](raw)
-        except msgspec.ValidationError as error:
-            value, coerced = self._coerced(name, raw, error), True
+            value, coerced = _strict[self._packed][name](raw), False
         except UNREADABLE as error:
-            raise self._unreadable(name, error) from None
+            value, coerced = self._coerced(name, raw, error), True
         if name in _FLOATS and value is not None and (self._packed or coerced):
             _refuse_non_finite((name,), value)
         return value, Raw(_CODEC[self._packed].encode(value)) if coerced else raw
@@ -241,26 +221,18 @@ class _Reader:
     def _free_form(self, name: str, raw: Raw) -> Any:
         try:
             value = _strict[self._packed][name](raw)
-        except UNREADABLE as error:
-            raise self._refusal(name, bytes(raw), error) from None
-        try:
             refuse_unsayable(value, None if self._mark is None else _MARK)
         except RefusedBody as refusal:
             found = not_finite(str(self._mark), refusal.location) if refusal.message == _MARK else refusal
             raise found.within(name) from None
+        except UNREADABLE as error:
+            raise self._refusal(name, bytes(raw), error) from None
         return value
 
     def _refusal(self, name: str, raw: bytes, error: Exception) -> RefusedBody:
-        if not isinstance(error, msgspec.ValidationError):
-            return self._unreadable(name, error)
-        kind, message, location = kind_message_and_location(error)
-        if self._mark is not None and "got `object`" in message and _MARKED in raw:
-            return not_finite(self._mark, (name, *location))
-        value = None if self._packed or kind != "type_error" else _shown_at(raw, location)
-        return RefusedBody(422, message, location=(name, *location), value=value, kind=kind)
-
-    def _unreadable(self, name: str, error: Exception) -> RefusedBody:
-        return (not_msgpack(error) if self._packed else _not_json(error)).within(name)
+        if self._mark is not None and _MARKED in raw and "got `object`" in str(error):
+            return not_finite(self._mark, (name, *kind_message_and_location(error)[2]))
+        return _refusal(error, raw, self._packed, name)
 
     def _count(self, name: str, raw: bytes) -> None:
         """Raises RefusedBody (413) before a body is built that is much larger than its bytes."""

@@ -14,12 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 from msgspec import UNSET, Struct
 
 from atroposlib.api.selection import Group, Lanes, R, can_sum, choose_batch, indices_summing_to
 from atroposlib.wire.batching import (
+    BatchReply,
     EnvRegistration,
     EnvStatus,
     Evaluation,
@@ -34,8 +35,17 @@ MAX_EVALUATIONS = 4096  # results that are kept: the trainer asks for that of it
 MIN_ENV_WEIGHT = 0.01  # an environment is throttled, never starved
 
 
+NOT_REGISTERED: BatchReply[Any] = BatchReply(
+    [], status="error", message="Trainer not registered. Call /register first."
+)
+
+
 class NotRegistered(Exception):
-    """No trainer has registered yet."""
+    """No trainer has registered yet. `answer` says so in the words of the route that was asked."""
+
+    def __init__(self, answer: Struct = NOT_REGISTERED) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 class UnknownEnvironment(Exception):

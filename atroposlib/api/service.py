@@ -11,11 +11,14 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
+
+from msgspec import Struct
 
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
@@ -26,7 +29,7 @@ from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
 from atroposlib.api.leases import Lease
 from atroposlib.api.liveness import Liveness
-from atroposlib.api.queue import Environment, NotRegistered
+from atroposlib.api.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.replay import bodies_of, replay
 from atroposlib.api.selection import Group
 from atroposlib.api.settings import ApiSettings
@@ -39,6 +42,7 @@ from atroposlib.wire.batching import (
     EnvRegistration,
     EnvStatus,
     Evaluation,
+    Outcome,
     Registration,
     RejectionTaken,
     SetAside,
@@ -107,7 +111,7 @@ class RolloutService:
         """The trainer's uuid, and how many groups of another run were forgotten."""
         trainer = _random_id()
         async with self._deciding:
-            forgotten = await self._commit(changes.TrainerRegistered(registration, trainer))
+            forgotten = await self._submit(changes.TrainerRegistered(registration, trainer))
         self.counters.forgotten += forgotten
         self._hear_trainer(trainer)
         return trainer, forgotten
@@ -121,7 +125,7 @@ class RolloutService:
                 return None
             change, groups = delivery
             contents = self._contents(groups)
-            await self._commit(change)
+            await self._submit(change)
         self._count_delivery(groups)
         return contents
 
@@ -131,28 +135,24 @@ class RolloutService:
         One that the trainer was given and does not name in `holding` is given again. Raises NotRegistered,
         NotTheTrainer.
         """
-        async with self._deciding:
-            self._expect_trainer(trainer)
-            await self._reclaim(trainer)
+        async with self._turn_of(trainer, NOT_REGISTERED):
             await self._before_delivery()
             lease = self.state.leases.lost_in_transit(trainer, holding)
             if lease is None:
                 delivery = await self._next_delivery(trainer, self.new_lease())
                 if delivery is None:
                     return None
-                lease = await self._commit(delivery[0])
+                lease = await self._submit(delivery[0])
                 self._count_delivery(lease.groups)
                 self.counters.redelivered += isinstance(delivery[0], changes.LeasesTaken)
             return lease, self._contents(lease.groups)
 
     async def acknowledge(self, trainer: int, leases: Sequence[int]) -> Acknowledged:
         """End these leases: the trainer has trained on their batches. Raises NotRegistered, NotTheTrainer."""
-        async with self._deciding:
-            self._expect_trainer(trainer)
-            await self._reclaim(trainer)
+        async with self._turn_of(trainer, Acknowledged("error", 0, list(leases))):
             known = self.state.leases.known_to(trainer, leases)
             if known:
-                await self._commit(changes.LeasesAcknowledged(known))
+                await self._submit(changes.LeasesAcknowledged(known))
         self.counters.acknowledged += len(known)
         return Acknowledged("success", len(known), [lease for lease in leases if lease not in known])
 
@@ -161,9 +161,7 @@ class RolloutService:
 
         Raises NotRegistered, NotTheTrainer.
         """
-        async with self._deciding:
-            self._expect_trainer(trainer)
-            await self._reclaim(trainer)
+        async with self._turn_of(trainer, RejectionTaken("error", [], list(reasons))):
             known = self.state.leases.known_to(trainer, [lease_id])
             groups = {group.record.id: group for lease in known for group in self.state.leases[lease].groups}
             found = [(groups[identity], reason) for identity, reason in reasons.items() if identity in groups]
@@ -178,25 +176,31 @@ class RolloutService:
 
     async def trainer_heartbeat(self, trainer: int) -> None:
         """Record a sign of life of the trainer. Raises NotRegistered, NotTheTrainer."""
-        async with self._deciding:
-            self._expect_trainer(trainer)
-            await self._reclaim(trainer)
+        async with self._turn_of(trainer, Outcome("failure", "no trainer is registered")):
+            pass
 
     async def report_step(self, step: int, policy_version: int) -> None:
         """The trainer finished `step`; vLLM serves `policy_version`."""
-        await self._commit(changes.TrainerReported(step, policy_version))
+        await self._submit(changes.TrainerReported(step, policy_version))
 
-    def _expect_trainer(self, trainer: int) -> None:
-        if self.state.queue.registration is None:
-            raise NotRegistered
-        if trainer != self.state.trainer:
-            raise NotTheTrainer(f"trainer {trainer} is not the one registered here: another has taken over its batches")
+    @asynccontextmanager
+    async def _turn_of(self, trainer: int, unless_registered: Struct) -> AsyncIterator[None]:
+        """Nothing else is decided meanwhile. The trainer is alive, so batches that it had given up are its own again.
 
-    async def _reclaim(self, trainer: int) -> None:
-        self._hear_trainer(trainer)
-        if returned := self.state.leases.reclaimable(trainer):
-            log.info("The trainer is back: it keeps %d batch(es)", len(returned))
-            await self._commit(changes.LeasesTaken(returned, trainer))
+        Raises NotRegistered with the answer `unless_registered`, NotTheTrainer.
+        """
+        async with self._deciding:
+            if self.state.queue.registration is None:
+                raise NotRegistered(unless_registered)
+            if trainer != self.state.trainer:
+                raise NotTheTrainer(
+                    f"trainer {trainer} is not the one registered here: another has taken over its batches"
+                )
+            self._hear_trainer(trainer)
+            if returned := self.state.leases.reclaimable(trainer):
+                log.info("The trainer is back: it keeps %d batch(es)", len(returned))
+                await self._submit(changes.LeasesTaken(returned, trainer))
+            yield
 
     def _hear_trainer(self, trainer: int) -> None:
         self._trainers.heard(trainer, self._clock())
@@ -209,17 +213,17 @@ class RolloutService:
             raise NotRegistered
         self.expire_silent()
         if not self.state.queue.started:
-            await self._commit(changes.TrainerPolled())
+            await self._submit(changes.TrainerPolled())
         if self._trainers.is_silent(self.state.trainer) and (held := self.state.leases.held()):
             log.warning(
                 "The trainer gave no sign of life for %.0f s: %d batch(es) wait again",
                 self.settings.trainer_timeout_s,
                 len(held),
             )
-            await self._commit(changes.LeasesReturned([lease.lease_id for lease in held]))
+            await self._submit(changes.LeasesReturned([lease.lease_id for lease in held]))
         limit = self.settings.max_staleness
         if limit is not None and self.settings.stale_groups == "drop" and (stale := self.state.stale(limit)):
-            dropped = await self._commit(changes.GroupsDropped(stale))
+            dropped = await self._submit(changes.GroupsDropped(stale))
             self.counters.stale_dropped += len(dropped)
             log.info("Dropped %d groups that were sampled more than %d policy versions ago", len(dropped), limit)
 
@@ -306,7 +310,7 @@ class RolloutService:
                 f"{self.settings.max_environments} environments are registered, and no more may be"
                 f" (--max-environments); those that are silent are forgotten after {self.settings.env_forget_s:.0f} s"
             )
-        environment: Environment | None = await self._commit(changes.EnvironmentJoined(request))
+        environment: Environment | None = await self._submit(changes.EnvironmentJoined(request))
         if environment is not None:
             self.hear_environment(environment.env_id)
         return environment
@@ -314,7 +318,7 @@ class RolloutService:
     async def leave(self, env_id: int) -> Environment:
         """Take an environment out. Raises UnknownEnvironment."""
         environment = self.state.queue.environment(env_id)
-        await self._commit(changes.EnvironmentLeft(env_id))
+        await self._submit(changes.EnvironmentLeft(env_id))
         return environment
 
     def hear_environment(self, env_id: int | None) -> None:
@@ -365,7 +369,7 @@ class RolloutService:
         """Keep a result. Raises UnknownEnvironment."""
         self.state.queue.environment(evaluation.env_id)
         self.hear_environment(evaluation.env_id)
-        await self._commit(changes.EvaluationPosted(evaluation))
+        await self._submit(changes.EvaluationPosted(evaluation))
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -433,7 +437,7 @@ class RolloutService:
     async def reset(self) -> None:
         """Forget everything."""
         async with self._deciding:
-            await self._commit(changes.Founded(_instance()))
+            await self._submit(changes.Founded(_instance()))
         self.latest = None
         self._environments.clear()
         self._remembered.clear()

@@ -7,20 +7,19 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from msgspec import Raw
 
-from atroposlib.api.decoding import BodyDecoder, check_names
+from atroposlib.api.decoding import check_names
 from atroposlib.api.http import (
     NO_BROWSER,
     accepts_packed,
     beside,
     large_reply,
-    read_body,
+    read_record,
     reply,
     say_once,
     service_of,
 )
 from atroposlib.api.openapi import serves
 from atroposlib.api.posted_groups import as_json, with_weight
-from atroposlib.api.queue import NotRegistered
 from atroposlib.api.service import Content
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
@@ -30,16 +29,6 @@ log = get_logger(__name__)
 router = APIRouter()
 legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
 
-NOT_REGISTERED: wire.BatchReply[Raw] = wire.BatchReply(
-    [], status="error", message="Trainer not registered. Call /register first."
-)
-
-_registration = BodyDecoder(wire.Registration)
-_lease_request = BodyDecoder(wire.LeaseRequest)
-_acknowledgement = BodyDecoder(wire.Acknowledgement)
-_trainer_step = BodyDecoder(wire.TrainerStep)
-_rejection = BodyDecoder(wire.Rejection)
-
 
 @serves(router, routes.REGISTER)
 async def register(request: Request) -> Response:
@@ -48,7 +37,7 @@ async def register(request: Request) -> Response:
     Takes effect each time: the latest batch size and steps hold. Batches that a trainer before it leased and did not
     acknowledge wait again. Groups stay, unless they belong to another run.
     """
-    registration = _registration.decode(await read_body(request))
+    registration = await read_record(request, wire.Registration)
     check_names(wandb_group=registration.wandb_group, wandb_project=registration.wandb_project)
     check_names(run=registration.run or "")
     service = service_of(request)
@@ -83,10 +72,7 @@ async def batch(request: Request) -> Response:
     /batch/lease.
     """
     service = service_of(request)
-    try:
-        contents = await service.pop()
-    except NotRegistered:
-        return reply(NOT_REGISTERED)
+    contents = await service.pop()
     if contents is None:
         say_once(request, service.state.queue.obstacle())
         return reply(wire.BatchReply(None))
@@ -101,12 +87,9 @@ async def lease_batch(request: Request) -> Response:
     It is given again to this trainer when `holding` does not name it, and to the next trainer when this one is
     replaced or falls silent. 409 when another trainer has registered.
     """
-    body = _lease_request.decode(await read_body(request))
+    body = await read_record(request, wire.LeaseRequest)
     service = service_of(request)
-    try:
-        leased = await service.lease(body.trainer, body.holding)
-    except NotRegistered:
-        return reply(NOT_REGISTERED)
+    leased = await service.lease(body.trainer, body.holding)
     answer: wire.BatchReply[Raw] = wire.BatchReply(None, lease=None)
     if body.ids:
         answer.rejected = service.take_untold()
@@ -124,11 +107,8 @@ async def lease_batch(request: Request) -> Response:
 @serves(router, routes.ACKNOWLEDGE)
 async def acknowledge(request: Request) -> Response:
     """The trainer is done with these leases; their batches are forgotten. Repeating it is harmless."""
-    body = _acknowledgement.decode(await read_body(request))
-    try:
-        return reply(await service_of(request).acknowledge(body.trainer, body.leases))
-    except NotRegistered:
-        return reply(wire.Acknowledged("error", 0, body.leases))
+    body = await read_record(request, wire.Acknowledgement)
+    return reply(await service_of(request).acknowledge(body.trainer, body.leases))
 
 
 @serves(router, routes.REJECT)
@@ -138,18 +118,15 @@ async def reject(request: Request) -> Response:
     They become dead letters, with the reason. The trainer continues with the others of the batch. Repeating it is
     harmless; 409 when another trainer has registered.
     """
-    body = _rejection.decode(await read_body(request))
-    try:
-        reasons = {group.id: group.reason for group in body.groups}
-        return reply(await service_of(request).reject(body.trainer, body.lease, reasons))
-    except NotRegistered:
-        return reply(wire.RejectionTaken("error", [], [group.id for group in body.groups]))
+    body = await read_record(request, wire.Rejection)
+    reasons = {group.id: group.reason for group in body.groups}
+    return reply(await service_of(request).reject(body.trainer, body.lease, reasons))
 
 
 @serves(router, routes.TRAINER_STEP)
 async def trainer_step(request: Request) -> Response:
     """Tell environments which step is finished and which policy version vLLM serves from now on."""
-    report = _trainer_step.decode(await read_body(request))
+    report = await read_record(request, wire.TrainerStep)
     await service_of(request).report_step(report.step, report.policy_version)
     return reply(wire.Outcome("success"))
 

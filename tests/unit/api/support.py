@@ -8,6 +8,9 @@ from typing import Any
 import requests
 from fastapi.testclient import TestClient
 
+from atroposlib.api.posted_groups import read_groups
+from atroposlib.wire.batching import PostedData
+
 DEADLINE_S = 30.0
 ITEM_KEYS = [
     "tokens",
@@ -54,6 +57,11 @@ def group(sequences: int = 4, mark: int = 0, **other: Any) -> dict[str, Any]:
         "scores": [0.5] * sequences,
         **other,
     }
+
+
+def read_group(body: bytes, packed: bool) -> tuple[PostedData, bytes]:
+    (read,) = read_groups(body, packed, in_list=False)
+    return read
 
 
 def register(client: TestClient, batch_size: int = 8, **other: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.api.posted_groups import read_group, read_groups
-from tests.unit.api.support import ITEM_KEYS, group
+from atroposlib.api.posted_groups import read_groups
+from tests.unit.api.support import ITEM_KEYS, group, read_group
 
 CODECS: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
 OPTIONAL = {
@@ -46,7 +46,7 @@ def test_an_item_has_its_keys_once_each(
     expected = {name: posted.get(name) for name in ITEM_KEYS} | (
         {"policy_versions": versions} if isinstance(versions, list) else {}
     )
-    (_, listed) = read_groups(CODECS[packed].encode([posted, group(1)]), packed)[0]
+    (_, listed) = read_groups(CODECS[packed].encode([posted, group(1)]), packed, in_list=True)[0]
     data, item = read_group(body, packed)
     for each in (item, listed):
         assert CODECS[packed].decode(each) == expected
@@ -64,7 +64,9 @@ def test_space_around_a_group_is_no_part_of_its_item(around: tuple[bytes, bytes]
     _, item = read_group(before + msgspec.json.encode(group(1)) + after, packed=False)
     assert msgspec.json.decode(item) == {name: group(1).get(name) for name in ITEM_KEYS}
     (_, listed), _ = read_groups(
-        b"[" + before + msgspec.json.encode(group(1)) + after + b"," + msgspec.json.encode(group(1)) + b"]", False
+        b"[" + before + msgspec.json.encode(group(1)) + after + b"," + msgspec.json.encode(group(1)) + b"]",
+        False,
+        in_list=True,
     )
     assert msgspec.json.decode(listed) == msgspec.json.decode(item)
 

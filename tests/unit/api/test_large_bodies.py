@@ -18,8 +18,8 @@ from fastapi.testclient import TestClient
 
 from atroposlib.api import posted_groups
 from atroposlib.api.decoding import MAX_GZIP_MEMBERS, RefusedBody, gunzip
-from atroposlib.api.posted_groups import as_json, read_group, read_groups, with_weight
-from tests.unit.api.support import DEADLINE_S, group, register
+from atroposlib.api.posted_groups import as_json, read_groups, with_weight
+from tests.unit.api.support import DEADLINE_S, group, read_group, register
 
 MSGPACK = {"Content-Type": "application/msgpack"}
 ENCODE: dict[bool, Callable[[Any], bytes]] = {
@@ -224,8 +224,8 @@ def test_a_list_of_more_groups_than_are_stored_at_once_is_refused(client: TestCl
 def test_the_groups_of_a_list_share_the_bound(few_nodes: int) -> None:
     part = group(1, images=[1] * (few_nodes // 4))
     with pytest.raises(RefusedBody, match="more than"):
-        read_groups(msgspec.json.encode([part] * 5), packed=False)
-    assert len(read_groups(msgspec.json.encode([part] * 3), packed=False)) == 3
+        read_groups(msgspec.json.encode([part] * 5), packed=False, in_list=True)
+    assert len(read_groups(msgspec.json.encode([part] * 3), packed=False, in_list=True)) == 3
 
 
 @pytest.mark.parametrize("packed", [False, True])

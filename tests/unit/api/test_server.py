@@ -349,7 +349,7 @@ def test_evaluations_are_pending_until_posted(client: TestClient) -> None:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", '"nan"'])
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "-NaN", "1e999", '"nan"'])
 @pytest.mark.parametrize("field", ["scores", "inference_logprobs"])
 def test_a_number_that_is_not_finite_is_refused_with_its_position(client: TestClient, field: str, literal: str) -> None:
     values: Any = [0.5, "HERE"] if field == "scores" else [[0.0, 0.0], [0.0, "HERE"]]
