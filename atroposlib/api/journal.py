@@ -9,16 +9,17 @@ A write is complete or absent, whenever the process dies. A failed one (a full d
 API. This module does not interpret changes.
 """
 
+import contextlib
 import queue
 import sqlite3
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from atroposlib.api import dead_letters, journal_file
-from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalDamaged, JournalError, JournalReader
+from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalError, JournalReader
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, Mark, chain_start, chained, new_id
 
 MAX_TOGETHER = 256  # writes in one transaction
@@ -40,9 +41,7 @@ class _Write:
 
 
 class Journal:
-    """An open journal. Raises JournalError from the constructor on; methods but `write`, `forget` and `close` are for
-    the start.
-    """
+    """An open journal; `reader` reads it at the start, until `keep_only`. Raises JournalError from the constructor on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,75 +49,48 @@ class Journal:
         self._forgotten: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._broken: JournalError | None = None
-        self._head = own(path)
-        self._found = AsFound(path)
         self._db: sqlite3.Connection | None = None
-        self._reader: JournalReader | None = None
-        try:
-            self._reader = self._read()
-        except JournalError:
-            self.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            self._head = own(path)
+            undo.callback(self._head.close)
+            undo.callback(AsFound(path).restore)
+            self._make_if_new()
+            self.reader = undo.enter_context(contextlib.closing(JournalReader(path)))  # until `keep_only`
+            self.reader.expect(self._head.record)
+            self._leave_as_found = undo.pop_all()
 
     # --- start -------------------------------------------------------------------------------------------------------
-
-    def changes(self) -> Iterator[tuple[int, bytes]]:
-        """(number, change) of all changes, in order. Raises JournalDamaged unless the newest acknowledged one is among
-        them.
-        """
-        assert self._reader is not None
-        return self._reader.changes()
-
-    def bodies(self) -> Iterator[Body]:
-        """All bodies that are there."""
-        assert self._reader is not None
-        return self._reader.bodies()
-
-    def dead_letters(self) -> Iterator[DeadLetter]:
-        """The newest groups that were set aside, oldest first."""
-        assert self._reader is not None
-        return self._reader.dead_letters(dead_letters.MAX_LETTERS_IN_MEMORY)
 
     def keep_only(self, ids: set[int]) -> None:
         """End reading: from here on the file is written. Remove all other bodies, and give the space of many back to
         the disk.
         """
-        assert self._reader is not None
-        self._reader.close()
+        self.reader.close()
         with journal_file.reading(self.path):
             db = self._db = sqlite3.connect(self.path, timeout=journal_file.LOCK_TIMEOUT_S, check_same_thread=False)
             journal_file.prepare(db)
             self._newest = (
-                self._reader.newest
-                if self._reader.format == FORMAT
-                else journal_file.make_tables(db, *self._beginning())
+                self.reader.newest if self.reader.format == FORMAT else journal_file.make_tables(db, *self._beginning())
             )
             others = [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in ids]
             with db:
                 db.executemany("DELETE FROM bodies WHERE id = ?", others)
             if db.execute("PRAGMA freelist_count").fetchone()[0] * journal_file.PAGE_BYTES > VACUUM_FROM_BYTES:
                 db.execute("PRAGMA incremental_vacuum").fetchall()
-        self._reader = None
         if error := self._note_newest():
             raise error
 
-    def _read(self) -> JournalReader:
-        head = self._head
-        acknowledged = 0 if head.record is None else head.record.newest.number
-        if not self.path.exists():
-            if acknowledged:
-                raise self.damaged(f"the file is missing, and {head.path} names {acknowledged} acknowledged changes")
-            if journal_file.wal_path(self.path).exists():
-                raise self.damaged("the file is missing beside its -wal")
-            with journal_file.reading(self.path):
-                journal_file.create(self.path, self._beginning()[1])
-        reader = JournalReader(self.path)
-        try:
-            reader.expect(head.record)
-        except JournalError:
-            reader.close()
-            raise
-        return reader
+    def _make_if_new(self) -> None:
+        if self.path.exists():
+            return
+        record = self._head.record
+        if record is not None and record.newest.number:
+            what = f"the file is missing, and {self._head.path} names {record.newest.number} acknowledged changes"
+            raise journal_file.damaged(self.path, what)
+        if journal_file.wal_path(self.path).exists():
+            raise journal_file.damaged(self.path, "the file is missing beside its -wal")
+        with journal_file.reading(self.path):
+            journal_file.create(self.path, self._beginning()[1])
 
     def _beginning(self) -> tuple[Mark, bytes]:
         """What the first change follows, and the journal's id; from here on the head names both."""
@@ -127,10 +99,6 @@ class Journal:
             self._head.reset(HeadRecord(journal_id, chain_start(journal_id)))
         assert self._head.record is not None
         return self._head.record.newest, self._head.record.journal_id
-
-    def damaged(self, what: str) -> JournalDamaged:
-        """An error with the damage and the remedy."""
-        return journal_file.damaged(self.path, what)
 
     # --- service -----------------------------------------------------------------------------------------------------
 
@@ -162,13 +130,11 @@ class Journal:
         if self._thread is not None:
             self._writes.put(None)
             self._thread.join()
-        if self._db is not None:
-            self._db.close()
+        if self._db is None:
+            self._leave_as_found.close()
         else:
-            if self._reader is not None:
-                self._reader.close()
-            self._found.restore()
-        self._head.close()
+            self._db.close()
+            self._head.close()
 
     def _work(self) -> None:
         while (first := self._writes.get()) is not None:

@@ -149,8 +149,10 @@ def expect_regular_files(path: Path) -> None:
         except (OSError, ValueError) as error:
             raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
         if not stat.S_ISREG(mode):
+            kinds = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}  # by the first letter that `ls -l` shows
+            kind = kinds.get(stat.filemode(mode)[0], "device")
             raise JournalError(
-                f"--journal {path} cannot be used: {name} is a {_kind(mode)}, not a regular file; give another path"
+                f"--journal {path} cannot be used: {name} is a {kind}, not a regular file; give another path"
             )
 
 
@@ -192,7 +194,8 @@ class JournalReader:
         self._head: HeadRecord | None = None
         self._crcs: dict[int, int] = {}  # of bodies, as the changes say
         self.newest = Mark(0, b"")  # once `changes` has come to its end
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._db.close)
             with reading(path):
                 self._db.execute("BEGIN")
                 application, self.format = (
@@ -204,11 +207,13 @@ class JournalReader:
                     f"--journal {path} is a database of another kind (application {application:#x}, format"
                     f" {self.format}; expected {APPLICATION_ID:#x}, {FORMAT}); give another path"
                 )
-            self._check_structure()
+            # a log that is cut off in the middle of what was checkpointed leaves pages of two moments, whose rows may
+            # all look right
+            ((found,),) = self._rows("PRAGMA quick_check(1)")
+            if found != b"ok":
+                raise self.damaged(" ".join(found.decode(errors="replace").split()))
             self.id = self._identity() if self.format == FORMAT else None
-        except BaseException:
-            self._db.close()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Let the moment go."""
@@ -278,15 +283,6 @@ class JournalReader:
     def damaged(self, what: str) -> JournalDamaged:
         """An error that says what is wrong, and what to do."""
         return damaged(self.path, what)
-
-    def _check_structure(self) -> None:
-        """A log that is cut off in the middle of what was checkpointed leaves pages of two moments, whose rows may all
-        look right.
-        """
-        with reading(self.path):
-            ((found,),) = self._db.execute("PRAGMA quick_check(1)").fetchall()
-        if found != b"ok":
-            raise self.damaged(" ".join(found.decode(errors="replace").split()))
 
     def _identity(self) -> bytes:
         rows = list(self._rows("SELECT id FROM identity"))
@@ -381,15 +377,3 @@ def in_use(path: Path) -> JournalError:
 
 def _row_crc(mark: Mark, snapshot: int, bodies: bytes, change: bytes) -> int:
     return zlib.crc32(change, zlib.crc32(bodies, zlib.crc32(b"%d %r %s" % (mark.number, snapshot, mark.hash))))
-
-
-def _kind(mode: int) -> str:
-    for test, name in (
-        (stat.S_ISLNK, "link"),
-        (stat.S_ISDIR, "folder"),
-        (stat.S_ISFIFO, "pipe"),
-        (stat.S_ISSOCK, "socket"),
-    ):
-        if test(mode):
-            return name
-    return "device"

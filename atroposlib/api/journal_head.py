@@ -90,7 +90,6 @@ class Head:
 
     def __init__(self, journal: Path, patience_s: float) -> None:
         self.path = head_path(journal)
-        self.created = False
         self._file = self._locked(patience_s)
         content = os.pread(self._file, 2 * SLOT_BYTES, 0)
         self.record = _newest_record(content)
@@ -125,10 +124,8 @@ class Head:
     def _locked(self, patience_s: float) -> int:
         end = time.monotonic() + patience_s
         while True:
-            try:
-                file = self._opened()
-            except FileNotFoundError:
-                continue  # its owner removed it just now
+            self.created = not os.path.lexists(self.path)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -141,17 +138,7 @@ class Head:
                 continue
             if os.fstat(file).st_nlink:
                 return file
-            os.close(file)  # removed, as above
-
-    def _opened(self) -> int:
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            file = os.open(self.path, flags | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            self.created = False
-            return os.open(self.path, flags)
-        self.created = True
-        return file
+            os.close(file)  # its owner removed it just now
 
 
 def _newest_record(content: bytes) -> HeadRecord | None:

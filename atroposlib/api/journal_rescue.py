@@ -20,12 +20,11 @@ from atroposlib.api.journal_file import (
     JournalDamaged,
     JournalReader,
     change_row,
-    no_use,
     reading,
     wal_path,
 )
 from atroposlib.api.journal_head import HeadRecord, chained, head_path
-from atroposlib.api.replay import groups_of, replay
+from atroposlib.api.replay import replay
 
 
 def accept_loss(path: Path) -> str:
@@ -33,17 +32,14 @@ def accept_loss(path: Path) -> str:
 
     Raises JournalError.
     """
-    with contextlib.closing(own(path)) as head:
+    with contextlib.closing(own(path)) as head, reading(path):
         found = head.record
-        try:
-            copy = _set_aside(path)
-            kept = _keep_what_is_whole(path)
-            if kept is None or kept.head is None:
-                head.path.unlink()
-            else:
-                head.reset(kept.head)
-        except OSError as error:
-            raise no_use(path, error) from None
+        copy = _set_aside(path)
+        kept = _keep_what_is_whole(path)
+        if kept is None or kept.head is None:
+            head.path.unlink()
+        else:
+            head.reset(kept.head)
     return f"Journal {path}: {_loss(found, kept)}. The files as they were found: {copy}*"
 
 
@@ -86,7 +82,7 @@ def _without_damaged_bodies(path: Path) -> _Kept:
         replayed = replay(reader)
         whole = {body.id for body in reader.bodies(skip_damaged=True)}
         letters_lost = not _are_whole(reader)
-    groups = [group for _, group in groups_of(replayed.state)]
+    groups = [group for _, group in replayed.state.groups()]
     orders = [group.order for group in groups if group.record.id not in whole]
     if reader.id is None:
         if orders:

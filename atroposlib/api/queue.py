@@ -1,7 +1,7 @@
 """The state of the batching API: who is registered, which groups wait, which batch is next. Pure: no clock, no I/O, no
 framework.
 
-    environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── next_batch ──▶ trainer
+    environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── take ──▶ trainer
                                                               └── a subset fills the size ──┘
 
 A group is a number of sequences and an opaque record (encoded bytes, a row id) that only its owner interprets. Every
@@ -145,7 +145,6 @@ class BatchQueue(Generic[R]):
         self._next_env_id = 0
         self._shares: tuple[dict[int, float], float] | None = None  # as `_counted` gives them, until one changes
         self._namesakes: Counter[str] = Counter()
-        self.latest: R | None = None
         self.current_step = 0
         self.started = False
         self._progress: tuple[int, int] | None = None  # trained steps, policy version
@@ -263,18 +262,14 @@ class BatchQueue(Generic[R]):
                 "lower the environment's group_size or raise the trainer's batch size"
             )
 
-    def accept(self, sequences: int, env_id: int | None, record: R) -> int | None:
-        """Queue one group of 1 or more sequences. None when it was queued, else the sequences still buffered of its
-        environment.
+    def accept(self, sequences: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
+        """Take one group of 1 or more sequences. Returns None when it was queued, else the sequences still buffered of
+        its environment; and the groups that were queued.
 
         A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size
         exactly they move to the queue, as separate groups. Every other group, and one of an unknown environment, is
         queued at once.
         """
-        return self.accept_group(sequences, env_id, record)[0]
-
-    def accept_group(self, sequences: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
-        """As `accept`, and the groups that it queued."""
         self.check_size(sequences)
         arrival = self._arrivals
         self._arrivals += 1
@@ -290,16 +285,10 @@ class BatchQueue(Generic[R]):
         group = Group(self._arrivals, sequences, env_id, record)
         self._lanes.append(group)
         self._arrivals += 1
-        self.latest = record
         self._exhausted = False
         return group
 
     # --- batches out -------------------------------------------------------------------------------------------------
-
-    def next_batch(self) -> list[R] | None:
-        """Choose and take: the records of the next batch, or None: not yet. Raises NotRegistered."""
-        chosen = self.choose()
-        return None if chosen is None else [group.record for group in self.take([group.order for group in chosen])]
 
     def choose(self) -> list[Group[R]] | None:
         """Groups of exactly `batch_size` sequences in all that `take` would deliver, or None: not yet. Raises

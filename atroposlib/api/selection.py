@@ -61,24 +61,7 @@ class Lanes(Generic[R]):
     def append(self, group: Group[R]) -> None:
         """Queue a group that is younger than every group of its lane."""
         self._lanes.setdefault(group.lane, deque()).append(group)
-        self.groups += 1
-        self.sequences += group.sequences
-        self.sequences_of[group.env_id] += group.sequences
-
-    def remove(self, chosen: Iterable[Group[R]]) -> None:
-        """Take away groups that stand at the heads of their lanes, oldest first within each lane."""
-        for group in chosen:
-            lane = self._lanes[group.lane]
-            if lane[0] is not group:
-                raise ValueError(f"group {group.order} is not at the head of lane {group.lane}")
-            lane.popleft()
-            if not lane:
-                del self._lanes[group.lane]
-            self.groups -= 1
-            self.sequences -= group.sequences
-            self.sequences_of[group.env_id] -= group.sequences
-            if not self.sequences_of[group.env_id]:
-                del self.sequences_of[group.env_id]
+        self._count(group.lane, 1)
 
     def take(self, orders: Sequence[int]) -> list[Group[R]]:
         """Remove the groups of these orders, all at the heads of their lanes; they come back in the sequence given.
@@ -92,7 +75,11 @@ class Lanes(Generic[R]):
                     break
                 found[group.order] = group
         chosen = [found[order] for order in orders]
-        self.remove(sorted(chosen))
+        for group in chosen:
+            self._lanes[group.lane].popleft()
+            if not self._lanes[group.lane]:
+                del self._lanes[group.lane]
+            self._count(group.lane, -1)
         return chosen
 
     def drop(self, orders: Set[int]) -> list[Group[R]]:
@@ -101,10 +88,7 @@ class Lanes(Generic[R]):
         for lane, groups in list(self._lanes.items()):
             gone = [group for group in groups if group.order in orders]
             if gone:
-                kept = [group for group in groups if group.order not in orders]
-                self._forget_lane(lane, groups)
-                for group in kept:
-                    self.append(group)
+                self._refill(lane, [group for group in groups if group.order not in orders])
                 dropped += gone
         return dropped
 
@@ -114,18 +98,20 @@ class Lanes(Generic[R]):
         for group in groups:
             returning.setdefault(group.lane, []).append(group)
         for lane, mine in returning.items():
-            waiting = self._lanes.get(lane, deque())
-            self._forget_lane(lane, waiting)
-            for group in sorted([*waiting, *mine]):
-                self.append(group)
+            self._refill(lane, sorted([*self._lanes.get(lane, ()), *mine]))
 
-    def _forget_lane(self, lane: Lane, groups: Sequence[Group[R]] | deque[Group[R]]) -> None:
-        self._lanes.pop(lane, None)
-        self.groups -= len(groups)
-        self.sequences -= len(groups) * lane[1]
-        self.sequences_of[lane[0]] -= len(groups) * lane[1]
-        if not self.sequences_of[lane[0]]:
-            del self.sequences_of[lane[0]]
+    def _refill(self, lane: Lane, groups: list[Group[R]]) -> None:
+        self._count(lane, len(groups) - len(self._lanes.pop(lane, ())))
+        if groups:
+            self._lanes[lane] = deque(groups)
+
+    def _count(self, lane: Lane, groups: int) -> None:
+        env_id, size = lane
+        self.groups += groups
+        self.sequences += groups * size
+        self.sequences_of[env_id] += groups * size
+        if not self.sequences_of[env_id]:
+            del self.sequences_of[env_id]
 
     def __iter__(self) -> Iterator[Group[R]]:
         return (group for groups in self._lanes.values() for group in groups)

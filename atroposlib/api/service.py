@@ -23,7 +23,7 @@ from msgspec import Struct
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
 from atroposlib.api.counters import Counters
-from atroposlib.api.dead_letters import DeadLetters
+from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
 from atroposlib.api.group_checks import flaw
 from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
@@ -525,9 +525,9 @@ class RolloutService:
     def _replay(self, journal: Journal) -> None:
         start = time.monotonic()
         try:
-            replayed = replay(journal)
-            self._keep(list(bodies_of(journal, replayed.state)))
-            self.dead_letters.add(journal.dead_letters())
+            replayed = replay(journal.reader)
+            self._keep(list(bodies_of(journal.reader, replayed.state)))
+            self.dead_letters.add(journal.reader.dead_letters(MAX_LETTERS_IN_MEMORY))
             journal.keep_only(set(self._bodies))
         except JournalError:
             journal.close()

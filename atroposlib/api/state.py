@@ -7,12 +7,12 @@ state. Posts may come between changes that were decided one after the other; pos
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from atroposlib.api import changes
 from atroposlib.api.changes import Change, GroupsPosted, PostedGroup, Rollout
 from atroposlib.api.leases import Lease, LeaseBook
-from atroposlib.api.queue import BatchQueue, Environment, GroupTooLarge, UnknownEnvironment, is_same_run
+from atroposlib.api.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
 from atroposlib.api.selection import Group
 from atroposlib.api.staleness import WaitingVersions
 from atroposlib.wire.batching import Registration
@@ -28,7 +28,6 @@ class RolloutState:
 
     def __init__(self) -> None:
         self.next_id = 1
-        self.dropped = 0  # groups of this process's life that were forgotten with their run
         self._clear("")
 
     def _clear(self, instance: str) -> None:
@@ -53,7 +52,9 @@ class RolloutState:
             case changes.LeasesReturned():
                 self._wait_again(self.leases.give_back(change.leases), step=True)
             case changes.LeasesAcknowledged():
-                self._on_acknowledged(change)
+                for lease in self.leases.close(change.leases):
+                    self._versions.discard(lease.groups)
+                    self._forget(lease.groups)
             case changes.GroupsDropped():
                 return self._on_dropped(change.orders)
             case changes.GroupsRejected():
@@ -65,7 +66,7 @@ class RolloutState:
             case changes.TrainerReported():
                 self.queue.trainer_step(change.step, change.policy_version)
             case changes.EnvironmentJoined():
-                return self._on_joined(change)
+                return self.queue.register_env(change.request)  # None while no trainer has polled
             case changes.EnvironmentLeft():
                 self.queue.disconnect_env(change.env_id)
             case changes.EnvironmentsForgotten():
@@ -74,7 +75,9 @@ class RolloutState:
             case changes.EvaluationPosted():
                 self.queue.add_evaluation(change.evaluation)
             case changes.Founded():
-                self._on_founded(change.instance)
+                gone = [group.record.id for _, group in self.groups()]
+                self._clear(change.instance)
+                self._gone = gone
             case changes.Snapshot():
                 self._on_snapshot(change)
             case _:
@@ -120,11 +123,13 @@ class RolloutState:
         version = self.queue.status().policy_version
         return version if isinstance(version, int) else None
 
-    def rollouts(self) -> Iterable[Rollout]:
-        """Every group whose content is still needed."""
+    def groups(self) -> Iterator[tuple[str, Group[Rollout]]]:
+        """Every group whose content is still needed, with where it is: `waiting`, `buffered`, `leased`, `returned`."""
         dump = self.queue.dump()
-        yield from (group.record for group in (*dump.waiting, *dump.buffered))
-        yield from (group.record for lease in self.leases for group in lease.groups)
+        yield from (("waiting", group) for group in dump.waiting)
+        yield from (("buffered", group) for group in dump.buffered)
+        for lease in self.leases:
+            yield from (("returned" if lease.returned else "leased", group) for group in lease.groups)
 
     def snapshot(self) -> changes.Snapshot:
         """The state as one change; shares nothing that changes later."""
@@ -155,7 +160,7 @@ class RolloutState:
         return answer
 
     def _accept(self, identity: int, group: PostedGroup) -> int | None:
-        buffered, queued = self.queue.accept_group(group.sequences, group.env_id, Rollout(identity, group.version))
+        buffered, queued = self.queue.accept(group.sequences, group.env_id, Rollout(identity, group.version))
         for waiting in queued:
             self._versions.add(waiting.order, waiting.record.version)
         return buffered
@@ -180,11 +185,6 @@ class RolloutState:
             else:
                 self._forget(self.leases.dissolve([lease_id]))
         return lease
-
-    def _on_acknowledged(self, change: changes.LeasesAcknowledged) -> None:
-        for lease in self.leases.close(change.leases):
-            self._versions.discard(lease.groups)
-            self._forget(lease.groups)
 
     def _on_rejected(self, rejected: Sequence[int]) -> list[Group[Rollout]]:
         """The groups that were set aside. A held batch keeps its others; an empty one counts as never delivered."""
@@ -231,15 +231,6 @@ class RolloutState:
         unfitting = [lease.lease_id for lease in self.leases if lease.sequences != registration.batch_size]
         self.queue.put_back(self.leases.dissolve(unfitting))
         return len(forgotten)
-
-    def _on_joined(self, change: changes.EnvironmentJoined) -> Environment | None:
-        """The environment; None while no trainer has polled."""
-        return self.queue.register_env(change.request)
-
-    def _on_founded(self, instance: str) -> None:
-        gone = [rollout.id for rollout in self.rollouts()]
-        self._clear(instance)
-        self._gone = gone
 
     def _on_snapshot(self, snapshot: changes.Snapshot) -> None:
         self._clear(snapshot.instance)

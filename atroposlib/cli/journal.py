@@ -31,7 +31,7 @@ from atroposlib.api.journal_file import (
     wal_path,
 )
 from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, head_path, read_head, sync_folder
-from atroposlib.api.replay import Replayed, bodies_of, groups_of, replay
+from atroposlib.api.replay import Replayed, bodies_of, replay
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import escape
 
@@ -120,7 +120,7 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
 
 
 def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
-    known = {group.record.id: (status, group) for status, group in groups_of(replayed.state)}
+    known = {group.record.id: (status, group) for status, group in replayed.state.groups()}
     names = {environment.env_id: environment.name for environment in replayed.state.queue.environments}
     with _lines(arguments.output) as lines:
         for body in bodies_of(reader, replayed.state):

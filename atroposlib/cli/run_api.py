@@ -7,6 +7,7 @@ only: it owns the queue, and the journal that brings the queue back after a rest
 """
 
 import errno
+import os
 import signal
 import socket
 import sys
@@ -208,40 +209,26 @@ def listen(host: str, port: int) -> list[socket.socket]:
     refusal: OSError | None = None
     for family, _, _, _, address in found:
         try:
-            bound.append(_bind(family, (address[0], port)))
+            bound.append(socket.create_server((address[0], port), family=family, backlog=socket.SOMAXCONN))
         except OSError as error:
             refusal = error
             if error.errno == errno.EADDRINUSE:
                 break
         else:
+            bound[-1].set_inheritable(True)
             port = bound[0].getsockname()[1]
     if refusal is not None and (not bound or refusal.errno == errno.EADDRINUSE):
         for listener in bound:
             listener.close()
-        raise AddressError(_cannot_listen(host, port, refusal))
+        raise AddressError(_cannot_listen(host, port, refusal.errno))
     return bound
 
 
-def _bind(family: int, address: tuple[str | int, int]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    listener.set_inheritable(True)
-    return listener
-
-
-def _cannot_listen(host: str, port: int, error: OSError) -> str:
-    reason = f"cannot listen on {host}:{port}: {error.strerror}"
-    if error.errno == errno.EADDRINUSE:
+def _cannot_listen(host: str, port: int, number: int | None) -> str:
+    reason = f"cannot listen on {host}:{port}: {os.strerror(number or 0)}"
+    if number == errno.EADDRINUSE:
         return f"{reason}; another process has this port: end it, or choose another with --port (0 takes a free one)"
-    if error.errno == errno.EACCES:
+    if number == errno.EACCES:
         return f"{reason}; choose a port above 1023 with --port"
     return f"{reason}; use --host 127.0.0.1 or an address of this machine"
 

@@ -114,8 +114,8 @@ def test_what_left_is_removed_and_the_journal_is_compacted(path: Path, monkeypat
             assert marks(client) == [mark]
         client.post("/scored_data", json=group(4, 40))
     journal = Journal(path)
-    assert [body.id for body in journal.bodies()] == [41]
-    assert len(list(journal.changes())) == 1
+    assert [body.id for body in journal.reader.bodies()] == [41]
+    assert len(list(journal.reader.changes())) == 1
     journal.close()
 
 
@@ -135,7 +135,7 @@ def test_a_reset_is_kept_too(path: Path) -> None:
 def opened(path: Path) -> Journal:
     """A journal that is ready to be written."""
     journal = Journal(path)
-    assert list(journal.changes()) == []
+    assert list(journal.reader.changes()) == []
     journal.keep_only(set())
     return journal
 
@@ -198,7 +198,7 @@ def test_a_snapshot_that_is_older_than_the_newest_change_leaves_what_came_after_
     assert head is not None
     assert head.newest.number == 4
     again = Journal(path)
-    assert list(again.changes()) == [(2, b"snapshot"), (3, b"change"), (4, b"change")]
+    assert list(again.reader.changes()) == [(2, b"snapshot"), (3, b"change"), (4, b"change")]
     again.close()
 
 
@@ -243,7 +243,7 @@ def test_a_head_that_cannot_be_written_refuses_what_was_written_and_all_after_it
         "(Input/output error); mend its disk, then start the API again"
     ] * 2
     again = Journal(path)
-    assert [number for number, _ in again.changes()] == [1]  # nobody was told of it, nor of what came after
+    assert [number for number, _ in again.reader.changes()] == [1]  # nobody was told of it, nor of what came after
     again.close()
 
 
@@ -273,7 +273,7 @@ def test_a_full_disk_refuses_with_507_changes_nothing_and_goes_on_when_there_is_
 
 def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
     journal = Journal(path)
-    assert list(journal.changes()) == []
+    assert list(journal.reader.changes()) == []
     journal.keep_only(set())
     assert journal._db is not None
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
@@ -284,7 +284,7 @@ def test_a_small_post_beside_one_that_does_not_fit_is_taken(path: Path) -> None:
     journal.close()
     assert {number: error is None for number, error in outcomes.items()} == {1: True, 2: False, 3: True}
     again = Journal(path)
-    assert [number for number, _ in again.changes()] == [1, 3]
+    assert [number for number, _ in again.reader.changes()] == [1, 3]
     again.close()
 
 

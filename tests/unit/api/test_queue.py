@@ -18,6 +18,7 @@ from atroposlib.api.queue import (
     NotRegistered,
     UnknownEnvironment,
 )
+from atroposlib.api.selection import R
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 
@@ -41,13 +42,19 @@ def env(group_size: int = 4, weight: float = 1.0, context: int = 512, **other: A
 def started(batch_size: int = 8, **other: Any) -> BatchQueue[str]:
     queue = BatchQueue[str]()
     queue.register(run(batch_size, **other))
-    assert queue.next_batch() is None
+    assert next_batch(queue) is None
     return queue
 
 
 def post(queue: BatchQueue[str], *sizes: int, env_id: int | None = None) -> None:
     for size in sizes:
         queue.accept(size, env_id, f"{size}")
+
+
+def next_batch(queue: BatchQueue[R]) -> list[R] | None:
+    """Choose and take, as the API does."""
+    chosen = queue.choose()
+    return None if chosen is None else [group.record for group in queue.take([group.order for group in chosen])]
 
 
 # --- what holds after every sequence of calls -----------------------------------------------------------------------
@@ -93,9 +100,9 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         step = self.queue.current_step
         if self.queue.registration is None:
             with pytest.raises(NotRegistered):
-                self.queue.next_batch()
+                next_batch(self.queue)
             return
-        batch = self.queue.next_batch()
+        batch = next_batch(self.queue)
         assert self.queue.current_step == step + (batch is not None)
         if batch is not None:
             assert sum(self.size_of[number] for number in batch) == self.queue.registration.batch_size
@@ -137,13 +144,13 @@ def test_groups_of_one_size_are_delivered_in_the_order_of_arrival(
 ) -> None:
     queue = BatchQueue[int]()
     queue.register(run(4 * groups_per_batch))
-    queue.next_batch()
+    next_batch(queue)
     for _ in range(2):
         queue.register_env(env(4))
     delivered: list[int] = []
     for number, owner in enumerate(owners):
         queue.accept(4, owner, number)
-        delivered += queue.next_batch() or []
+        delivered += next_batch(queue) or []
     assert delivered == list(range(len(owners) // groups_per_batch * groups_per_batch))
 
 
@@ -153,7 +160,7 @@ def test_a_group_that_fits_is_overtaken_only_so_often() -> None:
     batches = []
     for _ in range(MAX_OVERTAKEN + 2):
         post(queue, 8)
-        batches.append(queue.next_batch())
+        batches.append(next_batch(queue))
     assert batches == [["8"]] * MAX_OVERTAKEN + [["3", "5"], ["8"]]
 
 
@@ -166,7 +173,7 @@ def test_groups_posted_before_the_trainer_registers_are_kept() -> None:
     assert queue.register_env(env()) is None
     queue.register(run(8))
     assert queue.register_env(env()) is None
-    assert queue.next_batch() == ["8"]
+    assert next_batch(queue) == ["8"]
     assert queue.register_env(env()) is not None
 
 
@@ -175,7 +182,7 @@ def test_registering_again_takes_effect_and_keeps_the_groups() -> None:
     post(queue, 4)
     queue.register(run(4, starting_step=7))
     assert queue.current_step == 7
-    assert queue.next_batch() == ["4"]
+    assert next_batch(queue) == ["4"]
     assert queue.current_step == 8
 
 
@@ -200,13 +207,12 @@ def test_ids_that_were_never_given_out_are_unknown(env_id: int) -> None:
 def test_parts_of_a_group_leave_together_once_they_fill_the_group_size() -> None:
     queue = started(batch_size=8)
     queue.register_env(env(group_size=8))
-    assert queue.accept(3, 0, "first") == 3
-    assert queue.accept(2, 0, "second") == 5
+    assert queue.accept(3, 0, "first")[0] == 3
+    assert queue.accept(2, 0, "second")[0] == 5
     assert queue.status().queue_size == 0
-    assert queue.accept(5, 0, "third") == 2
-    assert queue.latest == "third"
-    assert queue.next_batch() == ["first", "third"]
-    assert queue.accept(8, 0, "whole") is None
+    assert queue.accept(5, 0, "third")[0] == 2
+    assert next_batch(queue) == ["first", "third"]
+    assert queue.accept(8, 0, "whole")[0] is None
 
 
 def test_a_huge_group_size_costs_nothing_before_as_many_sequences_wait() -> None:
@@ -214,7 +220,7 @@ def test_a_huge_group_size_costs_nothing_before_as_many_sequences_wait() -> None
     queue.register_env(env(group_size=2**31 - 1))
     tracemalloc.start()
     try:
-        assert [queue.accept(size, 0, "x") for size in (3, 2, 5)] == [3, 5, 10]
+        assert [queue.accept(size, 0, "x")[0] for size in (3, 2, 5)] == [3, 5, 10]
         assert tracemalloc.get_traced_memory()[1] < 1e6
     finally:
         tracemalloc.stop()
@@ -223,8 +229,8 @@ def test_a_huge_group_size_costs_nothing_before_as_many_sequences_wait() -> None
 def test_a_group_above_its_environments_size_is_queued_rather_than_kept_for_ever() -> None:
     queue = started(batch_size=8)
     queue.register_env(env(group_size=4))
-    assert queue.accept(8, 0, "large") is None
-    assert queue.next_batch() == ["large"]
+    assert queue.accept(8, 0, "large")[0] is None
+    assert next_batch(queue) == ["large"]
 
 
 def test_a_group_that_no_batch_can_hold_is_refused_with_both_sizes() -> None:
@@ -270,13 +276,13 @@ def test_no_weight_divides_by_zero(weight: float, expected: float) -> None:
 def test_an_obstacle_is_told_once_enough_sequences_wait() -> None:
     queue = started(batch_size=10)
     post(queue, 8)
-    assert queue.next_batch() is None
+    assert next_batch(queue) is None
     assert queue.obstacle() is None
     post(queue, 8)
-    assert queue.next_batch() is None
+    assert next_batch(queue) is None
     assert "batch_size=10" in (queue.obstacle() or "")
     queue.register_env(env(min_batch_allocation=0.5))
-    assert queue.next_batch() is None
+    assert next_batch(queue) is None
     assert "math_0 is to fill 50% of each batch but has no group waiting" in (queue.obstacle() or "")
 
 

@@ -172,7 +172,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def every_accepted_group_is_in_one_place(self) -> None:
-        kept = [rollout.id for rollout in self.state.rollouts()]
+        kept = [group.record.id for _, group in self.state.groups()]
         assert sorted(kept + self.done) == sorted(self.accepted)
 
     @invariant()
