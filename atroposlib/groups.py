@@ -17,7 +17,8 @@ arrays. The check reads each list once.
 
 import numbers
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
     sampled[(tokens.lengths.cumsum() - tokens.lengths)[tokens.lengths > 0]] = False  # nothing predicts a first token
     masks.expect((masks.values == tokens.values) | ~sampled, f"is neither {NOT_TRAINED} nor the token")
     scores = _rows("scores", [_required(group, "scores")], "d")
-    _expect_count("scores", len(scores.values), tokens)
+    expect_count("scores", len(scores.values), len(tokens.lengths))
     scores.expect(
         np.abs(scores.values) <= MAX_MAGNITUDE, f"is not a number from -{MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
     )
@@ -141,18 +142,12 @@ def _rows(name: str, lists: list[Any], kind: Literal["q", "d"]) -> _Rows:
         try:
             column.fromlist(row)
         except (TypeError, OverflowError):
-            position, value = next((position, value) for position, value in enumerate(row) if not _fits(kind, value))
-            number = "a number" if kind == "d" else "an integer of 64 bits"
-            raise Untrainable(f"{_shown(value)} is not {number}", name, index, position) from None
+            fitting = array(kind)
+            with suppress(TypeError, OverflowError):
+                fitting.extend(row)
+            position, number = len(fitting), "a number" if kind == "d" else "an integer of 64 bits"
+            raise Untrainable(f"{_shown(row[position])} is not {number}", name, index, position) from None
     return _Rows(name, np.asarray(column), np.asarray(lengths, dtype=np.int64))
-
-
-def _fits(kind: str, value: Any) -> bool:
-    try:
-        array(kind, [value])
-    except (TypeError, OverflowError):
-        return False
-    return True
 
 
 def _list(value: Any, *where: str | int) -> list[Any]:
@@ -176,17 +171,22 @@ def _given(group: Mapping[str, Any], name: str) -> list[Any] | None:
     return None if group.get(name) is None else _list(group[name], name) or None
 
 
-def _expect_count(name: str, count: int, tokens: _Rows) -> None:
-    if count != len(tokens.lengths):
-        raise Untrainable(f"{count} entries for {len(tokens.lengths)} sequences in tokens", name)
+def expect_count(name: str, count: int, sequences: int) -> None:
+    """Raise Untrainable unless a field has one entry for each sequence."""
+    if count != sequences:
+        raise Untrainable(f"{count} entries for {sequences} sequences in tokens", name)
+
+
+def expect_lengths(name: str, lengths: Sequence[int], of_tokens: Sequence[int]) -> None:
+    """Raise Untrainable unless a field has one value for each token."""
+    for index, (length, tokens) in enumerate(zip(lengths, of_tokens, strict=True)):
+        if length != tokens:
+            raise Untrainable(f"{length} entries for the {tokens} tokens of this sequence", name, index)
 
 
 def _expect_one_per_token(rows: _Rows, tokens: _Rows) -> None:
-    _expect_count(rows.name, len(rows.lengths), tokens)
-    for index in np.flatnonzero(rows.lengths != tokens.lengths)[:1].tolist():
-        raise Untrainable(
-            f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence", rows.name, index
-        )
+    expect_count(rows.name, len(rows.lengths), len(tokens.lengths))
+    expect_lengths(rows.name, rows.lengths.tolist(), tokens.lengths.tolist())
 
 
 def _check_ids(tokens: _Rows, vocab_size: int | None) -> None:
@@ -211,7 +211,7 @@ def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:
     if (given := _given(group, "advantages")) is None:
         return
     rows = _rows("advantages", given, "d")
-    _expect_count(rows.name, len(rows.lengths), tokens)
+    expect_count(rows.name, len(rows.lengths), len(tokens.lengths))
     for index in np.flatnonzero((rows.lengths != tokens.lengths) & (rows.lengths != 1))[:1].tolist():
         given_tokens = f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence"
         raise Untrainable(f"{given_tokens}; give one for the sequence, or one per token", rows.name, index)
@@ -234,7 +234,7 @@ def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
         _check_object(group.get(name), name)
     overrides = _given(group, "overrides")
     if overrides is not None:
-        _expect_count("overrides", len(overrides), tokens)
+        expect_count("overrides", len(overrides), len(tokens.lengths))
         for index, override in enumerate(overrides):
             _check_object(override, "overrides", index)
 
@@ -256,7 +256,7 @@ def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
     if (given := _given(group, "policy_versions")) is None:
         return
     rows = _rows("policy_versions", given, "q")
-    _expect_count(rows.name, len(rows.lengths), tokens)
+    expect_count(rows.name, len(rows.lengths), len(tokens.lengths))
     for index in np.flatnonzero(rows.lengths != 2)[:1].tolist():
         raise Untrainable(f"{rows.lengths[index]} entries instead of the first and the last version", rows.name, index)
     first, last = rows.values.reshape(-1, 2).T

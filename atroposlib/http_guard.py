@@ -104,7 +104,7 @@ class HostGuard:
 
     app: ASGIApp
     hosts: OwnHosts
-    bears_token: Callable[[Scope], bool] = field(default=lambda scope: False)
+    bears_token: Callable[[Scope], object] = field(default=lambda scope: False)  # a truth value
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None

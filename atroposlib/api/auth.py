@@ -9,6 +9,7 @@ stands before all routes, so that none can forget it; whether a web page asks is
 
 import hmac
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -58,23 +59,19 @@ class Tokens:
         matches = [role for role, token in self._of.items() if hmac.compare_digest(given.strip(), token().encode())]
         return matches[0] if matches else None
 
-    def are_borne_by(self, scope: Scope) -> bool:
-        """Whether a request carries one of them."""
-        return self.role(scope) is not None
 
-
+@dataclass
 class RequireToken:
     """ASGI middleware: 401 without a right token, 403 for what the post token does not open."""
 
-    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
-        self._app = app
-        self._tokens = tokens
+    app: ASGIApp
+    tokens: Tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
-        scope[ROLE] = role = self._tokens.role(scope)
+        scope[ROLE] = role = self.tokens.role(scope)
         if role is None:
             detail = (
                 "this API wants its token: send 'Authorization: Bearer TOKEN' "
@@ -86,4 +83,4 @@ class RequireToken:
             detail = "the post token is for environments: this wants the API's token, which trainers have"
             await JSONResponse({"detail": detail}, 403)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)

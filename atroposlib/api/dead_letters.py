@@ -30,14 +30,23 @@ _PRUNE = (
 def store(db: sqlite3.Connection, letters: Sequence[DeadLetter]) -> None:
     """Add letters, and remove the oldest above the table's bounds, in the transaction that is open."""
     if letters:
-        db.executemany(_INSERT, map(_row, letters))
+        db.executemany(
+            _INSERT,
+            [
+                (
+                    letter.body.id,
+                    letter.at,
+                    letter.env_id,
+                    letter.environment,
+                    letter.reason,
+                    letter.body.packed,
+                    zlib.crc32(letter.body.data),
+                    letter.body.data,
+                )
+                for letter in letters
+            ],
+        )
         db.execute(_PRUNE, (MAX_LETTERS, MAX_BYTES))
-
-
-def _row(letter: DeadLetter) -> tuple[object, ...]:
-    body = letter.body
-    crc = zlib.crc32(body.data)
-    return body.id, letter.at, letter.env_id, letter.environment, letter.reason, body.packed, crc, body.data
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.decoding import RefusedBody, shown
-from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check, expect_count, expect_lengths
 from atroposlib.wire.batching import PostedData, ScoredData
 
 
@@ -33,40 +33,24 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
             f"a group of {count} sequences; at most {max_sequences} are taken (--max-sequences)",
             location=("tokens",),
         )
-    _same_count("masks", data.masks, count)
-    _same_count("scores", data.scores, count)
     lengths = [len(sequence) for sequence in data.tokens]
-    _same_lengths("masks", data.masks, lengths)
-    for name, values in (("ref_logprobs", data.ref_logprobs), ("inference_logprobs", data.inference_logprobs)):
-        if values:  # environments send [] for "none"
-            _same_count(name, values, count)
-            _same_lengths(name, values, lengths)
-    if isinstance(data.policy_versions, list):
-        _same_count("policy_versions", data.policy_versions, count)
-    _check_messages(data.messages or [])
+    kind = "unequal_lengths"
     try:
+        expect_count("masks", len(data.masks), count)
+        expect_count("scores", len(data.scores), count)
+        expect_lengths("masks", [len(mask) for mask in data.masks], lengths)
+        for name, values in (("ref_logprobs", data.ref_logprobs), ("inference_logprobs", data.inference_logprobs)):
+            if values:  # environments send [] for "none"
+                expect_count(name, len(values), count)
+                expect_lengths(name, [len(inner) for inner in values], lengths)
+        if isinstance(data.policy_versions, list):
+            expect_count("policy_versions", len(data.policy_versions), count)
+        _check_messages(data.messages or [])
+        kind = "untrainable"
         check(data, needs)
     except Untrainable as error:
-        raise RefusedBody(422, error.message, location=error.where, kind="untrainable") from None
+        raise RefusedBody(422, error.message, location=error.where, kind=kind) from None
     return list(_suspicions(data, lengths))
-
-
-def _same_count(name: str, values: Sequence[Any], count: int) -> None:
-    if len(values) != count:
-        raise RefusedBody(
-            422, f"{len(values)} entries for {count} sequences in tokens", location=(name,), kind="unequal_lengths"
-        )
-
-
-def _same_lengths(name: str, values: Sequence[Sequence[Any]], lengths: Sequence[int]) -> None:
-    for index, (inner, length) in enumerate(zip(values, lengths, strict=True)):
-        if len(inner) != length:
-            raise RefusedBody(
-                422,
-                f"{len(inner)} entries for the {length} tokens of this sequence",
-                location=(name, index),
-                kind="unequal_lengths",
-            )
 
 
 def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:

@@ -50,11 +50,6 @@ def is_packed(request: Request) -> bool:
     return request.headers.get("content-type", "").split(";")[0].strip().lower() in (MSGPACK, "application/x-msgpack")
 
 
-def accepts_packed(request: Request) -> bool:
-    """Whether the client reads MessagePack."""
-    return MSGPACK in request.headers.get("accept", "").lower()
-
-
 async def read_record(request: Request, kind: type[T]) -> T:
     """The body of anything but groups, as its record. Raises RefusedBody: 400 for broken gzip, 413 when too large, 422
     for what is no such record.

@@ -11,6 +11,7 @@ API. This module does not interpret changes.
 
 import contextlib
 import queue
+import secrets
 import sqlite3
 import threading
 import zlib
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from atroposlib.api import dead_letters, journal_file
 from atroposlib.api.journal_file import FORMAT, AsFound, Body, DeadLetter, JournalError, JournalReader
-from atroposlib.api.journal_head import Head, HeadInUse, HeadRecord, Mark, chain_start, chained, new_id
+from atroposlib.api.journal_head import ID_BYTES, Head, HeadInUse, HeadRecord, Mark, chain_start, chained
 
 MAX_TOGETHER = 256  # writes in one transaction
 VACUUM_FROM_BYTES = 64 * 2**20  # free space in the file at start that is given back to the disk
@@ -41,7 +42,7 @@ class _Write:
 
 
 class Journal:
-    """An open journal; `reader` reads it at the start, until `keep_only`. Raises JournalError from the constructor on."""
+    """An open journal, which `reader` reads until `keep_only`. Raises JournalError from the constructor on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +96,7 @@ class Journal:
     def _beginning(self) -> tuple[Mark, bytes]:
         """What the first change follows, and the journal's id; from here on the head names both."""
         if self._head.record is None:
-            journal_id = new_id()
+            journal_id = secrets.token_bytes(ID_BYTES)
             self._head.reset(HeadRecord(journal_id, chain_start(journal_id)))
         assert self._head.record is not None
         return self._head.record.newest, self._head.record.journal_id
@@ -200,7 +201,6 @@ class Journal:
         return max(newest, mark, key=lambda one: one.number)
 
     def _note_newest(self) -> JournalError | None:
-        """Update the head. If that fails, the file has a change without a reply, and accepts no more."""
         record = self._head.record
         assert record is not None
         if record.newest == self._newest:

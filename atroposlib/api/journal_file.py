@@ -229,8 +229,10 @@ class JournalReader:
 
     def changes(self) -> Iterator[tuple[int, bytes]]:
         """(number, change) of all changes, in order."""
+        if self.format == UNCHAINED_FORMAT:
+            for number, crc, change in self._rows("SELECT number, crc, change FROM changes ORDER BY number"):
+                yield number, self._checked(change, crc, f"change {number}")
         if self.id is None:
-            yield from self._unchained_changes()
             return
         newest, seen, first = chain_start(self.id), False, None
         for row in self._rows("SELECT number, snapshot, crc, hash, bodies, change FROM changes ORDER BY number"):
@@ -303,11 +305,6 @@ class JournalReader:
                 f"its change {acknowledged} is not the one that was acknowledged ({head_path(self.path)})"
             )
 
-    def _unchained_changes(self) -> Iterator[tuple[int, bytes]]:
-        if self.format == UNCHAINED_FORMAT:
-            for number, crc, change in self._rows("SELECT number, crc, change FROM changes ORDER BY number"):
-                yield number, self._checked(change, crc, f"change {number}")
-
     def _checked(self, content: object, crc: object, what: str) -> bytes:
         if not isinstance(content, bytes) or zlib.crc32(content) != crc:
             raise self.damaged(f"{what} has other bytes than were written")
@@ -344,21 +341,16 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise unusable(path, error) from None
+        name = getattr(error, "sqlite_errorname", "")
+        if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+            raise in_use(path) from None
+        if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM")) or (
+            name.startswith("SQLITE_IOERR") and name != "SQLITE_IOERR_SHORT_READ"
+        ):
+            raise no_use(path, error) from None
+        raise damaged(path, str(error)) from None
     except OSError as error:
         raise no_use(path, error) from None
-
-
-def unusable(path: Path, error: sqlite3.Error) -> JournalError:
-    """What SQLite's error means for the journal."""
-    name = getattr(error, "sqlite_errorname", "")
-    if name.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
-        return in_use(path)
-    if name.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_FULL", "SQLITE_PERM")) or (
-        name.startswith("SQLITE_IOERR") and name != "SQLITE_IOERR_SHORT_READ"
-    ):
-        return no_use(path, error)
-    return damaged(path, str(error))
 
 
 def no_use(path: Path, error: Exception) -> JournalError:

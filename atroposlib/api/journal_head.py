@@ -10,7 +10,6 @@ has a journal open for writing holds the lock on its head.
 import errno
 import fcntl
 import os
-import secrets
 import struct
 import time
 import zlib
@@ -50,11 +49,6 @@ class HeadInUse(Exception):
 def head_path(journal: Path) -> Path:
     """Where the head of a journal is."""
     return Path(f"{journal}.head")
-
-
-def new_id() -> bytes:
-    """The id of a new journal."""
-    return secrets.token_bytes(ID_BYTES)
 
 
 def chain_start(journal_id: bytes) -> Mark:

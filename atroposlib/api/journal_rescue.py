@@ -108,14 +108,15 @@ def _are_whole(reader: JournalReader) -> bool:
         return False
 
 
-def _loss(found: HeadRecord | None, kept: _Kept | None) -> str:
-    """`found` is the head as it was."""
+def _loss(head_before: HeadRecord | None, kept: _Kept | None) -> str:
     newest, left = 0, "nothing is left"
     if kept is not None:
         newest, left = kept.newest, f"{kept.groups} groups are left"
         left += f", {kept.damaged_groups} more had damaged bytes" if kept.damaged_groups else ""
         left += ", its dead letters are lost" if kept.letters_lost else ""
-    if found is None or (kept is not None and kept.head is not None and kept.head.journal_id != found.journal_id):
+    if head_before is None or (
+        kept is not None and kept.head is not None and kept.head.journal_id != head_before.journal_id
+    ):
         return f"how many changes are lost cannot be told without its head; it ends with change {newest}, {left}"
-    acknowledged = found.newest.number
+    acknowledged = head_before.newest.number
     return f"{max(0, acknowledged - newest)} of {acknowledged} acknowledged changes are lost, {left}"

@@ -1,6 +1,7 @@
 """/metrics for Prometheus: the service's counts at the time of the request, and how long posts take."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -77,22 +78,22 @@ class Metrics:
         return generate_latest(self._registry)
 
 
+@dataclass
 class Measured:
     """ASGI middleware: counts refusals and times posts."""
 
-    def __init__(self, app: ASGIApp, service: RolloutService, metrics: Metrics) -> None:
-        self._app = app
-        self._service = service
-        self._metrics = metrics
+    app: ASGIApp
+    service: RolloutService
+    metrics: Metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                self._service.counters.refused[message["status"]] += 1
+                self.service.counters.refused[message["status"]] += 1
             await send(message)
 
         if scope["type"] == "http" and scope["path"] in TIMED_PATHS:
-            with self._metrics.post_seconds.time():
-                await self._app(scope, receive, counting)
+            with self.metrics.post_seconds.time():
+                await self.app(scope, receive, counting)
         else:
-            await self._app(scope, receive, counting)
+            await self.app(scope, receive, counting)

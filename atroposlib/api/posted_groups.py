@@ -67,14 +67,11 @@ def _loosely(kind: Any) -> Any:
     return _loosely(options[0]) if options else int | float | str | bool
 
 
-def _fields_type(packed: bool) -> type[msgspec.Struct]:
-    """Every field of a posted group as its bytes; absent ones are the null of the format."""
-    return msgspec.defstruct(
-        "Fields", [(name, Raw) if name in _REQUIRED else (name, Raw, _NULL[packed]) for name in _TYPES]
-    )
-
-
-_FIELDS = {packed: _fields_type(packed) for packed in (False, True)}
+# every field of a posted group as its bytes; absent ones are the null of the format
+_FIELDS = {
+    packed: msgspec.defstruct("Fields", [(name, Raw) if name in _REQUIRED else (name, Raw, null) for name in _TYPES])
+    for packed, null in _NULL.items()
+}
 _split_one = {packed: _CODEC[packed].Decoder(_FIELDS[packed]).decode for packed in (False, True)}
 _split_list = {
     packed: _CODEC[packed].Decoder(Annotated[list[_FIELDS[packed]], Meta(max_length=MAX_LISTED)]).decode  # type: ignore

@@ -12,7 +12,7 @@ method is one state change, so calls from one thread need no lock. Accepted grou
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
@@ -143,12 +143,12 @@ class BatchQueue(Generic[R]):
         self.registration: Registration | None = None
         self._environments: dict[int, Environment] = {}
         self._next_env_id = 0
-        self._shares: tuple[dict[int, float], float] | None = None  # as `_counted` gives them, until one changes
+        self._shares: tuple[dict[int, float], float, float] | None = None  # as `_counted` gives them, until one changes
         self._namesakes: Counter[str] = Counter()
         self.current_step = 0
         self.started = False
         self._progress: tuple[int, int] | None = None  # trained steps, policy version
-        self._lanes: Lanes[R] = Lanes()
+        self.lanes: Lanes[R] = Lanes()
         self._buffers: dict[int, _Buffer[R]] = {}
         self._arrivals = 0
         self._overtakers: list[int] = []  # heap: of all delivered batches, the latest-arrived newest groups
@@ -176,7 +176,6 @@ class BatchQueue(Generic[R]):
         """The new environment, or None while no trainer has both registered and polled for a batch."""
         if not self.started:
             return None
-        self._exhausted = False
         return self._add_environment(request)
 
     def _add_environment(self, request: EnvRegistration) -> Environment:
@@ -197,7 +196,6 @@ class BatchQueue(Generic[R]):
 
     @property
     def environments(self) -> Collection[Environment]:
-        """All that are registered, in order of registration."""
         return self._environments.values()
 
     def forget_envs(self, env_ids: Iterable[int]) -> list[Group[R]]:
@@ -283,7 +281,7 @@ class BatchQueue(Generic[R]):
 
     def _enqueue(self, sequences: int, env_id: int | None, record: R) -> Group[R]:
         group = Group(self._arrivals, sequences, env_id, record)
-        self._lanes.append(group)
+        self.lanes.append(group)
         self._arrivals += 1
         self._exhausted = False
         return group
@@ -302,9 +300,9 @@ class BatchQueue(Generic[R]):
         if self._exhausted:
             return None
         batch_size = self.registration.batch_size
-        oldest = self._lanes.oldest(at_most=batch_size)
+        oldest = self.lanes.oldest(at_most=batch_size)
         overtaken = oldest is not None and len(self._overtakers) == MAX_OVERTAKEN and oldest.order < self._overtakers[0]
-        chosen = choose_batch(self._lanes, batch_size, self.minimums(), overtaken=overtaken)
+        chosen = choose_batch(self.lanes, batch_size, self.minimums(), overtaken=overtaken)
         self._exhausted = chosen is None
         return chosen
 
@@ -312,7 +310,7 @@ class BatchQueue(Generic[R]):
         """Deliver chosen groups, named by their orders: one step. Raises KeyError when they are not at the heads of
         their lanes.
         """
-        chosen = self._lanes.take(orders)
+        chosen = self.lanes.take(orders)
         newest = max(orders)
         if len(self._overtakers) < MAX_OVERTAKEN:
             heapq.heappush(self._overtakers, newest)
@@ -323,25 +321,21 @@ class BatchQueue(Generic[R]):
 
     def put_back(self, groups: Iterable[Group[R]]) -> None:
         """Return delivered groups to their old places in the queue. The caller corrects the step."""
-        self._lanes.put_back(groups)
+        self.lanes.put_back(groups)
         self._exhausted = False
 
     def drop(self, orders: Set[int]) -> list[Group[R]]:
         """Remove queued or buffered groups by their orders. Returns those that were found."""
-        dropped = self._lanes.drop(orders)
+        dropped = self.lanes.drop(orders)
         for buffer in self._buffers.values():
             dropped += buffer.drop(orders)
         self._exhausted = False
         return dropped
 
-    def waiting(self) -> Iterator[Group[R]]:
-        """All groups that are queued, lane by lane."""
-        return iter(self._lanes)
-
     def clear_groups(self) -> list[Group[R]]:
         """Remove and return every group."""
-        gone = [*self._lanes, *(group for buffer in self._buffers.values() for group in buffer.groups)]
-        self._lanes, self._buffers = Lanes(), {}
+        gone = [*self.lanes, *(group for buffer in self._buffers.values() for group in buffer.groups)]
+        self.lanes, self._buffers = Lanes(), {}
         return gone
 
     def minimums(self) -> dict[int, float]:
@@ -350,8 +344,8 @@ class BatchQueue(Generic[R]):
         """
         return self._counted()[0]
 
-    def _counted(self) -> tuple[dict[int, float], float]:
-        """The minimums and the sum of all weights, of the environments that count."""
+    def _counted(self) -> tuple[dict[int, float], float, float]:
+        """The minimums, their sum and the sum of all weights, of the environments that count."""
         if self._shares is None:
             counting = [environment for environment in self.environments if environment.counts]
             minimums = {
@@ -359,16 +353,17 @@ class BatchQueue(Generic[R]):
                 for environment in counting
                 if environment.request.min_batch_allocation is not None
             }
-            self._shares = minimums, sum(_pull(environment.request) for environment in counting)
+            pulls = sum(_pull(environment.request) for environment in counting)
+            self._shares = minimums, sum(minimums.values()), pulls
         return self._shares
 
     def obstacle(self) -> str | None:
         """Why no batch can be formed although enough sequences wait; None when a batch is possible or too few wait."""
-        if self.registration is None or not self._exhausted or self._lanes.sequences < self.registration.batch_size:
+        if self.registration is None or not self._exhausted or self.lanes.sequences < self.registration.batch_size:
             return None
         batch_size = self.registration.batch_size
         for env_id, share in self.minimums().items():
-            if int(batch_size * share) and not self._lanes.largest_of(env_id):
+            if int(batch_size * share) and not self.lanes.largest_of(env_id):
                 name = self.name_of(env_id)
                 return (
                     f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again"
@@ -381,27 +376,23 @@ class BatchQueue(Generic[R]):
 
     # --- status ------------------------------------------------------------------------------------------------------
 
-    def queued_sizes(self) -> dict[int, int]:
-        """Group size -> number of waiting groups."""
-        return self._lanes.sizes()
-
     def status(self) -> Status:
         """Steps and waiting groups, buffered ones not counted."""
         steps, version = self._progress or (UNSET, UNSET)
-        return Status(self.current_step, self._lanes.groups, policy_version=version, trained_steps=steps)
+        return Status(self.current_step, self.lanes.groups, policy_version=version, trained_steps=steps)
 
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
         environment = self.environment(env_id)
-        minimums = self.minimums()
-        largest = max(1, self._lanes.largest())
-        own_size = max(environment.request.group_size, self._lanes.largest_of(env_id))
-        own = self._lanes.sequences_of[env_id]
+        minimums, allocated, _ = self._counted()
+        largest = max(1, self.lanes.largest())
+        own_size = max(environment.request.group_size, self.lanes.largest_of(env_id))
+        own = self.lanes.sequences_of[env_id]
         steps, version = self._progress or (UNSET, UNSET)
         return EnvStatus(
             current_step=self.current_step,
             queue_size=(own + self._available_from_others(env_id, largest, minimums)) // own_size,
-            unallocated_fraction=1.0 - min(sum(minimums.values()), 1.0),
+            unallocated_fraction=1.0 - min(allocated, 1.0),
             self_queue_size=own // own_size,
             max_group_size=largest,
             env_weight=self._weight(environment),
@@ -422,7 +413,7 @@ class BatchQueue(Generic[R]):
                 math.ceil(sequences / largest) * largest
                 - int(batch_size * minimums.get(other, 0.0) if other is not None else 0),
             )
-            for other, sequences in self._lanes.sequences_of.items()
+            for other, sequences in self.lanes.sequences_of.items()
             if other != env_id
         )
 
@@ -432,7 +423,7 @@ class BatchQueue(Generic[R]):
         """
         if environment.request.weight < 0:
             return 1.0
-        total = self._counted()[1]
+        total = self._counted()[2]
         return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
     # --- training progress and evaluations ---------------------------------------------------------------------------
@@ -483,7 +474,7 @@ class BatchQueue(Generic[R]):
             progress=self._progress,
             arrivals=self._arrivals,
             overtakers=list(self._overtakers),
-            waiting=sorted(self._lanes),
+            waiting=sorted(self.lanes),
             buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
             evaluations=list(self._evaluations.values()),
             identities=[(environment.env_id, environment.name) for environment in self.environments],
@@ -503,7 +494,7 @@ class BatchQueue(Generic[R]):
         self._next_env_id = max(self._next_env_id, dump.next_env_id)
         self.current_step, self.started = dump.current_step, dump.started
         self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
-        self._lanes = Lanes(dump.waiting)
+        self.lanes = Lanes(dump.waiting)
         for group in dump.buffered:
             assert group.env_id is not None
             self._buffers.setdefault(group.env_id, _Buffer()).add(group)

@@ -60,8 +60,9 @@ class Lanes(Generic[R]):
 
     def append(self, group: Group[R]) -> None:
         """Queue a group that is younger than every group of its lane."""
-        self._lanes.setdefault(group.lane, deque()).append(group)
-        self._count(group.lane, 1)
+        lane = group.lane
+        self._lanes.setdefault(lane, deque()).append(group)
+        self._count(lane, 1)
 
     def take(self, orders: Sequence[int]) -> list[Group[R]]:
         """Remove the groups of these orders, all at the heads of their lanes; they come back in the sequence given.
@@ -75,11 +76,13 @@ class Lanes(Generic[R]):
                     break
                 found[group.order] = group
         chosen = [found[order] for order in orders]
-        for group in chosen:
-            self._lanes[group.lane].popleft()
-            if not self._lanes[group.lane]:
-                del self._lanes[group.lane]
-            self._count(group.lane, -1)
+        for lane, count in Counter(group.lane for group in chosen).items():
+            groups = self._lanes[lane]
+            for _ in range(count):
+                groups.popleft()
+            if not groups:
+                del self._lanes[lane]
+            self._count(lane, -count)
         return chosen
 
     def drop(self, orders: Set[int]) -> list[Group[R]]:

@@ -60,7 +60,7 @@ def create_app(
     tokens = Tokens(settings.token, settings.token_file, settings.post_token, settings.post_token_file)
     if tokens:
         app.add_middleware(RequireToken, tokens=tokens)
-    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=tokens.are_borne_by)
+    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=tokens.role)
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app

@@ -113,7 +113,7 @@ class RolloutService:
         async with self._deciding:
             forgotten = await self._submit(changes.TrainerRegistered(registration, trainer))
         self.counters.forgotten += forgotten
-        self._hear_trainer(trainer)
+        self._trainers.heard(trainer, self._clock())
         return trainer, forgotten
 
     async def pop(self) -> list[Content] | None:
@@ -196,14 +196,11 @@ class RolloutService:
                 raise NotTheTrainer(
                     f"trainer {trainer} is not the one registered here: another has taken over its batches"
                 )
-            self._hear_trainer(trainer)
+            self._trainers.heard(trainer, self._clock())
             if returned := self.state.leases.reclaimable(trainer):
                 log.info("The trainer is back: it keeps %d batch(es)", len(returned))
                 await self._submit(changes.LeasesTaken(returned, trainer))
             yield
-
-    def _hear_trainer(self, trainer: int) -> None:
-        self._trainers.heard(trainer, self._clock())
 
     async def _before_delivery(self) -> None:
         """Whatever has to happen first: environments let in, batches of a silent trainer returned, stale groups
@@ -239,7 +236,7 @@ class RolloutService:
                 return delivery
             self._untold += await self._set_aside(unusable, "delivery")
             ahead = min(2 * ahead, MAX_AHEAD)
-            if unusable := await self._unusable(list(islice(self._unread(self.state.queue.waiting()), ahead))):
+            if unusable := await self._unusable(list(islice(self._unread(self.state.queue.lanes), ahead))):
                 self._untold += await self._set_aside(unusable, "delivery")
         return None
 
@@ -262,7 +259,11 @@ class RolloutService:
 
     async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
         """Turn queued or leased groups into dead letters."""
-        letters = [self._letter(self.dead_letters.next_id + index, *each) for index, each in enumerate(found)]
+        letters = []
+        for identity, (group, reason) in enumerate(found, self.dead_letters.next_id):
+            body = replace(self._bodies[group.record.id], id=identity)
+            name = self.state.queue.name_of(group.env_id)
+            letters.append(DeadLetter(time.time(), group.env_id, name, reason, body))
         await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
         self.dead_letters.add(letters)
         self.counters.rejected[found_by] += len(letters)
@@ -281,10 +282,6 @@ class RolloutService:
         if len(told) > MAX_LOGGED:
             log.warning("Set aside %d more groups; /dead-letters lists them", len(told) - MAX_LOGGED)
         return told
-
-    def _letter(self, identity: int, group: Group[Rollout], reason: str) -> DeadLetter:
-        body, name = replace(self._bodies[group.record.id], id=identity), self.state.queue.name_of(group.env_id)
-        return DeadLetter(time.time(), group.env_id, name, reason, body)
 
     @property
     def needs(self) -> Needs:
@@ -445,9 +442,6 @@ class RolloutService:
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
-    async def _commit(self, change: Change) -> Any:
-        return await self._submit(change)
-
     def _submit(
         self, change: Change, bodies: Sequence[Body] = (), letters: Sequence[DeadLetter] = ()
     ) -> asyncio.Future[Any]:
@@ -477,7 +471,11 @@ class RolloutService:
     ) -> None:
         """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
         self._unwritten_groups -= len(bodies)
-        self._note_journal(error)
+        if error is not None and self.journal_error is None:
+            log.error("Refusing what changes the state: %s", error)
+        elif error is None and self.journal_error is not None:
+            log.info("The journal can be written again")
+        self.journal_error = None if error is None else str(error)
         try:
             if error is not None:
                 raise error
@@ -498,7 +496,11 @@ class RolloutService:
         try:
             return self.state.apply(change)
         finally:
-            self._let_go(self.state.drain_released())
+            gone = self.state.drain_released()
+            for identity in gone:
+                self.held_bytes -= len(self._bodies.pop(identity).data)
+            if self.journal is not None:
+                self.journal.forget(gone)
             if bodies and bodies[-1].id in self._bodies:
                 self.latest = bodies[-1]
 
@@ -506,19 +508,6 @@ class RolloutService:
         for body in bodies:
             self._bodies[body.id] = body
             self.held_bytes += len(body.data)
-
-    def _let_go(self, gone: Sequence[int]) -> None:
-        for identity in gone:
-            self.held_bytes -= len(self._bodies.pop(identity).data)
-        if self.journal is not None:
-            self.journal.forget(gone)
-
-    def _note_journal(self, error: JournalError | None) -> None:
-        if error is not None and self.journal_error is None:
-            log.error("Refusing what changes the state: %s", error)
-        elif error is None and self.journal_error is not None:
-            log.info("The journal can be written again")
-        self.journal_error = None if error is None else str(error)
 
     # --- journal -----------------------------------------------------------------------------------------------------
 
@@ -543,7 +532,7 @@ class RolloutService:
         self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
         for environment in self.state.queue.environments:
             self.hear_environment(environment.env_id)
-        self._hear_trainer(self.state.trainer)
+        self._trainers.heard(self.state.trainer, self._clock())
         log.info(
             "Journal %s: %d groups, %d environments, step %d, replayed in %.2f s",
             journal.path,

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from atroposlib.api import changes
-from atroposlib.api.changes import Change, GroupsPosted, PostedGroup, Rollout
+from atroposlib.api.changes import Change, GroupsPosted, Rollout
 from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
 from atroposlib.api.selection import Group
@@ -152,18 +152,18 @@ class RolloutState:
         except GroupTooLarge:
             self._gone += range(change.first, change.first + len(change.groups))
             raise
-        answer = [self._accept(change.first + index, group) for index, group in enumerate(change.groups)]
+        answer = []
+        for identity, group in enumerate(change.groups, change.first):
+            rollout = Rollout(identity, group.version)
+            buffered, queued = self.queue.accept(group.sequences, group.env_id, rollout)
+            answer.append(buffered)
+            for waiting in queued:
+                self._versions.add(waiting.order, waiting.record.version)
         if change.key is not None:
             self._answered[change.key] = answer
             if len(self._answered) > MAX_ANSWERED:
                 self._answered.popitem(last=False)
         return answer
-
-    def _accept(self, identity: int, group: PostedGroup) -> int | None:
-        buffered, queued = self.queue.accept(group.sequences, group.env_id, Rollout(identity, group.version))
-        for waiting in queued:
-            self._versions.add(waiting.order, waiting.record.version)
-        return buffered
 
     def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
         """The lease that was opened, if any."""

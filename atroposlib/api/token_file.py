@@ -9,8 +9,10 @@ import os
 import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 
 LOOK_EVERY_S = 1.0
@@ -27,18 +29,16 @@ def is_usable(token: str) -> bool:
 
 def read_token(path: Path, flag: str) -> str:
     """The token in a file that only its owner can write. Raises ValueError, which names the flag and what to do."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not keep us waiting
-        with open(descriptor, "rb") as file:
-            _expect_trusted(path, os.fstat(descriptor), f"{flag} {path}")
-            for folder in {path.absolute().parent, path.resolve().parent}:
-                _expect_trusted(folder, folder.stat(), f"{flag} {path}")
-            content = file.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}") from None
+    what = f"{flag} {path}"
+    with reading(what, ValueError), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        found = {path: os.fstat(file.fileno())}  # of a FIFO, too: it does not keep us waiting
+        found |= {folder: folder.stat() for folder in (path.absolute().parent, path.resolve().parent)}
+        content = file.read(MAX_BYTES + 1) or b""
+    for place, status in found.items():
+        _expect_trusted(place, status, what)
     token = content.decode("ascii", "replace").strip()
     if len(content) > MAX_BYTES or not is_usable(token):
-        raise ValueError(f"{flag} {path} must hold one token of {MIN_CHARACTERS} or more printable characters")
+        raise ValueError(f"{what} must hold one token of {MIN_CHARACTERS} or more printable characters")
     return token
 
 
@@ -66,16 +66,16 @@ class TokenFile:
 
     def current(self) -> str:
         """The token as the file last held it."""
-        if self._clock() - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = self._clock()
+        now = self._clock()
+        if now - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = now
             self._look()
         return self._token
 
     def _look(self) -> None:
-        signature = self._signature()
-        if signature == self._seen:
+        before, self._seen = self._seen, self._signature()
+        if self._seen == before:
             return
-        self._seen = signature
         try:
             token = read_token(self._path, self._flag)
         except ValueError as error:
@@ -86,9 +86,7 @@ class TokenFile:
             log.info("%s has another token: the one before is not taken any more", self._path)
 
     def _signature(self) -> tuple[int, ...] | None:
-        """A value that differs after every change of the file."""
-        try:
+        with suppress(OSError):
             found = self._path.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+            return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return None

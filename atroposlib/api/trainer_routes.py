@@ -10,7 +10,6 @@ from msgspec import Raw
 from atroposlib.api.decoding import check_names
 from atroposlib.api.http import (
     NO_BROWSER,
-    accepts_packed,
     beside,
     large_reply,
     read_record,
@@ -50,7 +49,7 @@ async def register(request: Request) -> Response:
     if forgotten:
         log.warning("Forgot %d groups of the run before, which this trainer does not go on with", forgotten)
     too_big = {
-        size: count for size, count in service.state.queue.queued_sizes().items() if size > registration.batch_size
+        size: count for size, count in service.state.queue.lanes.sizes().items() if size > registration.batch_size
     }
     if too_big:
         log.warning(
@@ -140,7 +139,8 @@ async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**
 
 async def _batch_reply(request: Request, contents: Sequence[Content], answer: wire.BatchReply[Raw]) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
-    packed = accepts_packed(request) and all(is_packed for _, is_packed, _ in contents)
+    takes_packed = wire.MSGPACK in request.headers.get("accept", "").lower()
+    packed = takes_packed and all(is_packed for _, is_packed, _ in contents)
     work = functools.partial(_batch, contents, answer, packed)
     as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
     return await large_reply(

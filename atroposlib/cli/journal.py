@@ -149,7 +149,6 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
 
 @contextlib.contextmanager
 def _lines(path: Path | None) -> Iterator[IO[bytes]]:
-    """JSON lines are UTF-8 whatever the locale."""
     if path is None:
         yield sys.stdout.buffer
         return
@@ -162,5 +161,4 @@ def _write(lines: IO[bytes], fields: dict[str, Any]) -> None:
 
 
 def _content(body: Body) -> Any:
-    """The group as JSON, on one line."""
     return msgspec.msgpack.decode(body.data) if body.packed else msgspec.Raw(msgspec.json.format(body.data, indent=-1))

@@ -5,6 +5,7 @@ still lives.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -41,11 +42,10 @@ def is_alive(process: Process) -> bool:
     """Whether `process`, of this machine and container, still runs. A stopped one does; a zombie's memory is gone
     already.
     """
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         state, started = _stat(process.pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return started == process.started and state not in "ZX"
+        return started == process.started and state not in "ZX"
+    return False
 
 
 def _stat(pid: int) -> tuple[str, int]:

@@ -5,6 +5,7 @@ and in ASCII.
 """
 
 import math
+import re
 import reprlib
 from typing import Annotated, Any, TypeVar
 
@@ -22,6 +23,7 @@ Name = Annotated[str, msgspec.Meta(pattern=rf"\A{PRINTABLE}\Z")]
 Lease = Annotated[float, msgspec.Meta(gt=0, le=MAX_LEASE_S)]
 PolicyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_POLICY_VERSION)]
 TokenId = Annotated[int, msgspec.Meta(ge=0)]
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair: JSON can write one alone, UTF-8 cannot
 
 
 class WrongValue(ValueError):
@@ -95,20 +97,12 @@ def _fault(value: Any, depth: int = 0) -> str | None:
         return f"expected finite numbers, got {value}"
     if isinstance(value, int) and value not in INT64:
         return f"expected integers of 64 bits, got {brief(value)}"
-    if isinstance(value, str) and not value.isascii() and (bad := _lone_surrogate(value)) is not None:
-        return f"expected Unicode text, got the lone surrogate {bad}"
+    if isinstance(value, str) and not value.isascii() and (bad := _SURROGATE.search(value)) is not None:
+        return f"expected Unicode text, got the lone surrogate {bad[0]!a}"
     inner = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     for item in inner:
         if type(item) is int and item in INT64:  # a prompt has many of them
             continue
         if (fault := _fault(item, depth + 1)) is not None:
             return fault
-    return None
-
-
-def _lone_surrogate(text: str) -> str | None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return ascii(text[error.start])
     return None

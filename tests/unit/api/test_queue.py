@@ -110,13 +110,13 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
-        waiting = [group.record for _, lane in self.queue._lanes.items() for group in lane]
+        waiting = [group.record for _, lane in self.queue.lanes.items() for group in lane]
         buffered = [group.record for buffer in self.queue._buffers.values() for group in buffer.groups]
         assert sorted(waiting + buffered + self.delivered) == sorted(self.size_of)
 
     @invariant()
     def counters_agree_with_a_count(self) -> None:
-        lanes = self.queue._lanes
+        lanes = self.queue.lanes
         groups = [group for _, lane in lanes.items() for group in lane]
         assert lanes.groups == self.queue.status().queue_size == len(groups)
         assert lanes.sequences == sum(group.sequences for group in groups)
