@@ -102,10 +102,9 @@ def _without_damaged_bodies(path: Path) -> _Kept:
 
 
 def _are_whole(reader: JournalReader) -> bool:
-    try:
+    with contextlib.suppress(JournalDamaged):
         return all(True for _ in reader.dead_letters())
-    except JournalDamaged:
-        return False
+    return False
 
 
 def _loss(head_before: HeadRecord | None, kept: _Kept | None) -> str:

@@ -35,19 +35,31 @@ class ServiceCollector(Collector):
             ("groups_forgotten", "Groups of another run that were forgotten", counters.forgotten),
         ):
             yield CounterMetricFamily(f"atropos_{name}", text, value=total)
-        stale = CounterMetricFamily("atropos_stale_groups", "Groups above --max-staleness", labels=["action"])
-        stale.add_metric(["dropped"], counters.stale_dropped)
-        stale.add_metric(["down-weighted"], counters.stale_down_weighted)
-        yield stale
-        rejected = CounterMetricFamily("atropos_groups_rejected", "Groups set aside", labels=["found_by"])
-        for found_by in ("trainer", "delivery"):
-            rejected.add_metric([found_by], counters.rejected[found_by])
-        yield rejected
-        refused = CounterMetricFamily("atropos_refused", "Replies of 400 and above", labels=["status"])
-        for status, count in sorted(counters.refused.items()):
-            refused.add_metric([str(status)], count)
-        yield refused
-        for name, text, value in (
+        for name, text, label, totals in (
+            (
+                "stale_groups",
+                "Groups above --max-staleness",
+                "action",
+                {"dropped": counters.stale_dropped, "down-weighted": counters.stale_down_weighted},
+            ),
+            (
+                "groups_rejected",
+                "Groups set aside",
+                "found_by",
+                {found_by: counters.rejected[found_by] for found_by in ("trainer", "delivery")},
+            ),
+            (
+                "refused",
+                "Replies of 400 and above",
+                "status",
+                {str(status): count for status, count in sorted(counters.refused.items())},
+            ),
+        ):
+            family = CounterMetricFamily(f"atropos_{name}", text, labels=[label])
+            for value, total in totals.items():
+                family.add_metric([value], total)
+            yield family
+        for name, text, gauge in (
             ("queued_groups", "Groups that wait", queue.status().queue_size),
             ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
             ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
@@ -60,7 +72,7 @@ class ServiceCollector(Collector):
             ),
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
         ):
-            yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if value is None else value)
+            yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if gauge is None else gauge)
 
 
 class Metrics:

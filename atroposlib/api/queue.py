@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic
 
 from msgspec import UNSET, Struct
@@ -79,41 +79,6 @@ class Environment:
         return every is not None and every > 0 and (policy_version % every == 0 or policy_version == num_steps)
 
 
-@dataclass
-class _Buffer(Generic[R]):
-    """Groups of one environment that together will fill its group size."""
-
-    groups: list[Group[R]] = field(default_factory=list)
-    sizes: Counter[int] = field(default_factory=Counter)
-
-    def add(self, group: Group[R]) -> None:
-        self.groups.append(group)
-        self.sizes[group.sequences] += 1
-
-    def take_subset(self, sequences: int) -> list[Group[R]]:
-        """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is
-        exact.
-        """
-        if self.sequences < sequences or not can_sum(self.sizes, sequences):
-            return []
-        chosen = set(indices_summing_to([group.sequences for group in self.groups], sequences))
-        taken = [group for index, group in enumerate(self.groups) if index in chosen]
-        self.groups = [group for index, group in enumerate(self.groups) if index not in chosen]
-        self.sizes.subtract(group.sequences for group in taken)
-        return taken
-
-    def drop(self, orders: Set[int]) -> list[Group[R]]:
-        """Remove groups by their orders. Returns those that were found."""
-        gone = [group for group in self.groups if group.order in orders]
-        self.groups = [group for group in self.groups if group.order not in orders]
-        self.sizes.subtract(group.sequences for group in gone)
-        return gone
-
-    @property
-    def sequences(self) -> int:
-        return sum(size * count for size, count in self.sizes.items())
-
-
 class QueueDump(Struct, Generic[R], array_like=True):
     """All of a queue's state that outlives a restart."""
 
@@ -149,7 +114,7 @@ class BatchQueue(Generic[R]):
         self.started = False
         self._progress: tuple[int, int] | None = None  # trained steps, policy version
         self.lanes: Lanes[R] = Lanes()
-        self._buffers: dict[int, _Buffer[R]] = {}
+        self._buffers: dict[int, Lanes[R]] = {}  # groups that together will fill the group size of their environment
         self._arrivals = 0
         self._overtakers: list[int] = []  # heap: of all delivered batches, the latest-arrived newest groups
         self._exhausted = False  # nothing has changed since no batch could be formed
@@ -206,8 +171,8 @@ class BatchQueue(Generic[R]):
         queued = []
         for env_id in env_ids:
             if self._environments.pop(env_id, None) is not None:
-                buffer = self._buffers.pop(env_id, _Buffer())
-                queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffer.groups]
+                buffered = sorted(self._buffers.pop(env_id, ()))
+                queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffered]
         self._namesakes = Counter()
         for environment in self.environments:
             self._note_name(environment)
@@ -274,9 +239,9 @@ class BatchQueue(Generic[R]):
         environment = None if env_id is None else self._environments.get(env_id)
         if env_id is None or environment is None or sequences >= environment.request.group_size:
             return None, [self._enqueue(sequences, env_id, record)]
-        buffer = self._buffers.setdefault(env_id, _Buffer())
-        buffer.add(Group(arrival, sequences, env_id, record))
-        filled = buffer.take_subset(environment.request.group_size)
+        buffer = self._buffers.setdefault(env_id, Lanes())
+        buffer.append(Group(arrival, sequences, env_id, record))
+        filled = _take_exactly(buffer, environment.request.group_size)
         return buffer.sequences, [self._enqueue(group.sequences, env_id, group.record) for group in filled]
 
     def _enqueue(self, sequences: int, env_id: int | None, record: R) -> Group[R]:
@@ -334,7 +299,7 @@ class BatchQueue(Generic[R]):
 
     def clear_groups(self) -> list[Group[R]]:
         """Remove and return every group."""
-        gone = [*self.lanes, *(group for buffer in self._buffers.values() for group in buffer.groups)]
+        gone = [*self.lanes, *(group for buffer in self._buffers.values() for group in buffer)]
         self.lanes, self._buffers = Lanes(), {}
         return gone
 
@@ -475,7 +440,7 @@ class BatchQueue(Generic[R]):
             arrivals=self._arrivals,
             overtakers=list(self._overtakers),
             waiting=sorted(self.lanes),
-            buffered=sorted(group for buffer in self._buffers.values() for group in buffer.groups),
+            buffered=sorted(group for buffer in self._buffers.values() for group in buffer),
             evaluations=list(self._evaluations.values()),
             identities=[(environment.env_id, environment.name) for environment in self.environments],
             next_env_id=self._next_env_id,
@@ -497,7 +462,7 @@ class BatchQueue(Generic[R]):
         self.lanes = Lanes(dump.waiting)
         for group in dump.buffered:
             assert group.env_id is not None
-            self._buffers.setdefault(group.env_id, _Buffer()).add(group)
+            self._buffers.setdefault(group.env_id, Lanes()).append(group)
         self._evaluations = {
             (evaluation.policy_version, evaluation.env_id): evaluation for evaluation in dump.evaluations
         }
@@ -512,6 +477,16 @@ def is_same_run(before: Registration, after: Registration) -> bool:
         return before.run == after.run
     names = [(run.wandb_project, run.wandb_group, run.checkpoint_dir) for run in (before, after)]
     return names[0] == names[1]
+
+
+def _take_exactly(buffer: Lanes[R], sequences: int) -> list[Group[R]]:
+    """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is exact."""
+    if buffer.sequences < sequences or not can_sum(buffer.sizes(), sequences):
+        return []
+    groups = sorted(buffer)
+    chosen = [groups[index] for index in indices_summing_to([group.sequences for group in groups], sequences)]
+    buffer.drop({group.order for group in chosen})
+    return chosen
 
 
 def _pull(request: EnvRegistration) -> float:

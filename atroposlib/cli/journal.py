@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -122,13 +122,20 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
 def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
     known = {group.record.id: (status, group) for status, group in replayed.state.groups()}
     names = {environment.env_id: environment.name for environment in replayed.state.queue.environments}
-    with _lines(arguments.output) as lines:
+    to_stdout = contextlib.nullcontext(sys.stdout.buffer)
+    with to_stdout if arguments.output is None else arguments.output.open("xb") as lines:
         for body in bodies_of(reader, replayed.state):
             status, group = known[body.id]
-            fields: dict[str, Any] = {"id": body.id, "status": status, "env_id": group.env_id}
-            fields |= {"environment": None if group.env_id is None else names.get(group.env_id)}
-            fields |= {"sequences": group.sequences, "policy_version": group.record.version, "group": _content(body)}
-            _write(lines, fields)
+            fields = {
+                "id": body.id,
+                "status": status,
+                "env_id": group.env_id,
+                "environment": None if group.env_id is None else names.get(group.env_id),
+                "sequences": group.sequences,
+                "policy_version": group.record.version,
+                "group": _content(body),
+            }
+            lines.write(msgspec.json.encode(fields) + b"\n")  # UTF-8 whatever the locale
 
 
 def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
@@ -137,27 +144,17 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(letter.at))
         print(f"{letter.body.id}\t{at}\t{escape(str(letter.environment))}\t{escape(letter.reason)}")
     if arguments.output is not None:
-        with _lines(arguments.output) as lines:
+        with arguments.output.open("xb") as lines:
             for letter in letters:
-                fields: dict[str, Any] = {"id": letter.body.id, "at": letter.at, "env_id": letter.env_id}
-                fields |= {"environment": letter.environment, "reason": letter.reason, "group": _content(letter.body)}
-                _write(lines, fields)
-
-
-# --- output ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _lines(path: Path | None) -> Iterator[IO[bytes]]:
-    if path is None:
-        yield sys.stdout.buffer
-        return
-    with path.open("xb") as file:
-        yield file
-
-
-def _write(lines: IO[bytes], fields: dict[str, Any]) -> None:
-    lines.write(msgspec.json.encode(fields) + b"\n")
+                fields = {
+                    "id": letter.body.id,
+                    "at": letter.at,
+                    "env_id": letter.env_id,
+                    "environment": letter.environment,
+                    "reason": letter.reason,
+                    "group": _content(letter.body),
+                }
+                lines.write(msgspec.json.encode(fields) + b"\n")
 
 
 def _content(body: Body) -> Any:

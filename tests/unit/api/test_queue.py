@@ -111,7 +111,7 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         waiting = [group.record for _, lane in self.queue.lanes.items() for group in lane]
-        buffered = [group.record for buffer in self.queue._buffers.values() for group in buffer.groups]
+        buffered = [group.record for buffer in self.queue._buffers.values() for group in buffer]
         assert sorted(waiting + buffered + self.delivered) == sorted(self.size_of)
 
     @invariant()
