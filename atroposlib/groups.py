@@ -122,7 +122,6 @@ class _Rows(NamedTuple):
     lengths: NDArray[np.int64]
 
     def expect(self, good: NDArray[np.bool_], rule: str) -> None:
-        """Raise Untrainable for the first value that is not good."""
         if not good.all():
             at = int(good.argmin())
             ends = self.lengths.cumsum()

@@ -204,5 +204,4 @@ def _is_address_of_this_machine(text: str) -> bool:
 
 
 def _shown(text: str) -> str:
-    """A value from outside, quoted, shortened and in ASCII."""
     return ascii(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}...")

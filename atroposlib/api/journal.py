@@ -138,17 +138,14 @@ class Journal:
             self._head.close()
 
     def _work(self) -> None:
-        while (first := self._writes.get()) is not None:
-            together, last = [first], False
+        is_open = True
+        while is_open:
+            together = [self._writes.get()]
             while len(together) < MAX_TOGETHER and not self._writes.empty():
-                write = self._writes.get()
-                if write is None:
-                    last = True
-                    break
-                together.append(write)
-            self._commit(together)
-            if last:
-                return
+                together.append(self._writes.get())
+            is_open = None not in together
+            if writes := [write for write in together if write is not None]:
+                self._commit(writes)
 
     def _commit(self, together: list[_Write]) -> None:
         """One transaction for all; if that fails, one for each, so that what still fits is written."""

@@ -163,8 +163,6 @@ def _refusal(error: Exception, raw: bytes, packed: bool, *field: str) -> Refused
 
 
 class _Reader:
-    """Reads the groups of one body, which share its bounds. `mark`: what stood where `_MARK` stands now."""
-
     def __init__(self, size: int, packed: bool, mark: str | None) -> None:
         self._packed = packed
         self._mark = mark
@@ -192,7 +190,6 @@ class _Reader:
         return data, bytes(_CODEC[self._packed].encode(item))
 
     def _numbers(self, name: str, raw: Raw) -> tuple[Any, Raw]:
-        """The value, and its bytes: others where numbers came as booleans or, in JSON, as strings or 1.0."""
         try:
             value, coerced = _strict[self._packed][name](raw), False
         except UNREADABLE as error:

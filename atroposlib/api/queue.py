@@ -112,7 +112,7 @@ class BatchQueue(Generic[R]):
         self._namesakes: Counter[str] = Counter()
         self.current_step = 0
         self.started = False
-        self._progress: tuple[int, int] | None = None  # trained steps, policy version
+        self.progress: tuple[int, int] | None = None  # trained steps, policy version
         self.lanes: Lanes[R] = Lanes()
         self._buffers: dict[int, Lanes[R]] = {}  # groups that together will fill the group size of their environment
         self._arrivals = 0
@@ -133,7 +133,7 @@ class BatchQueue(Generic[R]):
         last_kept = registration.starting_step if resumed else -1
         self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= last_kept}
         self.current_step = registration.starting_step
-        self._progress = None
+        self.progress = None
         self.started = False
         self._exhausted = False
 
@@ -267,7 +267,7 @@ class BatchQueue(Generic[R]):
         batch_size = self.registration.batch_size
         oldest = self.lanes.oldest(at_most=batch_size)
         overtaken = oldest is not None and len(self._overtakers) == MAX_OVERTAKEN and oldest.order < self._overtakers[0]
-        chosen = choose_batch(self.lanes, batch_size, self.minimums(), overtaken=overtaken)
+        chosen = choose_batch(self.lanes, batch_size, self._counted()[0], overtaken=overtaken)
         self._exhausted = chosen is None
         return chosen
 
@@ -303,12 +303,6 @@ class BatchQueue(Generic[R]):
         self.lanes, self._buffers = Lanes(), {}
         return gone
 
-    def minimums(self) -> dict[int, float]:
-        """Environment that counts -> least share of each batch, of those that declared one, in order of
-        registration.
-        """
-        return self._counted()[0]
-
     def _counted(self) -> tuple[dict[int, float], float, float]:
         """The minimums, their sum and the sum of all weights, of the environments that count."""
         if self._shares is None:
@@ -327,7 +321,7 @@ class BatchQueue(Generic[R]):
         if self.registration is None or not self._exhausted or self.lanes.sequences < self.registration.batch_size:
             return None
         batch_size = self.registration.batch_size
-        for env_id, share in self.minimums().items():
+        for env_id, share in self._counted()[0].items():
             if int(batch_size * share) and not self.lanes.largest_of(env_id):
                 name = self.name_of(env_id)
                 return (
@@ -343,7 +337,7 @@ class BatchQueue(Generic[R]):
 
     def status(self) -> Status:
         """Steps and waiting groups, buffered ones not counted."""
-        steps, version = self._progress or (UNSET, UNSET)
+        steps, version = self.progress or (UNSET, UNSET)
         return Status(self.current_step, self.lanes.groups, policy_version=version, trained_steps=steps)
 
     def env_status(self, env_id: int) -> EnvStatus:
@@ -353,7 +347,7 @@ class BatchQueue(Generic[R]):
         largest = max(1, self.lanes.largest())
         own_size = max(environment.request.group_size, self.lanes.largest_of(env_id))
         own = self.lanes.sequences_of[env_id]
-        steps, version = self._progress or (UNSET, UNSET)
+        steps, version = self.progress or (UNSET, UNSET)
         return EnvStatus(
             current_step=self.current_step,
             queue_size=(own + self._available_from_others(env_id, largest, minimums)) // own_size,
@@ -392,10 +386,6 @@ class BatchQueue(Generic[R]):
         return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
     # --- training progress and evaluations ---------------------------------------------------------------------------
-
-    def trainer_step(self, step: int, policy_version: int) -> None:
-        """The trainer finished `step`; vLLM serves `policy_version`."""
-        self._progress = (step, policy_version)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Keep a result; a second one of the same environment and version replaces the first. The newest
@@ -436,7 +426,7 @@ class BatchQueue(Generic[R]):
             environments=[(environment.request, environment.connected) for environment in self.environments],
             current_step=self.current_step,
             started=self.started,
-            progress=self._progress,
+            progress=self.progress,
             arrivals=self._arrivals,
             overtakers=list(self._overtakers),
             waiting=sorted(self.lanes),
@@ -458,7 +448,7 @@ class BatchQueue(Generic[R]):
                 self._add_environment(request).connected = connected
         self._next_env_id = max(self._next_env_id, dump.next_env_id)
         self.current_step, self.started = dump.current_step, dump.started
-        self._progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
+        self.progress, self._arrivals, self._overtakers = dump.progress, dump.arrivals, dump.overtakers
         self.lanes = Lanes(dump.waiting)
         for group in dump.buffered:
             assert group.env_id is not None

@@ -327,7 +327,6 @@ def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
 
 
 def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bool:
-    """Whether `run` and some of the groups that are left after it sum to `target`."""
     left = counts.copy()
     left.subtract(group.sequences for group in run)
     return can_sum(left, target - _total(run))

@@ -93,7 +93,7 @@ class RolloutService:
         self._trainers = Liveness(settings.trainer_timeout_s)
         self._number = self._applied = self._since_snapshot = 0
         if journal is None:
-            self.state.apply(changes.Founded(_instance()))
+            self.state.apply(changes.Founded(secrets.token_hex(8)))
         else:
             self._replay(journal)
         self._next_id = self.state.next_id
@@ -434,7 +434,7 @@ class RolloutService:
     async def reset(self) -> None:
         """Forget everything."""
         async with self._deciding:
-            await self._submit(changes.Founded(_instance()))
+            await self._submit(changes.Founded(secrets.token_hex(8)))
         self.latest = None
         self._environments.clear()
         self._remembered.clear()
@@ -526,7 +526,7 @@ class RolloutService:
         self._since_snapshot = replayed.changes
         if not self._number:
             self._number = self._applied = 1
-            founded = changes.Founded(_instance())
+            founded = changes.Founded(secrets.token_hex(8))
             self.state.apply(founded)
             journal.write(1, encode_change(founded), (), self._log_failure)  # its thread has the database from here on
         self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
@@ -553,7 +553,3 @@ class RolloutService:
 
 def _random_id() -> int:
     return secrets.randbelow(UUID_LIMIT - 1) + 1
-
-
-def _instance() -> str:
-    return secrets.token_hex(8)

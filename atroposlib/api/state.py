@@ -64,7 +64,7 @@ class RolloutState:
             case changes.TrainerPolled():
                 self.queue.started = True
             case changes.TrainerReported():
-                self.queue.trainer_step(change.step, change.policy_version)
+                self.queue.progress = (change.step, change.policy_version)
             case changes.EnvironmentJoined():
                 return self.queue.register_env(change.request)  # None while no trainer has polled
             case changes.EnvironmentLeft():

@@ -293,7 +293,7 @@ def test_progress_is_absent_until_reported_and_again_after_a_new_registration() 
     queue = started()
     queue.register_env(env())
     assert queue.status().policy_version is UNSET
-    queue.trainer_step(3, 4)
+    queue.progress = (3, 4)
     assert (queue.status().trained_steps, queue.env_status(0).policy_version) == (3, 4)
     queue.register(run())
     assert queue.status().trained_steps is UNSET
