@@ -95,20 +95,16 @@ async def scored_data(request: Request) -> Response:
     the journal cannot be written. A post that is repeated with its Idempotency-Key (or `idempotency_key`) is
     answered as the first time and stored once.
     """
-    packed = is_packed(request)
-    (group,), needs = await _read(request, packed, in_list=False)
-    (buffered,) = await _store(request, [group], needs, packed, _key(request) or group.key, in_list=False)
+    (buffered,) = await _post(request, in_list=False)
     return reply(wire.Accepted("received") if buffered is None else wire.Accepted("buffered", buffered))
 
 
 @serves(router, routes.SCORED_DATA_LIST, headers=_KEY)
 async def scored_data_list(request: Request) -> Response:
     """Post several scored groups at once. All are accepted, or none. Idempotency-Key stands for the whole list."""
-    packed = is_packed(request)
-    groups, needs = await _read(request, packed, in_list=True)
-    sizes = await _store(request, groups, needs, packed, _key(request), in_list=True) if groups else []
+    sizes = await _post(request, in_list=True)
     buffered = [size for size in sizes if size is not None]
-    answer = wire.ListAccepted("received", groups_processed=len(groups))
+    answer = wire.ListAccepted("received", groups_processed=len(sizes))
     if buffered:
         answer.buffered, answer.last_buffer_size = len(buffered), buffered[-1]
     return reply(answer)
@@ -165,19 +161,6 @@ class _Ready(NamedTuple):
     suspicions: list[str]
 
 
-async def _read(request: Request, packed: bool, *, in_list: bool) -> tuple[list[_Ready], Needs]:
-    """The groups of a post, and what they were found to meet. Raises RefusedBody.
-
-    They are read on a thread if they are large or many.
-    """
-    service = service_of(request)
-    body = await read_body(request, service.settings.max_body_bytes)
-    needs = service.needs
-    work = functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs)
-    is_large = len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES)
-    return await beside(request, work) if is_large else work(), needs
-
-
 def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int, needs: Needs) -> list[_Ready]:
     ready = []
     for index, (data, item) in enumerate(read_groups(body, packed, in_list=in_list)):
@@ -192,11 +175,20 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
     return ready
 
 
-async def _store(
-    request: Request, groups: list[_Ready], needs: Needs, packed: bool, key: str | None, *, in_list: bool
-) -> list[int | None]:
-    """Store the groups of one post with their items, all or none."""
-    service = service_of(request)
+async def _post(request: Request, *, in_list: bool) -> list[int | None]:
+    """Store the groups of one post, all or none: for each what `RolloutService.post` says. Raises RefusedBody.
+
+    They are read on a thread if they are large or many.
+    """
+    service, packed = service_of(request), is_packed(request)
+    body = await read_body(request, service.settings.max_body_bytes)
+    needs = service.needs
+    work = functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs)
+    is_large = len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES)
+    groups = await beside(request, work) if is_large else work()
+    if not groups:
+        return []
+    key = _key(request) or (None if in_list else groups[0].key)
     for index, group in enumerate(groups):
         for suspicion in group.suspicions:
             say_once(request, f"A group of env_id={group.posted.env_id} is passed on although its {suspicion}")

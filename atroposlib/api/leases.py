@@ -4,7 +4,7 @@
                         │  ▲
        give_back (silent│  │hand_over (redelivered, or its own trainer is back)
        or replaced)     ▼  │
-                       returned ── dissolve (batch size changed, too old) ──▶ waiting
+                       returned ── close (batch size changed, too old) ──▶ waiting
 
 A returned batch stays together, so that a run that resumes from its checkpoint trains on the same batches.
 """
@@ -83,9 +83,10 @@ class LeaseBook(Generic[R]):
         lease.trainer, lease.returned = trainer, False
         return lease
 
-    def close(self, leases: Iterable[int]) -> list[Lease[R]]:
-        """End these leases. Returns those that were known."""
-        return [self._leases.pop(lease) for lease in leases if lease in self._leases]
+    def close(self, leases: Iterable[int]) -> list[Group[R]]:
+        """End these leases. Returns the groups of those that were known."""
+        known = [self._leases.pop(lease) for lease in leases if lease in self._leases]
+        return [group for lease in known for group in lease.groups]
 
     def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:
         """Take groups out of the batches that a trainer holds. Returns them, and how many batches closed as empty."""
@@ -93,8 +94,6 @@ class LeaseBook(Generic[R]):
         for lease in self.held():
             removed += [group for group in lease.groups if group.order in orders]
             lease.groups = [group for group in lease.groups if group.order not in orders]
-        return removed, len(self.close([lease.lease_id for lease in self.held() if not lease.groups]))
-
-    def dissolve(self, leases: Iterable[int]) -> list[Group[R]]:
-        """Break up returned batches. Returns their groups."""
-        return [group for lease in self.close(leases) for group in lease.groups]
+        empty = [lease.lease_id for lease in self.held() if not lease.groups]
+        self.close(empty)
+        return removed, len(empty)

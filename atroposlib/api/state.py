@@ -52,9 +52,9 @@ class RolloutState:
             case changes.LeasesReturned():
                 self._wait_again(self.leases.give_back(change.leases), step=True)
             case changes.LeasesAcknowledged():
-                for lease in self.leases.close(change.leases):
-                    self._versions.discard(lease.groups)
-                    self._forget(lease.groups)
+                acknowledged = self.leases.close(change.leases)
+                self._versions.discard(acknowledged)
+                self._forget(acknowledged)
             case changes.GroupsDropped():
                 return self._on_dropped(change.orders)
             case changes.GroupsRejected():
@@ -70,8 +70,7 @@ class RolloutState:
             case changes.EnvironmentLeft():
                 self.queue.disconnect_env(change.env_id)
             case changes.EnvironmentsForgotten():
-                for group in self.queue.forget_envs(change.env_ids):
-                    self._versions.add(group.order, group.record.version)
+                self._versions.add(self.queue.forget_envs(change.env_ids))
             case changes.EvaluationPosted():
                 self.queue.add_evaluation(change.evaluation)
             case changes.Founded():
@@ -120,8 +119,7 @@ class RolloutState:
     @property
     def policy_version(self) -> int | None:
         """The policy version that the trainer last reported."""
-        version = self.queue.status().policy_version
-        return version if isinstance(version, int) else None
+        return None if self.queue.progress is None else self.queue.progress[1]
 
     def groups(self) -> Iterator[tuple[str, Group[Rollout]]]:
         """Every group whose content is still needed, with where it is: `waiting`, `buffered`, `leased`, `returned`."""
@@ -157,8 +155,7 @@ class RolloutState:
             rollout = Rollout(identity, group.version)
             buffered, queued = self.queue.accept(group.sequences, group.env_id, rollout)
             answer.append(buffered)
-            for waiting in queued:
-                self._versions.add(waiting.order, waiting.record.version)
+            self._versions.add(queued)
         if change.key is not None:
             self._answered[change.key] = answer
             if len(self._answered) > MAX_ANSWERED:
@@ -183,7 +180,7 @@ class RolloutState:
             if change.trainer:
                 lease = self.leases.hand_over(lease_id, change.trainer)
             else:
-                self._forget(self.leases.dissolve([lease_id]))
+                self._forget(self.leases.close([lease_id]))
         return lease
 
     def _on_rejected(self, rejected: Sequence[int]) -> list[Group[Rollout]]:
@@ -207,7 +204,7 @@ class RolloutState:
             for lease in self.leases
             if lease.returned and any(group.order in orders for group in lease.groups)
         ]
-        self.queue.put_back(self.leases.dissolve(broken))
+        self.queue.put_back(self.leases.close(broken))
         dropped = self.queue.drop(orders)
         self._versions.discard(dropped)
         self._forget(dropped)
@@ -219,17 +216,16 @@ class RolloutState:
         """
         before = self.queue.registration
         self.trainer = trainer
-        for lease in self.leases.close(registration.trained_leases):
-            self._forget(lease.groups)
+        self._forget(self.leases.close(registration.trained_leases))
         self._wait_again(self.leases.give_back([lease.lease_id for lease in self.leases]), step=False)
         forgotten: list[Group[Rollout]] = []
         if before is not None and not is_same_run(before, registration):
-            forgotten = [*self.queue.clear_groups(), *self.leases.dissolve([lease.lease_id for lease in self.leases])]
+            forgotten = [*self.queue.clear_groups(), *self.leases.close([lease.lease_id for lease in self.leases])]
             self._versions = WaitingVersions()
             self._forget(forgotten)
         self.queue.register(registration)
         unfitting = [lease.lease_id for lease in self.leases if lease.sequences != registration.batch_size]
-        self.queue.put_back(self.leases.dissolve(unfitting))
+        self.queue.put_back(self.leases.close(unfitting))
         return len(forgotten)
 
     def _on_snapshot(self, snapshot: changes.Snapshot) -> None:
@@ -240,14 +236,12 @@ class RolloutState:
         self._answered = OrderedDict(snapshot.answered)
         self.rejected = snapshot.rejected
         returned = [group for lease in self.leases if lease.returned for group in lease.groups]
-        for group in (*snapshot.queue.waiting, *returned):
-            self._versions.add(group.order, group.record.version)
+        self._versions.add([*snapshot.queue.waiting, *returned])
 
     def _wait_again(self, leases: list[Lease[Rollout]], *, step: bool) -> None:
         for lease in leases:
             self.queue.current_step -= step
-            for group in lease.groups:
-                self._versions.add(group.order, group.record.version)
+            self._versions.add(lease.groups)
 
     def _forget(self, groups: Iterable[Group[Rollout]]) -> None:
         self._gone += [group.record.id for group in groups]

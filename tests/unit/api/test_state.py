@@ -227,7 +227,9 @@ def test_a_batch_that_is_handed_over_is_its_new_trainer_s_alone() -> None:
     assert (book.known_to(5, [1]), book.held()) == ([1], [])
     book.hand_over(1, 6)
     assert (book.known_to(5, [1]), book.known_to(6, [1]), book.reclaimable(5)) == ([], [1], [])
-    assert [lease.lease_id for lease in book.close([1, 9])] == [1]
+    group = Group(0, 4, None, None)
+    book.open(2, 6, [group])
+    assert book.close([1, 2, 9]) == [group]
     assert list(book) == []
 
 
