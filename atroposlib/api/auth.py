@@ -37,10 +37,11 @@ class Tokens:
         post_token_file: Path | None = None,
     ) -> None:
         self._of: dict[Role, Callable[[], str]] = {}
-        for role, text, path, flag in (
+        given: list[tuple[Role, str | None, Path | None, str]] = [
             ("train", token, token_file, "--api-token-file"),
             ("post", post_token, post_token_file, "--post-token-file"),
-        ):
+        ]
+        for role, text, path, flag in given:
             if path is not None:
                 self._of[role] = TokenFile(path, flag).current
             elif text is not None:

@@ -171,7 +171,7 @@ class BatchQueue(Generic[R]):
         queued = []
         for env_id in env_ids:
             if self._environments.pop(env_id, None) is not None:
-                buffered = sorted(self._buffers.pop(env_id, ()))
+                buffered = sorted(self._buffers.pop(env_id, Lanes()))
                 queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffered]
         self._namesakes = Counter()
         for environment in self.environments:
