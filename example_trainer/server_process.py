@@ -23,6 +23,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from atroposlib.files import open_regular
 from atroposlib.logs import get_logger
 from example_trainer.errors import TrainerError
@@ -35,10 +37,6 @@ KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
 
 log = get_logger(__name__)
-
-
-class ServerProcessError(TrainerError):
-    """Processes that the kernel does not end."""
 
 
 class ServerProcess:
@@ -80,8 +78,8 @@ class ServerProcess:
         return "\n".join(f"    {line}" for line in lines[-LINES_SHOWN:])
 
     def stop(self, grace_s: float) -> None:
-        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises ServerProcessError
-        if some stays.
+        """End the group: TERM, KILL after `grace_s` seconds, 5 s more at most. Idempotent. Raises TrainerError if
+        some stays.
         """
         if self._popen.returncode is not None:
             return
@@ -93,13 +91,16 @@ class ServerProcess:
             if not self._gone_within(FOLLOW_S):
                 os.killpg(self.pid, signal.SIGKILL)
             if not self._gone_within(KILL_WAIT_S):
-                raise ServerProcessError(
+                raise TrainerError(
                     f"processes {sorted(self._members())} of group {self.pid} still run {KILL_WAIT_S:.0f} s after"
                     f" SIGKILL: see `ps` for what they wait for, and {self.log_path}"
                 )
         self._popen.wait()
         if shared:
-            _remove_shared_memory(shared - mapped_shared_memory(_processes()))
+            orphaned = shared - mapped_shared_memory(psutil.pids())
+            for entry in os.scandir(SHARED_MEMORY):
+                if entry.inode() in orphaned:
+                    Path(entry.path).unlink(missing_ok=True)
 
     def _gone_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -111,21 +112,11 @@ class ServerProcess:
 
     def _members(self) -> Iterator[int]:
         """Living processes of the group; zombies are dead."""
-        for pid in _processes():
-            fields = _stat_fields(pid)
-            if fields and fields[0] not in "ZX" and int(fields[2]) == self.pid:
-                yield pid
-
-
-def _processes() -> Iterator[int]:
-    return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal())
-
-
-def _stat_fields(pid: int) -> list[str]:
-    """State, parent, group, session, ... of a process; empty if it is gone."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                dead = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+                if os.getpgid(pid) == self.pid and psutil.Process(pid).status() not in dead:
+                    yield pid
 
 
 def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
@@ -143,21 +134,10 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[int]:
     return found
 
 
-def _remove_shared_memory(inodes: set[int]) -> None:
-    for entry in os.scandir(SHARED_MEMORY):
-        if entry.inode() in inodes:
-            Path(entry.path).unlink(missing_ok=True)
-
-
-def _follow_and_become(parent: int, command: list[str]) -> None:
-    """In the child: die with `parent`, then become `command`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+if __name__ == "__main__":  # in the child: die with the trainer, then become the command
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before we asked
+    trainer, *command = sys.argv[1:]
+    if os.getppid() != int(trainer):  # it died before we asked
         raise SystemExit(1)
     os.execv(command[0], command)
-
-
-if __name__ == "__main__":
-    _follow_and_become(int(sys.argv[1]), sys.argv[2:])

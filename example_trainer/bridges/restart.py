@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -75,19 +76,23 @@ class VllmServer:
     def start(self, source: str, policy_version: int, served_name: str) -> None:
         """Start our own from `source`: the model, or a directory that holds `policy_version`."""
         config = self._config
-        if not _is_loopback(config.vllm_host):
+        if not ipaddress.ip_address(socket.gethostbyname(config.vllm_host)).is_loopback:
             raise BridgeError(
                 f"nothing listens at {self.client.url}, and this trainer starts vLLM on its own loopback only: "
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
         _await_free_port(config.vllm_host, config.vllm_port)
-        command = [
-            "-u",
-            *self.command(source, policy_version, served_name),
-            *self._defaults(),
-            *shlex.split(self._mode.vllm_flags),
-        ]
-        self.process = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", self._environment())
+        command = ["-u", *self.command(source, policy_version, served_name)]
+        command += ["--max-model-len", "auto"]  # as long as the model allows and the KV cache holds
+        environment = os.environ | {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}
+        if config.vllm_api_key is not None:
+            environment["VLLM_API_KEY"] = config.vllm_api_key.get_secret_value()
+        if self._mode.vllm_gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._mode.vllm_gpu
+        elif self._device.type == "cuda":
+            command += ["--gpu-memory-utilization", SHARED_GPU_FRACTION]
+        command += shlex.split(self._mode.vllm_flags)  # which may replace what stands before them
+        self.process = ServerProcess([sys.executable, *command], config.log_dir / "vllm.log", environment)
         log.info(
             "[Bridge] Started vLLM (pid %d, log %s): python %s",
             self.process.pid,
@@ -104,8 +109,7 @@ class VllmServer:
 
     def check(self) -> None:
         """Raise BridgeError if it is ours and has ended by itself."""
-        end = None if self.process is None else self.process.end()
-        if self.process is not None and end is not None:
+        if self.process is not None and (end := self.process.end()) is not None:
             raise BridgeError(
                 f"the vLLM server that this trainer started (pid {self.process.pid}, {self.client.url}) ended by"
                 f" itself: {end}. Last lines of {self.process.log_path}:\n{self.process.last_lines()}"
@@ -124,48 +128,38 @@ class VllmServer:
                 " --vllm-start-timeout"
             )
 
-        ask = self._ask if folder is None else partial(self._ask_for, folder, policy_version)
-        return wait_for(ask, Wait(what, self.client.url, deadline_s, late, POLL_S, POLL_S))
+        def attempt() -> ServerStatus:
+            self.check()
+            try:
+                status = self.client.ask_status()
+            except BridgeError as error:
+                if folder is None:
+                    raise
+                raise NotYet(str(error)) from error  # one that is being restarted by hand may refuse on its way down
+            if folder is None or _serves(self._config, status, folder, policy_version):
+                return status
+            found = f"it serves {status.served_model} as policy version {status.policy_version}"
+            if self.owned:
+                raise BridgeError(
+                    f"vLLM was started from {folder} (policy version {policy_version}), but {found}: check --vllm-flags"
+                )
+            raise NotYet(found)
 
-    def _ask(self) -> ServerStatus:
-        self.check()
-        return self.client.ask_status()
-
-    def _ask_for(self, folder: str, policy_version: int) -> ServerStatus:
-        self.check()
-        try:
-            status = self.client.ask_status()
-        except BridgeError as error:  # a server that is being restarted by hand may refuse on its way down
-            raise NotYet(str(error)) from error
-        if _serves(self._config, status, folder, policy_version):
-            return status
-        found = f"it serves {status.served_model} as policy version {status.policy_version}"
-        if self.owned:
-            raise BridgeError(
-                f"vLLM was started from {folder} (policy version {policy_version}), but {found}: check --vllm-flags"
-            )
-        raise NotYet(found)
+        return wait_for(attempt, Wait(what, self.client.url, deadline_s, late, POLL_S, POLL_S))
 
     def command(self, source: str, policy_version: int, served_name: str) -> list[str]:
         """What serves `source`: under the name that clients know, and in the dtype served so far."""
-        words = [str(self._launcher), *_model_flags(self._config, source, policy_version)]
+        config, words = self._config, [str(self._launcher)]
+        if isinstance(config.bridge, Adapter):
+            # the base model, with an adapter that it samples from
+            rank = next(rank for rank in VLLM_LORA_RANKS if rank >= config.bridge.r)
+            words += ["--model", config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
+            if source != config.model_name:
+                words += ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
+        else:
+            words += ["--model", source]
         words += ["--served-model-name", served_name, "--port", str(self._config.vllm_port)]
         return [*words, "--dtype", self.dtype] if self.dtype else words
-
-    def _defaults(self) -> list[str]:
-        """Flags of our own server that --vllm-flags may replace."""
-        words = ["--max-model-len", "auto"]  # as long as the model allows and the KV cache holds
-        shares_gpu = self._device.type == "cuda" and self._mode.vllm_gpu is None
-        return [*words, "--gpu-memory-utilization", SHARED_GPU_FRACTION] if shares_gpu else words
-
-    def _environment(self) -> dict[str, str]:
-        config = self._config
-        changes = {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}
-        if config.vllm_api_key is not None:
-            changes["VLLM_API_KEY"] = config.vllm_api_key.get_secret_value()
-        if self._mode.vllm_gpu is not None:
-            changes["CUDA_VISIBLE_DEVICES"] = self._mode.vllm_gpu
-        return os.environ | changes
 
 
 class RestartBridge(WeightBridge):
@@ -188,7 +182,10 @@ class RestartBridge(WeightBridge):
         update_s = time.perf_counter() - start
         if self._served is None and self._version_at_start == policy_version:
             self._served = policy_version  # started from these very weights
-        if self._served is not None and not self._is_due(policy_version):
+        # every multiple of the interval is served, and the last version, whose evaluation environments wait for
+        due = policy_version % self._config.mode(Restarting).restart_interval == 0
+        due = due or policy_version == self._config.training_steps
+        if self._served is not None and (policy_version == self._served or not due):
             return SyncReport(self._served, update_s, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
         return self._serve(policy_version, update_s)
 
@@ -201,18 +198,10 @@ class RestartBridge(WeightBridge):
     def close(self) -> None:
         self._server.stop()
 
-    def _is_due(self, policy_version: int) -> bool:
-        """Every multiple of the interval, and the last version, whose evaluation environments wait for."""
-        config = self._config
-        return policy_version != self._served and (
-            policy_version % config.mode(Restarting).restart_interval == 0 or policy_version == config.training_steps
-        )
-
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
         """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
         server, start = self._server, time.perf_counter()
-        target = self._config.save_path / f"served_{policy_version}"
-        folder = self._trained.write(target, policy_version).resolve()
+        folder = self._trained.write(self._config.save_path / f"served_{policy_version}", policy_version).resolve()
         transfer_s = time.perf_counter() - start
         log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
         start = stopped = time.perf_counter()
@@ -238,16 +227,6 @@ class RestartBridge(WeightBridge):
         return SyncReport(policy_version, update_s, end - start, transfer_s, end - stopped, moved)
 
 
-def _model_flags(config: TrainerConfig, source: str, policy_version: int) -> list[str]:
-    """How the launcher is told what to serve: the model, or the base model with an adapter that it samples from."""
-    if not isinstance(config.bridge, Adapter):
-        return ["--model", source]
-    rank = next(rank for rank in VLLM_LORA_RANKS if rank >= config.bridge.r)
-    flags = ["--model", config.model_name, "--enable-lora", "--max-lora-rank", str(rank)]
-    adapter = ["--lora-modules", f"{_adapter_name(policy_version)}={source}"]
-    return flags if source == config.model_name else [*flags, *adapter]
-
-
 def _serves(config: TrainerConfig, status: ServerStatus, folder: str, policy_version: int) -> bool:
     if status.policy_version != policy_version:
         return False
@@ -261,16 +240,10 @@ def _adapter_name(policy_version: int) -> str:
     return f"policy-v{policy_version}"
 
 
-def _is_loopback(host: str) -> bool:
-    return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
-
-
 def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=5).close()
-    except OSError:
-        return False
-    return True
+    with suppress(OSError), socket.create_connection((host, port), timeout=5):
+        return True
+    return False
 
 
 def _await_free_port(host: str, port: int) -> None:
