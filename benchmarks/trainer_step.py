@@ -79,9 +79,8 @@ def our_arm(work: Path, threads: int) -> None:
 
     from atroposlib.wire.batching import ScoredData
     from example_trainer.batching import make_batch
-    from example_trainer.config import TrainerConfig
+    from example_trainer.config import LossSettings, TrainerConfig
     from example_trainer.model import load_model
-    from example_trainer.objectives.base import LossSettings
     from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
     from example_trainer.packing import micro_batches
     from example_trainer.step import batch_gradients
@@ -93,7 +92,7 @@ def our_arm(work: Path, threads: int) -> None:
     optimizer = make_optimizer(model.parameters(), config)
     scheduler = make_scheduler(optimizer, config, 0)
     items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
-    settings = LossSettings(clip_low=CLIP, clip_high=CLIP)
+    settings = LossSettings(clip_eps=CLIP)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
         batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)

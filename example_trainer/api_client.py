@@ -10,7 +10,7 @@ leases (the archived ancestor's) gives batches for good.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
@@ -70,7 +70,8 @@ class ApiClient:
         self._progress: wire.TrainerStep | None = None  # last reported
         self._trainer = 0  # what /register answered
         self._leases = True  # whether the API has them, as far as is known
-        self._holding: list[int] = []  # leases of batches that are not acknowledged
+        # leases of batches that are not acknowledged; a checkpoint holds them, and its resumer registers them
+        self.holding: list[int] = []
         self._ids: list[int] = []  # the API's names of the items of the batch fetched last; empty without a lease
         self._env_ids: list[int | None] = []  # and whose they are
         self._on_rejected = on_rejected
@@ -89,7 +90,7 @@ class ApiClient:
         """
         self._registration = replace(self._registration, starting_step=starting_step, **run)
         self._trainer = self._patiently(routes.REGISTER, self._registration, what="registration").uuid
-        self._holding = []
+        self.holding = []
 
     def fetch_batch(self, timeout_s: float) -> list[Item]:
         """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`.
@@ -101,7 +102,10 @@ class ApiClient:
             reply = self._next_batch()
             if reply.status == "error":
                 log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.message)
-                self._register_again()
+                done = self._progress
+                self.register(self._registration.starting_step if done is None else done.step)
+                if done is not None:
+                    self.report_step(done.step, done.policy_version)
             elif isinstance(reply.batch, list) and reply.batch:
                 self._ids = reply.ids if isinstance(reply.ids, list) else []
                 self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
@@ -124,23 +128,19 @@ class ApiClient:
         groups = [wire.RejectedGroup(self._ids[at], why[:MAX_REASON]) for at, why in reasons.items() if self._ids]
         told: list[wire.SetAside] = []
         if groups:
-            rejection = wire.Rejection(self._trainer, self._holding[-1], groups)
-            told = self._patiently(routes.REJECT, rejection, what="the rejection of groups").rejected
+            told = self._patiently(
+                routes.REJECT, wire.Rejection(self._trainer, self.holding[-1], groups), what="the rejection of groups"
+            ).rejected
         of = {self._ids.index(each.id): each.environment for each in told}
         return [Rejection(_environment(of.get(at), self._env_ids[at]), why) for at, why in reasons.items()]
 
-    def unacknowledged(self) -> list[int]:
-        """Leases of the batches fetched so far that the API still keeps; a checkpoint holds them, and its resumer
-        registers them.
-        """
-        return list(self._holding)
-
     def acknowledge(self) -> None:
         """Every batch fetched so far is trained on, and where that is needed in a checkpoint: the API may forget it."""
-        if self._holding:
-            done = wire.Acknowledgement(self._trainer, self._holding)
-            self._patiently(routes.ACKNOWLEDGE, done, what="the acknowledgement")
-            self._holding = []
+        if self.holding:
+            self._patiently(
+                routes.ACKNOWLEDGE, wire.Acknowledgement(self._trainer, self.holding), what="the acknowledgement"
+            )
+            self.holding = []
 
     def report_step(self, step: int, policy_version: int) -> None:
         """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""
@@ -157,14 +157,13 @@ class ApiClient:
 
         def attempt() -> None:
             nonlocal found
-            query = {"policy_version": policy_version}
-            found = self._patiently(routes.EVALUATIONS, query=query, what="evaluations")
+            found = self._patiently(routes.EVALUATIONS, query={"policy_version": policy_version}, what="evaluations")
             if found.pending and deadline_s > 0:
                 raise NotYet(f"{', '.join(found.pending)} evaluates it")
 
-        what = f"the evaluation of policy {policy_version}"
         try:
-            wait_for(attempt, Wait(what, self.url, deadline_s, TimeoutError), self._sleep)
+            wait = Wait(f"the evaluation of policy {policy_version}", self.url, deadline_s, TimeoutError)
+            wait_for(attempt, wait, self._sleep)
         except TimeoutError:
             log.warning(
                 "Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
@@ -184,21 +183,21 @@ class ApiClient:
         """The reply to a request for a lease, or, from an API that has none, to GET /batch."""
         if self._leases:
             try:
-                body = wire.LeaseRequest(self._trainer, self._holding, ids=True)
-                reply = self._patiently(routes.LEASE, body, what="a batch")
+                reply = self._patiently(
+                    routes.LEASE, wire.LeaseRequest(self._trainer, self.holding, ids=True), what="a batch"
+                )
             except ApiError as error:
                 if error.status not in (404, 405):
                     raise
                 reply = BatchReply[ScoredData]()
             if reply.batch is not msgspec.UNSET:
                 if isinstance(reply.lease, int):
-                    self._holding.append(reply.lease)
+                    self.holding.append(reply.lease)
                     self._heartbeat.start()
                 if isinstance(reply.rejected, list) and reply.rejected:
-                    told = [
-                        Rejection(_environment(each.environment, each.env_id), each.reason) for each in reply.rejected
-                    ]
-                    self._on_rejected(told)
+                    self._on_rejected(
+                        [Rejection(_environment(each.environment, each.env_id), each.reason) for each in reply.rejected]
+                    )
                 return reply
             log.info("The batching API at %s has no leases: its batches are taken for good", self.url)
             self._leases = False
@@ -206,11 +205,6 @@ class ApiClient:
 
     def _beat(self) -> None:
         self._api.call(routes.HEARTBEAT, wire.Heartbeat(trainer=self._trainer))
-
-    def _register_again(self) -> None:
-        self.register(self._progress.step if self._progress else self._registration.starting_step)
-        if self._progress is not None:
-            self.report_step(self._progress.step, self._progress.policy_version)
 
     def _call(self, route: Route[R], body: msgspec.Struct | None, query: Mapping[str, int] | None) -> R:
         """One request. A batch with groups that are not as they should be is read group by group, so that these do
@@ -223,8 +217,7 @@ class ApiClient:
                 raise
             reply: Any = error.answer.read(BatchReply[Raw])
             reply.batch = [_item(error.answer, raw) for raw in reply.batch or []]
-            batch: R = reply
-            return batch
+            return cast(R, reply)
 
     def _patiently(
         self, route: Route[R], body: msgspec.Struct | None = None, *, query: Mapping[str, int] | None = None, what: str

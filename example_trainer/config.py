@@ -93,7 +93,7 @@ class OptimizationSettings(Config):
         return value
 
 
-class GrpoSettings(Config):
+class LossSettings(Config):
     """Loss"""
 
     loss: Loss = Field("grpo", description="what a step minimises: a file of example_trainer/objectives")
@@ -108,6 +108,11 @@ class GrpoSettings(Config):
     advantage_std: bool = Field(
         True, description="divide group-relative advantages by the group's standard deviation + 1e-4"
     )
+
+    @property
+    def clip_high(self) -> float:
+        """The upper clip distance: the lower one unless given."""
+        return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
 
 class BadDataSettings(Config):
@@ -219,7 +224,7 @@ class TrainerConfig(
     ApiSettings,
     ExactnessSettings,
     BadDataSettings,
-    GrpoSettings,
+    LossSettings,
     OptimizationSettings,
     ModelSettings,
 ):

@@ -48,11 +48,6 @@ class Comparison:
         """One chunk, in the order in which the step computes."""
         self._parts.append((tokens, sampler, ours.detach()))
 
-    @property
-    def tokens(self) -> int:
-        """How many were added."""
-        return sum(len(part[0]) for part in self._parts)
-
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, sampler's and trainer's values of all chunks."""
         tokens, sampler, ours = (torch.cat(column).cpu() for column in zip(*self._parts, strict=True))
@@ -65,12 +60,11 @@ class Comparison:
         if not self._parts:
             return {"bit_exact/differing_tokens": 0, "bit_exact/tokens": 0}
         _, sampler, ours = self.columns()
-        difference = (ours.double() - sampler.double()).abs()
         differing = int((bits(ours) != bits(sampler)).sum())
         return {
             "bit_exact/differing_tokens": differing,
             "bit_exact/tokens": len(ours),
-            "bit_exact/max_abs_diff": difference.max().item(),
+            "bit_exact/max_abs_diff": (ours.double() - sampler.double()).abs().max().item(),
             "ratio_tokens_different": differing / len(ours),
         }
 
@@ -122,17 +116,15 @@ class Served:
 
 
 class Exactness:
-    """The configured check of one run. `served` is known once the model is exact; without the mode it stays None."""
+    """The configured check of one run. With --batch-invariant, makes the model compute as its server does; `served` is
+    None without. Raises TrainerError if either cannot.
+    """
 
-    def __init__(self, config: TrainerConfig) -> None:
+    def __init__(self, config: TrainerConfig, model: PreTrainedModel, served_dtype: str) -> None:
         self._config = config
         self.served: Served | None = None
         self._agreed = False
         self._mismatch: Mismatch | None = None
-
-    def prepare(self, model: PreTrainedModel, served_dtype: str) -> None:
-        """With --batch-invariant, make the model compute as its server does. Raises TrainerError if either cannot."""
-        config = self._config
         if not config.batch_invariant:
             return
         ranks = set()
@@ -166,7 +158,17 @@ class Exactness:
             if row["bit_exact/differing_tokens"]:
                 print(comparison.table(), flush=True)
                 if self._config.bit_exact == "strict":
-                    raise NotExact(_strict_message(step, row, self._keep(step, batch, model), batch.staleness_mean))
+                    behind = (
+                        f" The batch was sampled {batch.staleness_mean:.2f} policy versions ago: exactness needs"
+                        " on-policy batches."
+                        if batch.staleness_mean
+                        else ""
+                    )
+                    raise NotExact(
+                        f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ"
+                        f" (--bit-exact strict), by at most {row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for:"
+                        f" python -m example_trainer.replay {self._keep(step, batch, model)}"
+                    )
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:
             self._mismatch = Mismatch(
@@ -175,7 +177,7 @@ class Exactness:
                 " settings that the batch does not tell"
             )
             raise self._mismatch
-        self._agreed = self._agreed or comparison.tokens > 0
+        self._agreed = self._agreed or row["bit_exact/tokens"] > 0
         return row
 
     def expect_agreement(self) -> None:
@@ -184,9 +186,7 @@ class Exactness:
             raise self._mismatch
 
     def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
-        """Write the step's sequences, and the weights that scored them, to LOG_DIR/bit_exact_step_N; the file to
-        replay.
-        """
+        """Write the step's sequences, and the weights that scored them; the file to replay."""
         assert self.served is not None
         folder = self._config.log_dir / f"bit_exact_step_{step}"
         model.save_pretrained(folder / "model")
@@ -213,19 +213,6 @@ def _refuse_truncation(batch: Batch, step: int) -> None:
             )
 
 
-def _strict_message(step: int, row: dict[str, float | int], kept: Path, staleness: float | None) -> str:
-    behind = (
-        f" The batch was sampled {staleness:.2f} policy versions ago: exactness needs on-policy batches."
-        if staleness
-        else ""
-    )
-    return (
-        f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ (--bit-exact"
-        f" strict), by at most {row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for: python -m example_trainer.replay"
-        f" {kept}"
-    )
-
-
 def _tensors(rollout: Rollout) -> dict[str, Any]:
     fields = asdict(rollout)
     return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()}
@@ -233,7 +220,4 @@ def _tensors(rollout: Rollout) -> dict[str, Any]:
 
 def rollout_from(fields: dict[str, Any]) -> Rollout:
     """The inverse of what `keep` stores of a rollout."""
-    values: dict[str, Any] = {
-        name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()
-    }
-    return Rollout(**values)
+    return Rollout(**{name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()})

@@ -26,7 +26,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -48,10 +48,9 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
 from example_trainer.memory import check_model, one_line_when_out_of_memory
-from example_trainer.metrics import Row, StepReport, open_metrics
+from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model import load_model
 from example_trainer.modes import SingleCopy
-from example_trainer.objectives.base import LossSettings
 from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.step import StepMetrics, batch_gradients
@@ -69,9 +68,8 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
     BridgeError is one.
     """
     device = prepare_torch(config)
-    prepare = prepare or make_bridge(config)
     with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
-        run = Run(config, device, prepare, resources)
+        run = Run(config, device, prepare or make_bridge(config), resources)
         run.start()
         for step in range(run.progress.step + 1, config.training_steps + 1):
             run.step(step)
@@ -92,18 +90,23 @@ class Run:
         self.rejections = RejectionBudget(config.max_rejected_groups)
         self.bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
         watched: list[WeightBridge] = []
-        api = connect_api(config, self.rejections, partial(sleep_beside, watched))
-        self.api = resources.enter_context(contextlib.closing(api))
-        api.wait_until_up()
+        self.api = ApiClient(
+            config.atropos_url,
+            registration(config),
+            patience_s=config.api_timeout,
+            token=config.atropos_token.get_secret_value() if config.atropos_token else None,
+            sleep=partial(sleep_beside, watched),
+            on_rejected=self.rejections.note,
+        )
+        resources.callback(self.api.close)
+        self.api.wait_until_up()
         source = str(checkpoint) if checkpoint else config.model_name
         log.info("Loading %s on %s", source, device)
         self.trained, self.bridge = resources.enter_context(connected(config, prepare, source, device))
         watched.append(self.bridge)
         self.model = self.trained.model
-        self.exactness = Exactness(config)
-        self.exactness.prepare(self.model, self.bridge.served_dtype)
-        needs_reference = config.kl_coef > 0
-        self.reference = load_model(config.model_name, device).requires_grad_(False) if needs_reference else None
+        self.exactness = Exactness(config, self.model, self.bridge.served_dtype)
+        self.reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self.model.parameters(), config)
         self.progress = restore(checkpoint, self.optimizer) if checkpoint else Progress()
         self.scheduler = make_scheduler(self.optimizer, config, self.progress.updates)
@@ -112,7 +115,9 @@ class Run:
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
                 " to go on"
             )
-        self.metrics = resources.enter_context(contextlib.closing(open_metrics(config, self.progress.step + 1)))
+        self.metrics = open_metrics(config, self.progress.step + 1)
+        for sink in self.metrics:
+            resources.callback(sink.close)
         self.checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self.proven = False  # vLLM's weights by the parity probe, after an update
@@ -122,8 +127,13 @@ class Run:
         progress = self.progress
         self.bridge.sync(progress.policy_version, keep_weights)
         check_parity(self.bridge, self.config)
-        needs = dict(vocab_size=self.vocab_size, trainable_only=True)
-        self.api.register(starting_step=progress.step, run=progress.run, trained_leases=progress.leases, **needs)
+        self.api.register(
+            starting_step=progress.step,
+            run=progress.run,
+            trained_leases=progress.leases,
+            vocab_size=self.vocab_size,
+            trainable_only=True,
+        )
         self.api.report_step(progress.step, progress.policy_version)
 
     def step(self, step: int) -> None:
@@ -131,8 +141,9 @@ class Run:
         start, rejected_before = time.monotonic(), self.rejections.total
         batch = self.trainable_batch()
         fetched = time.monotonic()
-        if step == 1:
-            log_starting_accuracy(self.api)
+        # of the untrained policy, if an environment evaluated it before it began to sample
+        if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
+            print(f"Before training | accuracy {100 * accuracy:.1f} %", flush=True)
         updates, measured = self.learn(batch, step)
         differentiated = time.monotonic()
         sync = self.hand_over(step, updates)
@@ -140,12 +151,12 @@ class Run:
         synced = time.monotonic()
         version = self.progress.policy_version
         serves_it = sync.policy_version == version
-        report = StepReport(
+        row = step_row(
+            batch,
+            measured,
+            sync,
             step=step,
             policy_version=version,
-            batch=batch,
-            measured=measured,
-            sync=sync,
             accuracy=self.api.evaluation(version, self.config.eval_deadline) if serves_it else None,
             updates=self.progress.updates,
             rejected_groups=self.rejections.total - rejected_before,
@@ -155,16 +166,16 @@ class Run:
             step_s=synced - start,
             eval_wait_s=time.monotonic() - synced,
         )
-        self.metrics.write(report.row())
-        print(report.line(self.config.training_steps), flush=True)
+        for sink in self.metrics:
+            sink.write(row)
+        print(step_line(row, self.config.training_steps), flush=True)
         self.save_if_due(step)
 
     def finish(self) -> None:
         """Write the trained model."""
         self.exactness.expect_agreement()
         log.info("Writing the trained model to %s", self.config.save_path)
-        folder = self.trained.write(self.config.save_path / self.trained.form.final)
-        print(f"Trained model: {folder}", flush=True)
+        print(f"Trained model: {self.trained.write(self.config.save_path / self.trained.form.final)}", flush=True)
         self.api.acknowledge()
 
     def trainable_batch(self) -> Batch:
@@ -200,14 +211,23 @@ class Run:
             if gradients is None:
                 return False, checked
             grad_norm = clip_gradients(self.optimizer, self.config.max_grad_norm)
-            expect_finite(gradients["loss"])
+            loss = gradients["loss"]
+            if loss is None or not math.isfinite(loss):
+                raise BadBatch(
+                    f"the loss is {loss}; the weights were left as they are. "
+                    "Check the sampler's log-probabilities and the advantages of the environments"
+                )
         except BadBatch as error:
             self.bad_batches.note(error, step)
             self.optimizer.zero_grad(set_to_none=True)
             return False, checked
         self.bad_batches.note_update()
-        lr = float(self.scheduler.get_last_lr()[0])
-        return True, {**gradients, **checked, "grad_norm": grad_norm, "lr": lr}
+        return True, {
+            **gradients,
+            **checked,
+            "grad_norm": grad_norm,
+            "lr": float(self.scheduler.get_last_lr()[0]),
+        }
 
     def gradients(self, batch: Batch, comparison: Comparison) -> StepMetrics | None:
         """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
@@ -225,7 +245,7 @@ class Run:
         return batch_gradients(
             self.model,
             micro_batches(batch.rollouts, config.micro_batch_tokens, self.model.device),
-            loss_settings(config),
+            config,
             reference=self.reference,
             chunk_mb=config.logits_chunk_mb,
             loss_tokens=batch.completion_tokens,
@@ -239,12 +259,11 @@ class Run:
             step=step,
             policy_version=self.progress.policy_version + 1,
             updates=self.progress.updates + updates,
-            leases=self.api.unacknowledged(),
+            leases=list(self.api.holding),
         )
-        version = self.progress.policy_version
         change = partial(update, self.optimizer, self.scheduler) if updates else keep_weights
-        sync = self.bridge.sync(version, change)
-        if sync.policy_version == version and not self.proven:
+        sync = self.bridge.sync(self.progress.policy_version, change)
+        if sync.policy_version == self.progress.policy_version and not self.proven:
             check_parity(self.bridge, self.config)
             self.proven = True
         return sync
@@ -254,8 +273,7 @@ class Run:
         config = self.config
         due = config.checkpoint_interval and step % config.checkpoint_interval == 0
         if due:
-            prefix = self.trained.form.step_prefix
-            log.info("Writing checkpoint %s%d to %s", prefix, step, config.save_path)
+            log.info("Writing checkpoint %s%d to %s", self.trained.form.step_prefix, step, config.save_path)
             self.checkpoints.save(self.progress, self.trained, self.optimizer)
         if due or config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()
@@ -274,28 +292,6 @@ def connected(
         resources.callback(prepared.close)
         trained = load_trained(config, source, device, prepared.storage)
         yield trained, resources.enter_context(contextlib.closing(prepared.connect(trained)))
-
-
-def connect_api(config: TrainerConfig, rejections: RejectionBudget, sleep: Callable[[float], None]) -> ApiClient:
-    """A client of the batching API that stops waiting when vLLM is gone, or when too many groups are set aside."""
-    token = None if config.atropos_token is None else config.atropos_token.get_secret_value()
-    return ApiClient(
-        config.atropos_url,
-        registration(config),
-        patience_s=config.api_timeout,
-        token=token,
-        sleep=sleep,
-        on_rejected=rejections.note,
-    )
-
-
-def expect_finite(loss: float | None) -> None:
-    """Raise BadBatch unless it is."""
-    if loss is None or not math.isfinite(loss):
-        raise BadBatch(
-            f"the loss is {loss}; the weights were left as they are. "
-            "Check the sampler's log-probabilities and the advantages of the environments"
-        )
 
 
 def keep_weights() -> None:
@@ -322,18 +318,6 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
-
-
-def loss_settings(config: TrainerConfig) -> LossSettings:
-    """The loss as configured; the upper clip distance is the lower one unless given."""
-    clip_high = config.clip_eps if config.clip_eps_high is None else config.clip_eps_high
-    return LossSettings(
-        loss=config.loss,
-        clip_low=config.clip_eps,
-        clip_high=clip_high,
-        kl_coef=config.kl_coef,
-        entropy_coef=config.entropy_coef,
-    )
 
 
 def registration(config: TrainerConfig) -> Registration:
@@ -367,13 +351,6 @@ def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
         difference,
         limit,
     )
-
-
-def log_starting_accuracy(api: ApiClient) -> None:
-    """Show the accuracy of the untrained policy, if an environment evaluated it before it began to sample."""
-    accuracy = api.evaluation(0, deadline_s=0)
-    if accuracy is not None:
-        print(f"Before training | accuracy {100 * accuracy:.1f} %", flush=True)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

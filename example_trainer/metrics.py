@@ -6,9 +6,8 @@ of ROW_KEYS, null where a value was not measured at that step, and may have more
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
@@ -57,86 +56,51 @@ Row = Mapping[str, float | int | None]
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What one step came to; times are in seconds."""
+def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int | None) -> Row:
+    """One step's row of metrics.jsonl. `measured` holds the metrics of loss, optimizer and exactness check, as far as
+    there are any, and `run` what the loop itself counts and times; times are in seconds.
+    """
+    return {
+        "reward_mean": batch.reward_mean,
+        "reward_std": batch.reward_std,
+        "completion_tokens": batch.completion_tokens,
+        "trained_tokens": batch.trained_tokens,
+        "sequences": batch.sequences,
+        "truncated_sequences": batch.truncated_sequences,
+        "groups": batch.groups,
+        "zero_variance_groups": batch.zero_variance_groups,
+        "staleness_mean": batch.staleness_mean,
+        **measured,
+        **run,
+        "served_version": sync.policy_version,
+        "sync_stall_s": sync.stall_s,
+        "sync_transfer_s": sync.transfer_s,
+        "sync_apply_s": sync.apply_s,
+        "sync_bytes": sync.bytes_moved,
+        "servers": sync.servers,
+    }
 
-    step: int
-    policy_version: int
-    batch: Batch
-    measured: Row  # the loss's, the optimizer's and the exactness check's metrics, as far as the step made them
-    sync: SyncReport
-    accuracy: float | None
-    updates: int  # of the run so far
-    rejected_groups: int  # of this step
-    bad_batches: int  # of the run so far
-    generate_s: float
-    train_s: float
-    step_s: float
-    eval_wait_s: float
 
-    def row(self) -> Row:
-        """Its row of metrics.jsonl."""
-        batch, sync = self.batch, self.sync
-        return {
-            "step": self.step,
-            "policy_version": self.policy_version,
-            "accuracy": self.accuracy,
-            "reward_mean": batch.reward_mean,
-            "reward_std": batch.reward_std,
-            "completion_tokens": batch.completion_tokens,
-            "trained_tokens": batch.trained_tokens,
-            "sequences": batch.sequences,
-            "truncated_sequences": batch.truncated_sequences,
-            "groups": batch.groups,
-            "zero_variance_groups": batch.zero_variance_groups,
-            "staleness_mean": batch.staleness_mean,
-            **self.measured,
-            "updates": self.updates,
-            "rejected_groups": self.rejected_groups,
-            "bad_batches": self.bad_batches,
-            "served_version": sync.policy_version,
-            "sync_stall_s": sync.stall_s,
-            "sync_transfer_s": sync.transfer_s,
-            "sync_apply_s": sync.apply_s,
-            "sync_bytes": sync.bytes_moved,
-            "servers": sync.servers,
-            "generate_s": self.generate_s,
-            "train_s": self.train_s,
-            "step_s": self.step_s,
-            "eval_wait_s": self.eval_wait_s,
-        }
-
-    def line(self, steps: int) -> str:
-        """The console line: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
-        batch, loss = self.batch, self.measured.get("loss")
-        parts = [
-            f"Step {self.step}/{steps}",
-            f"reward {batch.reward_mean:.3f}",
-            None if self.accuracy is None else f"accuracy {100 * self.accuracy:.1f} %",
-            "no update" if loss is None else f"loss {loss:+.4f}",
-            f"{batch.completion_tokens / self.step_s:.0f} tokens/s",
-            f"stall {1000 * self.sync.stall_s:.0f} ms",
-            None if batch.staleness_mean is None else f"staleness {batch.staleness_mean:.1f}",
-            f"step {self.step_s:.1f} s (sampling {self.generate_s:.1f}, training {self.train_s:.1f})",
-        ]
-        return " | ".join(part for part in parts if part is not None)
+def step_line(row: Mapping[str, Any], steps: int) -> str:
+    """A row on the console: `Step 1/100 | reward 0.11 | ...`; what was not measured is left out."""
+    accuracy, loss, staleness = row["accuracy"], row.get("loss"), row["staleness_mean"]
+    parts = [
+        f"Step {row['step']}/{steps}",
+        f"reward {row['reward_mean']:.3f}",
+        None if accuracy is None else f"accuracy {100 * accuracy:.1f} %",
+        "no update" if loss is None else f"loss {loss:+.4f}",
+        f"{row['completion_tokens'] / row['step_s']:.0f} tokens/s",
+        f"stall {1000 * row['sync_stall_s']:.0f} ms",
+        None if staleness is None else f"staleness {staleness:.1f}",
+        f"step {row['step_s']:.1f} s (sampling {row['generate_s']:.1f}, training {row['train_s']:.1f})",
+    ]
+    return " | ".join(part for part in parts if part is not None)
 
 
 class StepOfRow(msgspec.Struct):
     """What is read of a row."""
 
     step: int
-
-
-class MetricSink(Protocol):
-    """Somewhere a step's row goes."""
-
-    def write(self, row: Row) -> None:
-        """Keep one step's row; it has a `step`."""
-
-    def close(self) -> None:
-        """Flush and release; nothing is written after."""
 
 
 class JsonlSink:
@@ -147,10 +111,8 @@ class JsonlSink:
     def __init__(self, path: Path, first_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if expect_regular(path).exists() and first_step == 1:
-            earlier = path.with_name(
-                f"{path.stem}.{time.strftime('%Y%m%d-%H%M%S', time.localtime(path.stat().st_mtime))}{path.suffix}"
-            )
-            path.rename(earlier)
+            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            earlier = path.rename(path.with_name(f"{path.stem}.{written}{path.suffix}"))
             log.info("Moved the metrics of an earlier run to %s", earlier)
         elif path.exists():
             write_whole(path, _rows_before(path, first_step))
@@ -173,15 +135,14 @@ class JsonlSink:
 def _rows_before(path: Path, first_step: int) -> bytes:
     """The lines of steps before `first_step`, without a last line that was cut. Raises TrainerError for other files."""
     kept = []
-    lines = path.read_bytes().split(b"\n")
+    *lines, last = path.read_bytes().split(b"\n")
+    if last.endswith(b"}"):
+        lines.append(last)
     for number, line in enumerate(lines, start=1):
-        if not line or (number == len(lines) and not line.endswith(b"}")):
-            continue
         remedy = "move the file away, or give another --metrics-path"
         with reading(f"{path}:{number} is no row of metrics (an object with a step)", TrainerError, remedy=remedy):
-            step = msgspec.json.decode(line, type=StepOfRow).step
-        if step < first_step:
-            kept.append(line + b"\n")
+            if line and msgspec.json.decode(line, type=StepOfRow).step < first_step:
+                kept.append(line + b"\n")
     return b"".join(kept)
 
 
@@ -230,26 +191,12 @@ class WandbSink:
         self._run.finish()
 
 
-class Metrics:
-    """All sinks of a run as one."""
-
-    def __init__(self, sinks: list[MetricSink]) -> None:
-        self._sinks = sinks
-
-    def write(self, row: Row) -> None:
-        """Give the row to every sink."""
-        for sink in self._sinks:
-            sink.write(row)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+MetricSink = JsonlSink | TensorBoardSink | WandbSink
 
 
-def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
-    """The sinks the configuration asks for. Raises TrainerError for a package that is not installed, or a folder not
-    to be written.
+def open_metrics(config: TrainerConfig, first_step: int) -> list[MetricSink]:
+    """The sinks the configuration asks for: each is given every step's row, and closed at the end. Raises TrainerError
+    for a package that is not installed, or a folder not to be written.
     """
     remedy = "set --log-dir, or free space"
     with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy=remedy):
@@ -259,4 +206,4 @@ def open_metrics(config: TrainerConfig, first_step: int) -> Metrics:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
     if config.use_wandb:
         sinks.append(WandbSink(config))
-    return Metrics(sinks)
+    return sinks

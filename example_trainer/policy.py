@@ -8,7 +8,7 @@ entropies are float32.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ def logprobs_and_entropy(
         logits = logits / temperatures[:, None]
     if truncation is not None:
         logits = logits.masked_fill(_dropped(logits, targets, *truncation), torch.finfo(torch.float32).min)
-    result: tuple[Tensor, Tensor] = _LogprobsAndEntropy.apply(logits, targets)
-    return result
+    return cast(tuple[Tensor, Tensor], _LogprobsAndEntropy.apply(logits, targets))
 
 
 @torch.no_grad()
@@ -84,7 +83,6 @@ def _dropped(logits: Tensor, targets: Tensor, top_ks: Tensor, top_ps: Tensor) ->
 
 
 def _of_chunk(batch: MicroBatch, logits: Tensor, chunk: slice) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and entropies of one chunk of the batch's trained tokens, from their logits."""
     truncation = None if batch.truncation is None else (batch.truncation[0][chunk], batch.truncation[1][chunk])
     return logprobs_and_entropy(logits, batch.targets[chunk], batch.temperatures[chunk], truncation)
 
@@ -98,17 +96,12 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         use_cache=False,
         return_dict=True,
     )
-    hidden: Tensor = output.last_hidden_state
-    return hidden[0, batch.rows]
+    return cast(Tensor, output.last_hidden_state)[0, batch.rows]
 
 
-def _chunk_rows(model: PreTrainedModel, chunk_mb: int) -> int:
-    """Rows of float32 logits in `chunk_mb` MiB, at least one."""
-    vocabulary: int = model.get_output_embeddings().out_features
-    return max(1, chunk_mb * 2**20 // (4 * vocabulary))
-
-
-def _chunks(rows: int, size: int) -> Iterator[slice]:
+def _chunks(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
+    """Of as many rows as have `chunk_mb` MiB of float32 logits, at least one."""
+    size = max(1, chunk_mb * 2**20 // (4 * head.out_features))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
@@ -117,10 +110,9 @@ def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> 
     """Log-probabilities of the trained tokens, [R], without gradients."""
     hidden = trained_hidden(model, batch)
     head = model.get_output_embeddings()
-    parts = [
-        _of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in _chunks(len(hidden), _chunk_rows(model, chunk_mb))
-    ]
-    return torch.cat(parts)
+    return torch.cat(
+        [_of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in _chunks(len(hidden), head, chunk_mb)]
+    )
 
 
 def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int) -> None:
@@ -131,7 +123,7 @@ def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: 
     hidden = trained_hidden(model, batch)
     cut = hidden.detach().requires_grad_()
     head = model.get_output_embeddings()
-    for chunk in _chunks(len(cut), _chunk_rows(model, chunk_mb)):
+    for chunk in _chunks(len(cut), head, chunk_mb):
         logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
         chunk_loss(logprobs, entropy, chunk).backward()
     hidden.backward(cut.grad)

@@ -13,35 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from example_trainer.config import LossSettings
 from example_trainer.exactness import Comparison
-from example_trainer.objectives.base import LossSettings, k3, load_loss, with_penalties
+from example_trainer.objectives.base import k3, load_loss, with_penalties
 from example_trainer.packing import MicroBatch
 from example_trainer.policy import accumulate_gradients, token_logprobs
 
 StepMetrics = dict[str, float | None]
-
-
-class _Sums:
-    """Sums over tokens by name, kept on the device until the step is over."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._names: tuple[str, ...] = ()
-        self._values: Tensor | float = 0.0
-        self._largest_diff = torch.zeros((), device=device)
-
-    def add(self, terms: dict[str, Tensor]) -> None:
-        self._names = tuple(terms)
-        self._values = self._values + torch.stack([term.sum().detach().float() for term in terms.values()])
-        self._largest_diff = torch.maximum(self._largest_diff, terms["logprob_diff_mean"].max())
-
-    def metrics(self, tokens: int, loss_tokens: int) -> StepMetrics:
-        """`loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones."""
-        assert isinstance(self._values, Tensor)
-        totals = zip(self._names, self._values.tolist(), strict=True)
-        means: StepMetrics = {
-            name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens) for name, total in totals
-        }
-        return {"kl": None} | means | {"logprob_diff_max": self._largest_diff.item()}
 
 
 def batch_gradients(
@@ -66,7 +44,9 @@ def batch_gradients(
     """
     tokens = sum(len(batch.rows) for batch in batches)
     loss_tokens = loss_tokens or tokens
-    sums, token_loss = _Sums(batches[0].input_ids.device), load_loss(settings.loss)
+    token_loss = load_loss(settings.loss)
+    sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
+    largest = torch.zeros((), device=batches[0].input_ids.device)  # difference of two log-probabilities
     for batch in batches:
         known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
 
@@ -79,15 +59,23 @@ def batch_gradients(
             if comparison is not None:
                 comparison.add(batch.targets[chunk], sampler, logprobs)
             with torch.no_grad():
-                measured = {"loss": total, "pg_loss": policy, "entropy": entropy, **own} | (
-                    {} if kl is None else {"kl": kl}
-                )
-                differences = {"logprob_diff_mean": (logprobs - sampler).abs(), "sampler_kl": k3(sampler, logprobs)}
-                sums.add(measured | differences)
+                measured = {"loss": total, "pg_loss": policy, "entropy": entropy, **own}
+                if kl is not None:
+                    measured["kl"] = kl
+                difference = (logprobs - sampler).abs()
+                measured |= {"logprob_diff_mean": difference, "sampler_kl": k3(sampler, logprobs)}
+                for name, term in measured.items():
+                    sums[name] = sums.get(name, 0.0) + term.sum().float()
+                torch.maximum(largest, difference.max(), out=largest)
             return total.sum() / loss_tokens
 
         accumulate_gradients(model, batch, chunk_loss, chunk_mb)
-    return sums.metrics(tokens, loss_tokens)
+    # `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones
+    totals = zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    means: StepMetrics = {
+        name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens) for name, total in totals
+    }
+    return {"kl": None} | means | {"logprob_diff_max": largest.item()}
 
 
 def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:

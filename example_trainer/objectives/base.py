@@ -1,23 +1,12 @@
 """What every loss is made of. Pure functions: values in, values out; tensors are [tokens] and float32."""
 
 import importlib
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor
 
+from example_trainer.config import LossSettings
 from example_trainer.objectives import Loss
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """Which loss, the clip distances below and above a ratio of 1, and the weights of the two optional terms."""
-
-    loss: Loss = "grpo"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
 
 
 class TokenLoss(Protocol):
@@ -34,8 +23,7 @@ class TokenLoss(Protocol):
 
 def load_loss(name: Loss) -> TokenLoss:
     """The loss of that name (objectives/NAME.py)."""
-    loss: TokenLoss = importlib.import_module(f"example_trainer.objectives.{name}").token_loss
-    return loss
+    return cast(TokenLoss, importlib.import_module(f"example_trainer.objectives.{name}").token_loss)
 
 
 def with_penalties(

@@ -6,7 +6,7 @@ Pure functions: values in, values out; tensors are [tokens] and float32.
 import torch
 from torch import Tensor
 
-from example_trainer.objectives.base import LossSettings
+from example_trainer.config import LossSettings
 
 
 def token_loss(
@@ -14,7 +14,7 @@ def token_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of each token; its metrics are the probability ratio and whether the clip silenced it."""
     ratio = (logprobs - sampler).exp()
-    loss, clipped = clipped_surrogate(ratio, advantages, settings.clip_low, settings.clip_high)
+    loss, clipped = clipped_surrogate(ratio, advantages, settings.clip_eps, settings.clip_high)
     return loss, {"ratio_mean": ratio, "ratio_clipped_frac": clipped}
 
 

@@ -25,11 +25,10 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from example_trainer.batching import Rollout
-from example_trainer.config import TrainerConfig
+from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
 from example_trainer.model import load_model
-from example_trainer.objectives.base import LossSettings
 from example_trainer.optimizer import make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs

@@ -172,7 +172,7 @@ def test_a_checkpoint_that_was_written_but_not_acknowledged_is_not_repeated() ->
     with real_api() as url:
         post_groups(url, 3)
         trainer, _ = trainer_of(url, first_batches=2)
-        in_checkpoint = trainer.unacknowledged()
+        in_checkpoint = list(trainer.holding)
         trainer.close()
         assert len(in_checkpoint) == 2
         assert trainer_of(url, first_batches=1, trained_leases=in_checkpoint)[1] == [2.0]
@@ -231,7 +231,7 @@ def test_an_api_without_leases_gives_its_batches_for_good() -> None:
         assert trainer.fetch_batch(5)
         assert trainer.fetch_batch(5)
         assert api.delivered == 2
-        assert trainer.unacknowledged() == []
+        assert list(trainer.holding) == []
         trainer.acknowledge()
 
 

@@ -3,6 +3,7 @@ at a time.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from example_trainer.batching import make_batch
-from example_trainer.objectives.base import LossSettings
+from example_trainer.config import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import logprobs_and_entropy
@@ -112,7 +113,7 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
         trained_model(family, seed=9, tie_word_embeddings=tied),
     )
     exact, exact_reference = float64_twin(model, tmp_path / "model"), float64_twin(reference, tmp_path / "reference")
-    settings = LossSettings(clip_low=0.2, clip_high=0.3, kl_coef=0.1, entropy_coef=0.01)
+    settings = LossSettings(clip_eps=0.2, clip_eps_high=0.3, kl_coef=0.1, entropy_coef=0.01)
 
     figures = our_figures(model, reference, settings, budget=30)
     expected = naive_loss(exact, exact_reference, items(), 0.2, 0.3, 0.1, 0.01)
@@ -124,6 +125,10 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).norm() <= FP32_RELATIVE * theirs.grad.norm(), name
+
+
+def of_three_rows(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
+    return (slice(start, min(start + 3, rows)) for start in range(0, rows, 3))
 
 
 def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chunks(
@@ -138,7 +143,7 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
         return figures, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     whole, whole_gradients = result(budget=10_000)
-    monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 3)
+    monkeypatch.setattr("example_trainer.policy._chunks", of_three_rows)
     parts, part_gradients = result(budget=1)
 
     for key, value in whole.items():

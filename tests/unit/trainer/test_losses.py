@@ -10,9 +10,9 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer import objectives
 from example_trainer.batching import make_batch
-from example_trainer.config import TrainerConfig
+from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.objectives import Loss
-from example_trainer.objectives.base import LossSettings, k3, load_loss, with_penalties
+from example_trainer.objectives.base import k3, load_loss, with_penalties
 from example_trainer.objectives.grpo import clipped_surrogate
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
@@ -106,7 +106,7 @@ def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))
-    metrics = batch_gradients(model, batches, LossSettings(loss="upward"))  # type: ignore[arg-type]
+    metrics = batch_gradients(model, batches, LossSettings.model_construct(loss="upward"))  # type: ignore[arg-type]
     logprobs = torch.cat([token_logprobs(model, each, 128) for each in batches])
     advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
     assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)

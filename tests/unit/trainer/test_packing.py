@@ -196,7 +196,8 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
         make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
     )
     whole = token_logprobs(model, row, 128)
-    monkeypatch.setattr("example_trainer.policy._chunk_rows", lambda model, chunk_mb: 2)
+    pairs = [slice(start, min(start + 2, len(whole))) for start in range(0, len(whole), 2)]
+    monkeypatch.setattr("example_trainer.policy._chunks", lambda rows, head, chunk_mb: pairs)
     torch.testing.assert_close(token_logprobs(model, row, 128), whole)
 
 
