@@ -6,7 +6,7 @@ mode before a weight is read. A single copy counts again once vLLM has told whic
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,32 +44,19 @@ class MemoryItem:
     shared: bool = False
 
 
-@dataclass(frozen=True)
-class Weights:
-    """How many weights a device holds: `trained` of them take gradients and moments; `halves` are bfloat16.
-
-    `shared`: they are vLLM's own memory.
+def needs(
+    config: TrainerConfig, count: int, trained: int, *, halves: int = 0, shared: bool = False
+) -> list[MemoryItem]:
+    """What training takes on one device that holds `count` weights, activations apart; --kl-coef adds a frozen float32
+    copy. `trained` of the weights take gradients and moments; `halves` are bfloat16; `shared` ones are vLLM's own.
     """
-
-    count: int
-    trained: int
-    halves: int = 0
-    shared: bool = False
-
-
-def needs(weights: Weights, config: TrainerConfig) -> list[MemoryItem]:
-    """What training takes on one device, activations apart; --kl-coef adds a frozen float32 copy."""
-    mastered = 0 if _rounds(config) else weights.halves
+    mastered = 0 if _rounds(config) else halves
     lines = [
-        MemoryItem(
-            "weights, vLLM's own" if weights.shared else "weights in float32",
-            FLOAT32 * weights.count - 2 * weights.halves,
-            weights.shared,
-        ),
+        MemoryItem("weights, vLLM's own" if shared else "weights in float32", FLOAT32 * count - 2 * halves, shared),
         MemoryItem("float32 masters of bfloat16 weights", FLOAT32 * mastered),
-        MemoryItem("gradients", FLOAT32 * weights.trained - 2 * (weights.halves - mastered)),
-        MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * weights.trained),
-        MemoryItem("reference model for --kl-coef", FLOAT32 * weights.count if config.kl_coef > 0 else 0),
+        MemoryItem("gradients", FLOAT32 * trained - 2 * (halves - mastered)),
+        MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * trained),
+        MemoryItem("reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
         MemoryItem("logits, --logits-chunk-mb", 3 * (config.logits_chunk_mb << 20)),
     ]
     return [line for line in lines if line.nbytes]
@@ -81,20 +68,22 @@ def check_model(config: TrainerConfig, device: "torch.device") -> None:
 
     shapes = {name: weight.shape for name, weight in meta_model(config.model_name).named_parameters()}
     count = sum(shape.numel() for shape in shapes.values())
-    trained = _adapter_size(config.bridge, shapes) if isinstance(config.bridge, Adapter) else count
-    held = count + trained if isinstance(config.bridge, Adapter) else count
-    check_memory(needs(Weights(held, trained), config), config, device)
-
-
-def _adapter_size(mode: Adapter, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Weights of an adapter's two matrices, [r, in] and [out, r], beside each [out, in] that it is put to."""
-    adapted = tuple(f".{module}.weight" for module in mode.target_modules)
-    return sum(mode.r * sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
+    held = trained = count
+    if isinstance(config.bridge, Adapter):
+        # two matrices, [r, in] and [out, r], beside each [out, in] that the adapter is put to
+        adapted = tuple(f".{module}.weight" for module in config.bridge.target_modules)
+        trained = sum(config.bridge.r * sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
+        held += trained
+    check_memory(needs(config, held, trained), config, device)
 
 
 def check_memory(lines: list[MemoryItem], config: TrainerConfig, device: "torch.device") -> None:
     """Log the table. Raises TrainerError if the private part does not fit."""
-    free = free_bytes(device)
+    free = available_memory()
+    if device.type == "cuda":
+        import torch
+
+        free = int(torch.cuda.mem_get_info(device)[0])
     log.info("%s", memory_table(lines, device, free))
     private = sum(line.nbytes for line in lines if not line.shared)
     if private > free:
@@ -115,15 +104,6 @@ def memory_table(lines: list[MemoryItem], device: "torch.device", free: int) -> 
     return "\n".join([f"Memory on {device}:", *rows])
 
 
-def free_bytes(device: "torch.device") -> int:
-    """What `device` has free; of a CPU's memory, what the machine has available and a container's limit leaves."""
-    if device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory()
-
-
 def available_memory() -> int:
     """What the machine has free, or a container's limit leaves."""
     available: int = psutil.virtual_memory().available
@@ -139,19 +119,15 @@ def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        # PyTorch has a class for CUDA's, and for a CPU's a text alone
+        said = any(text in str(error) for text in ("out of memory", "can't allocate memory"))
+        if not isinstance(error, MemoryError) and (isinstance(error, AtroposError) or not said):
             raise
         raise TrainerError(
             f"out of memory: {reason(error).rstrip('.')}; lower --micro-batch-tokens ({config.micro_batch_tokens}),"
             f" --logits-chunk-mb ({config.logits_chunk_mb}) or --seq-len ({config.seq_len})"
             f"{'' if config.gradient_checkpointing else ', add --gradient-checkpointing'}, or {_remedies([], config)}"
         ) from error
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has a class for CUDA's, and for a CPU's a text alone."""
-    said = any(text in str(error) for text in ("out of memory", "can't allocate memory"))
-    return isinstance(error, MemoryError) or (said and not isinstance(error, AtroposError))
 
 
 def _rounds(config: TrainerConfig) -> bool:

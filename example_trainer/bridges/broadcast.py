@@ -26,13 +26,12 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
 from example_trainer.bridges.parity import parity
-from example_trainer.bridges.server_link import LinkSettings, Rendezvous, ServerLink
+from example_trainer.bridges.server_link import Rendezvous, ServerLink
 from example_trainer.bridges.session import matching_manifest
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Broadcast
 from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.source import WeightSource, shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport
 
@@ -55,24 +54,24 @@ class BroadcastBridge(WeightBridge):
         self._model = trained.model
         self._rendezvous = rendezvous
         self._servers = vllm_clients(config)
-        self._settings = _link_settings(config, self._model.device)
+        self._mode = config.mode(Broadcast)
+        self._backend = self._mode.backend
+        if self._backend == "auto":
+            self._backend = "nccl" if self._model.device.type == "cuda" else "gloo"
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
         give_up = time.monotonic() + config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
-        parameters = dict(self._model.named_parameters())
-        self._manifest = matching_manifest(self._servers[0], shapes_of(parameters))
-        self._source: WeightSource = FlatWeights(self._manifest, parameters)
+        self._manifest = matching_manifest(self._servers[0], self._model)
+        self._weights = FlatWeights(self._manifest, dict(self._model.named_parameters()))
         self.served_dtype = self._manifest.tensors[0].dtype
-        manifests = [self._matching_manifest(vllm) for vllm in self._servers]
-        count = len(self._manifest.tensors)
-        log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
+        manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:
             undo.callback(self.close)
             for vllm, manifest in zip(self._servers, manifests, strict=True):
-                self._links.append(ServerLink(vllm, manifest, rendezvous, self._settings))
+                self._links.append(self._link(vllm, manifest))
             undo.pop_all()
         log.info("[Bridge] ✓ All ranks synchronized and ready")
 
@@ -83,11 +82,9 @@ class BroadcastBridge(WeightBridge):
         update()
         updated = time.perf_counter()
         # several NCCL communicators of one device take turns; Gloo's groups are sockets of their own
-        self._on_each(
-            lambda link: link.transfer(policy_version, self._source.bucket), at_once=self._settings.backend == "gloo"
-        )
+        self._on_each(lambda link: link.transfer(policy_version, self._weights.bucket), at_once=self._backend == "gloo")
         transferred = time.perf_counter()
-        commits = self._on_each(lambda link: link.commit(policy_version))
+        commits = self._on_each(lambda link: link.vllm.commit(link.session.id, policy_version))
         stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
         log.info(
             "[Bridge] Policy version %d is served%s: transfer %.3f s, stall %.1f ms, apply %.1f ms",
@@ -111,7 +108,7 @@ class BroadcastBridge(WeightBridge):
         return max(self._on_each(lambda link: parity(self._model, link.vllm), at_once=False))
 
     def check(self) -> None:
-        lost = [link.session.lost for link in self._links if link.session.lost is not None]
+        lost = [link.session.heart.lost for link in self._links if link.session.heart.lost is not None]
         if lost and len(lost) == len(self._links):
             raise BridgeError(f"the session with vLLM is lost: {'; '.join(lost)}")
 
@@ -143,21 +140,18 @@ class BroadcastBridge(WeightBridge):
             lost = f"no vLLM server of {len(self._servers)} is left: " if len(self._servers) > 1 else ""
             raise BridgeError(lost + "; ".join(str(error) for _, error in failed)) from failed[0][1]
         for link, error in failed:
-            self._leave_out(link, error)
+            self._links.remove(link)
+            self._left_out.append(link.vllm)
+            self._next_look = time.monotonic() + READMIT_S
+            log.warning(
+                "[Bridge] %s is fenced off, training continues with %d of %d servers: %s",
+                link.vllm.url,
+                len(self._links),
+                len(self._servers),
+                error,
+            )
+            link.drop(f"left out of the weight sync: {error}"[:1000])
         return [outcome for outcome in outcomes if not isinstance(outcome, BridgeError)]
-
-    def _leave_out(self, link: ServerLink, error: BridgeError) -> None:
-        self._links.remove(link)
-        self._left_out.append(link.vllm)
-        self._next_look = time.monotonic() + READMIT_S
-        log.warning(
-            "[Bridge] %s is fenced off, training continues with %d of %d servers: %s",
-            link.vllm.url,
-            len(self._links),
-            len(self._servers),
-            error,
-        )
-        link.drop(f"left out of the weight sync: {error}"[:1000])
 
     def _readmit(self) -> None:
         """Open a new session with every server that was left out and answers again; the sync that follows brings it up
@@ -168,18 +162,27 @@ class BroadcastBridge(WeightBridge):
         for vllm in tuple(self._left_out):
             try:
                 vllm.status()
-                link = ServerLink(vllm, self._matching_manifest(vllm), self._rendezvous, self._settings)
+                self._links.append(self._link(vllm, self._matching_manifest(vllm)))
             except BridgeError as error:
                 log.warning("[Bridge] %s stays out, next look in %.0f s: %s", vllm.url, READMIT_S, error)
-                continue
-            self._left_out.remove(vllm)
-            self._links.append(link)
-            log.info("[Bridge] %s is back", vllm.url)
+            else:
+                self._left_out.remove(vllm)
+                log.info("[Bridge] %s is back", vllm.url)
         self._next_look = time.monotonic() + READMIT_S
+
+    def _link(self, vllm: VllmClient, manifest: Manifest) -> ServerLink:
+        return ServerLink(
+            vllm,
+            manifest,
+            self._rendezvous,
+            backend=self._backend,
+            bucket_bytes=self._mode.bucket_mb << 20,
+            lease_s=self._mode.lease_s,
+        )
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:
         """What `vllm` holds. Raises BridgeError unless it is the trainer's model, laid out as on the first server."""
-        manifest = matching_manifest(vllm, self._source.shapes())
+        manifest = matching_manifest(vllm, self._model)
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
                 f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url}"
@@ -188,16 +191,7 @@ class BroadcastBridge(WeightBridge):
         return manifest
 
 
-def _link_settings(config: TrainerConfig, device: torch.device) -> LinkSettings:
-    mode = config.mode(Broadcast)
-    backend = mode.backend
-    if backend == "auto":
-        backend = "nccl" if device.type == "cuda" else "gloo"
-    return LinkSettings(backend, mode.bucket_mb << 20, config.bridge_timeout_s, mode.lease_s)
-
-
 def _reachable_address(config: TrainerConfig) -> str:
-    """The address that the trainer listens at. Raises BridgeError if a server on another machine could not reach it."""
     master = config.mode(Broadcast).master_addr
     address = _resolve(master, "MASTER_ADDR")
     if not ipaddress.ip_address(address).is_loopback:

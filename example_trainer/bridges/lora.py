@@ -16,14 +16,14 @@ from functools import partial
 import torch
 
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import AdapterOffer
+from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
-from example_trainer.bridges.session import Session, SessionBridge, offer
+from example_trainer.bridges.base import Prepared, SyncReport
+from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
 from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Lora
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -33,10 +33,9 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     mode = config.mode(Lora)
     (vllm,) = vllm_clients(config)
     status = vllm.wait_until_ready(config.vllm_start_timeout, lora=True)
-    make = partial(AdapterOffer, model=config.model_name, rank=mode.r, process=this_process())
-    offered = offer(make, mode.lease_s)
-    vllm.open_session(offered, ADAPTER_SESSIONS)
-    session = Session(vllm, offered, ADAPTER_SESSIONS)
+    offer = AdapterOffer(**offered_by_us(mode.lease_s), model=config.model_name, rank=mode.r, process=this_process())
+    vllm.open_session(offer, ADAPTER_SESSIONS)
+    session = Session(vllm, offer, ADAPTER_SESSIONS)
     return Prepared(partial(LoraBridge, config, session, status.dtype), session.close)
 
 
@@ -68,13 +67,15 @@ class LoraBridge(SessionBridge):
         start = time.perf_counter()
         update()
         updated = time.perf_counter()
-        folder = self._folder / f"policy-v{policy_version}-{self._session.id[:6]}"
-        try:
-            self._trained.write(folder)
-        except CheckpointError as error:
-            raise BridgeError(f"{error}. vLLM keeps serving {self._served}") from error
+        folder = self.write_version(self._folder, policy_version, None, self._served)
         written = time.perf_counter()
-        loaded = self._vllm.load_adapter(self._session.id, folder.name, str(folder), policy_version)
+        request = {
+            "session": self._session.id,
+            "name": folder.name,
+            "path": str(folder),
+            "policy_version": policy_version,
+        }
+        loaded = self._vllm.ask(AdapterLoaded, "POST", "/v1/bridge/adapter", request)
         served = time.perf_counter()
         log.info(
             "[Bridge] Policy version %d is served as %s: written in %.3f s, served %.3f s after",
@@ -84,7 +85,10 @@ class LoraBridge(SessionBridge):
             served - written,
         )
         self._served = folder.name
-        self._prune(loaded.needed)
+        # adapters that no request can use any more, those of earlier runs in this --save-path among them
+        for old in self._folder.glob("policy-v*"):
+            if old.name not in loaded.needed:
+                shutil.rmtree(old)
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,
@@ -93,9 +97,3 @@ class LoraBridge(SessionBridge):
             apply_s=loaded.load_s,
             bytes_moved=self._trained.nbytes,
         )
-
-    def _prune(self, needed: list[str]) -> None:
-        """Remove adapters that no request can use any more, those of earlier runs in this --save-path among them."""
-        for folder in self._folder.glob("policy-v*"):
-            if folder.name not in needed:
-                shutil.rmtree(folder)

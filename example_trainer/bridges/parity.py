@@ -21,7 +21,7 @@ def parity(model: PreTrainedModel, vllm: VllmClient) -> float:
     ids = torch.tensor([tokens], device=model.device)
     was_training = model.training
     model.eval()  # no dropout of an adapter, as in vLLM
-    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
+    logits = model(input_ids=ids, use_cache=False).logits[0, :-1].double()
     model.train(was_training)
     ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
     return float((ours - served).square().mean().sqrt())

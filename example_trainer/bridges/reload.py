@@ -16,13 +16,12 @@ import torch
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Committed, ReloadOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
-from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offer
+from example_trainer.bridges.base import Prepared, SyncReport
+from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Reload
-from example_trainer.weights.source import shapes_of
-from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -31,29 +30,22 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     """Wait for the server. Raises BridgeError, also for one that takes no whole weights."""
     (vllm,) = vllm_clients(config)
     vllm.wait_until_ready(config.vllm_start_timeout)
-    return Prepared(partial(_connect, config, vllm), lambda: None)
-
-
-def _connect(config: TrainerConfig, vllm: VllmClient, trained: TrainedModel) -> "ReloadBridge":
-    manifest = matching_manifest(vllm, shapes_of(dict(trained.model.named_parameters())))
-    make = partial(
-        ReloadOffer,
-        manifest_digest=manifest.digest(),
-        timeout_s=min(config.bridge_timeout_s, 3600.0),
-        process=this_process(),
-    )
-    offered = offer(make, config.mode(Reload).lease_s)
-    vllm.open_session(offered)
-    count = len(manifest.tensors)
-    log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
-    return ReloadBridge(config, Session(vllm, offered), trained, manifest.tensors[0].dtype)
+    return Prepared(partial(ReloadBridge, config, vllm), lambda: None)
 
 
 class ReloadBridge(SessionBridge):
     """Trainer side of the files; one session for its life."""
 
-    def __init__(self, config: TrainerConfig, session: Session, trained: TrainedModel, served_dtype: str) -> None:
-        super().__init__(session, trained, served_dtype)
+    def __init__(self, config: TrainerConfig, vllm: VllmClient, trained: TrainedModel) -> None:
+        manifest = matching_manifest(vllm, trained.model)
+        offer = ReloadOffer(
+            **offered_by_us(config.mode(Reload).lease_s),
+            manifest_digest=manifest.digest(),
+            timeout_s=min(config.bridge_timeout_s, 3600.0),
+            process=this_process(),
+        )
+        vllm.open_session(offer)
+        super().__init__(Session(vllm, offer), trained, manifest.tensors[0].dtype)
         self._folder = config.save_path.resolve() / "reload"
         remove_leftovers(self._folder)
 
@@ -62,14 +54,7 @@ class ReloadBridge(SessionBridge):
         start = time.perf_counter()
         update()
         updated = time.perf_counter()
-        folder = self._folder / f"policy-v{policy_version}-{self._session.id[:6]}"
-        log.info(
-            "[Bridge] Writing policy version %d (%.1f MB) to %s", policy_version, self._trained.nbytes / 1e6, folder
-        )
-        try:
-            self._trained.write(folder, policy_version)
-        except CheckpointError as error:
-            raise BridgeError(f"{error}. vLLM keeps serving the version before") from error
+        folder = self.write_version(self._folder, policy_version, policy_version, "the version before")
         written = time.perf_counter()
         request = {"session": self._session.id, "policy_version": policy_version, "path": str(folder)}
         committed = self._vllm.ask(Committed, "POST", "/v1/bridge/reload", request)

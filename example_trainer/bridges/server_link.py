@@ -4,34 +4,22 @@ A link fails alone: what breaks it (a dead, silent or refusing peer) ends this s
 A method that raised BridgeError is not called again; `drop` ends what is left.
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Committed, Manifest, ack_key, go_key
+from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
-from example_trainer.bridges.session import Session, offer, told
+from example_trainer.bridges.session import Session, offered_by_us, told
 from example_trainer.bridges.vllm_client import VllmClient
 from vllm_patching import transport
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class LinkSettings:
-    """What the trainer wants of every link."""
-
-    backend: str  # of the data group: gloo | nccl
-    bucket_bytes: int
-    timeout_s: float
-    lease_s: float
 
 
 class Rendezvous:
@@ -39,13 +27,9 @@ class Rendezvous:
 
     def __init__(self, address: str, port: int, timeout_s: float) -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._listener: dist.TCPStore | None
         self._listener, self.port = transport.host_store(address, port, timeout_s)
-
-    def connection(self) -> dist.TCPStore:
-        """A connection of its own, so that a wait on one link holds up no other."""
-        return transport.join_store(self.address, self.port, self._timeout_s)
 
     def close(self) -> None:
         """Stop listening; its C++ thread must end while the interpreter still lives."""
@@ -53,66 +37,71 @@ class Rendezvous:
 
 
 class ServerLink:
-    """Joins the workers of `vllm` at `rendezvous`; raises BridgeError if they do not come in time."""
+    """Joins the workers of `vllm` at `rendezvous`; raises BridgeError if they do not come in time.
 
-    def __init__(self, vllm: VllmClient, manifest: Manifest, rendezvous: Rendezvous, settings: LinkSettings) -> None:
+    `backend` is the data group's: gloo | nccl.
+    """
+
+    def __init__(
+        self,
+        vllm: VllmClient,
+        manifest: Manifest,
+        rendezvous: Rendezvous,
+        *,
+        backend: str,
+        bucket_bytes: int,
+        lease_s: float,
+    ) -> None:
         self.vllm = vllm
-        self._workers = manifest.tp_size
-        self._nbytes = manifest.nbytes
-        self._buckets = manifest.buckets(settings.bucket_bytes)
-        self._settings = settings
+        self.bytes_sent = manifest.nbytes * manifest.tp_size  # of one transfer; every worker receives whole tensors
+        self._manifest = manifest
+        self._buckets = manifest.buckets(bucket_bytes)
+        self._timeout_s = rendezvous.timeout_s
         self._sequence = 0
-        self._store = rendezvous.connection()
-        offered = self._offer(manifest, rendezvous)
-        vllm.open_session(offered)
-        self.session = Session(vllm, offered)
+        # a connection of its own, so that a wait on one link holds up no other
+        self._store = transport.join_store(rendezvous.address, rendezvous.port, self._timeout_s)
+        offer = BroadcastOffer(
+            **offered_by_us(lease_s),
+            address=rendezvous.address,
+            port=rendezvous.port,
+            world_size=1 + manifest.tp_size,
+            backend=backend,
+            manifest_digest=manifest.digest(),
+            bucket_bytes=bucket_bytes,
+            timeout_s=self._timeout_s,
+        )
+        vllm.open_session(offer)
+        self.session = Session(vllm, offer)
         with ExitStack() as undo:
             undo.callback(self.session.close)
-            self._groups = self._form_groups(rendezvous)
+            self._groups = self._form_groups(offer)
             undo.pop_all()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Of one transfer; every worker receives whole tensors."""
-        return self._nbytes * self._workers
 
     def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
-        timeout_s = self._settings.timeout_s
         log.info(
             "[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s,"
             " at most %.0f s a bucket",
             version,
-            self._nbytes / 1e6,
+            self._manifest.nbytes / 1e6,
             len(self._buckets),
-            self._workers,
+            self._manifest.tp_size,
             self.vllm.url,
-            timeout_s,
+            self._timeout_s,
         )
-        acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._workers)]
+        acks = [ack_key(self.session.id, self._sequence, rank) for rank in range(self._manifest.tp_size)]
         go = go_key(self.session.id, self._sequence)
-        try:
+        with self._reaching_workers(f"policy version {version} did not reach every worker of {self.vllm.url}"):
             self._store.set(go, str(version))
             for bucket in self._buckets:
                 self._groups.broadcast(read(bucket))
-            self._store.wait(acks, timedelta(seconds=timeout_s))
+            self._store.wait(acks, timedelta(seconds=self._timeout_s))
             for key in (go, *acks):  # a long run must not fill the store
                 self._store.delete_key(key)
-        except RuntimeError as error:  # torch.distributed's errors for a dead or silent peer
-            raise BridgeError(
-                f"policy version {version} did not reach every worker of {self.vllm.url} within {timeout_s:.0f} s: "
-                f"{transport.describe(error)}. {self._worker_states()}"
-            ) from error
         self._sequence += 1
 
-    def commit(self, version: int) -> Committed:
-        """Make the staged version the served one; what it took, in seconds."""
-        return self.vllm.commit(self.session.id, version)
-
     def drop(self, reason: str) -> None:
-        """End a link that failed; ask the server, if it still listens, not to sample from a version that the others
-        have left.
-        """
+        """End a link that failed, and fence off its server."""
         self.session.fence(reason)
         self._release()
 
@@ -127,44 +116,34 @@ class ServerLink:
         self._groups.close()
         del self._groups, self._store  # for their C++ threads, as above
 
-    def _offer(self, manifest: Manifest, rendezvous: Rendezvous) -> BroadcastOffer:
-        make = partial(
-            BroadcastOffer,
-            address=rendezvous.address,
-            port=rendezvous.port,
-            world_size=1 + self._workers,
-            backend=self._settings.backend,
-            manifest_digest=manifest.digest(),
-            bucket_bytes=self._settings.bucket_bytes,
-            timeout_s=self._settings.timeout_s,
-        )
-        return offer(make, self._settings.lease_s)
-
-    def _form_groups(self, rendezvous: Rendezvous) -> transport.Groups:
-        backend, timeout_s, world_size = self._settings.backend, self._settings.timeout_s, 1 + self._workers
-        where = f"{rendezvous.address}:{rendezvous.port}"
-        log.info("[Bridge] Creating Gloo process group: rank 0 of %d at %s", world_size, where)
-        arguments = (self._store, self.session.id, 0, world_size, timeout_s)
-        try:
-            with waiting(log, f"{self._workers} weight updater(s)", peer=self.vllm.url, deadline_s=timeout_s):
-                control = transport.make_control_group(*arguments, rendezvous.address)
+    def _form_groups(self, offer: BroadcastOffer) -> transport.Groups:
+        updaters, where = f"{self._manifest.tp_size} weight updater(s)", f"{offer.address}:{offer.port}"
+        log.info("[Bridge] Creating Gloo process group: rank 0 of %d at %s", offer.world_size, where)
+        arguments = (self._store, offer.session, 0, offer.world_size, self._timeout_s)
+        with self._reaching_workers(f"the {updaters} of {self.vllm.url} did not join at {where}"):
+            with waiting(log, updaters, peer=self.vllm.url, deadline_s=self._timeout_s):
+                control = transport.make_control_group(*arguments, offer.address)
             log.info("[Bridge] ✓ Gloo group created")
-            data = transport.make_data_group(control, *arguments, backend)
-            if backend == "nccl":
+            data = transport.make_data_group(control, *arguments, offer.backend)
+            if offer.backend == "nccl":
                 log.info("[Bridge] ✓ NCCL group created")
             else:
                 log.info("[Bridge] ✓ Data group is Gloo too (between GPUs: [Bridge] ✓ NCCL group created)")
-            groups = transport.Groups(control, data, backend)
+            groups = transport.Groups(control, data, offer.backend)
             groups.barrier()
-        except RuntimeError as error:
-            raise BridgeError(
-                f"the {self._workers} weight updater(s) of {self.vllm.url} did not join at {where} within "
-                f"{timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"
-            ) from error
         return groups
 
+    @contextmanager
+    def _reaching_workers(self, failed: str) -> Iterator[None]:
+        """torch.distributed's errors for a dead or silent peer become a BridgeError with what the workers report."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise BridgeError(
+                f"{failed} within {self._timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"
+            ) from error
+
     def _worker_states(self) -> str:
-        """What vLLM's workers report, for an error message."""
         try:
             workers = self.vllm.status().workers
         except BridgeError as error:

@@ -8,10 +8,13 @@ A server holds one session at a time, until its trainer leaves or falls silent f
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from atroposlib.clients.heartbeat import Heartbeat
 from atroposlib.errors import reading
@@ -20,17 +23,16 @@ from atroposlib.wire.bridge import Manifest, Offer, compare
 from example_trainer.bridges.base import BridgeError, WeightBridge
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import SESSIONS, VllmClient
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import CheckpointError, TrainedModel
 
 log = get_logger(__name__)
 
-T = TypeVar("T")
 STOP_S = 30.0  # for a heartbeat under way
 
 
-def offer(make: Callable[..., T], lease_s: float) -> T:
-    """An offer of this process under a fresh random id; `make` takes the fields that all offers have."""
-    return make(session=uuid.uuid4().hex, trainer=f"{socket.gethostname()}:{os.getpid()}", lease_s=lease_s)
+def offered_by_us(lease_s: float) -> dict[str, Any]:
+    """The fields that all offers have: a fresh random id, and who this process is."""
+    return {"session": uuid.uuid4().hex, "trainer": f"{socket.gethostname()}:{os.getpid()}", "lease_s": lease_s}
 
 
 class Session:
@@ -42,18 +44,13 @@ class Session:
         self._route = route
         self._open = True
         beat = partial(vllm.heartbeat, self.id, route)
-        self._heart = Heartbeat(vllm.url, beat, offer.lease_s / 3, BridgeError)
-        self._heart.start()
-
-    @property
-    def lost(self) -> str | None:
-        """Why the last heartbeat failed, None if it did not."""
-        return self._heart.lost
+        self.heart = Heartbeat(vllm.url, beat, offer.lease_s / 3, BridgeError)
+        self.heart.start()
 
     def check(self) -> None:
         """Raise BridgeError if the last heartbeat failed; never waits."""
-        if self.lost is not None:
-            raise BridgeError(f"the session with vLLM is lost: {self.lost}")
+        if self.heart.lost is not None:
+            raise BridgeError(f"the session with vLLM is lost: {self.heart.lost}")
 
     def close(self) -> None:
         """Leave in an orderly way, once; a server that cannot be told is logged."""
@@ -72,7 +69,7 @@ class Session:
     def _end(self, timeout_s: float) -> bool:
         """Stop the heartbeat; False if the session has ended before."""
         was_open, self._open = self._open, False
-        self._heart.stop(timeout_s)
+        self.heart.stop(timeout_s)
         return was_open
 
 
@@ -84,6 +81,19 @@ class SessionBridge(WeightBridge):
         self._session = session
         self._vllm = session.vllm
         self._trained = trained
+
+    def write_version(self, parent: Path, policy_version: int, label: int | None, served: str) -> Path:
+        """Write the weights to a directory whose name no other version or trainer has, labelled with `label`. `served`
+        is what vLLM keeps serving if that fails.
+        """
+        folder = parent / f"policy-v{policy_version}-{self._session.id[:6]}"
+        log.info(
+            "[Bridge] Writing policy version %d (%.1f MB) to %s", policy_version, self._trained.nbytes / 1e6, folder
+        )
+        try:
+            return self._trained.write(folder, label)
+        except CheckpointError as error:
+            raise BridgeError(f"{error}. vLLM keeps serving {served}") from error
 
     def parity_probe(self) -> float:
         return parity(self._trained.model, self._vllm)
@@ -104,9 +114,11 @@ def told(otherwise: str) -> Iterator[None]:
         log.warning("[Bridge] %s: %s", otherwise, error)
 
 
-def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> Manifest:
-    """What `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by name and shape."""
+def matching_manifest(vllm: VllmClient, model: nn.Module) -> Manifest:
+    """What `vllm` holds. Raises BridgeError unless it is exactly the tensors of `model`, by name and shape."""
     manifest = vllm.manifest()
     with reading(f"trainer and the vLLM server at {vllm.url} do not hold the same model", BridgeError):
-        compare(manifest, shapes)
+        compare(manifest, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    count = len(manifest.tensors)
+    log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
     return manifest

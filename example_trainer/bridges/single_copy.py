@@ -16,19 +16,19 @@ from functools import partial
 import torch
 from torch import nn
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import Manifest, SharedRank, SingleCopyOffer
+from atroposlib.wire.bridge import Attached, Manifest, SharedRank, SingleCopyOffer
 from atroposlib.wire.processes import this_process
 from example_trainer.bf16 import MasteredParameter
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
-from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offer, told
+from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us, told
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
-from example_trainer.memory import Weights, check_memory, needs
+from example_trainer.memory import check_memory, needs
 from example_trainer.model import check_packed_forward, meta_model
 from example_trainer.modes import SingleCopy
-from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
-from example_trainer.weights.source import shapes_of
+from example_trainer.weights.shared import StartWeights, copy_replicas, shared_tensors
 from example_trainer.weights.written import TrainedModel
 from vllm_patching.memory import cuda_ipc
 from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
@@ -44,15 +44,15 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     """
     (vllm,) = vllm_clients(config)
     vllm.wait_until_ready(config.vllm_start_timeout)
-    manifest = matching_manifest(vllm, shapes_of(dict(meta_model(source).named_parameters())))
+    manifest = matching_manifest(vllm, meta_model(source))
     if any(tensor.dtype == "float16" for tensor in manifest.tensors):
         raise BridgeError(
             "vLLM serves float16, in which weights cannot be trained in place: serve with --dtype float32 or bfloat16"
         )
-    make = partial(SingleCopyOffer, manifest_digest=manifest.digest(), process=this_process())
-    offered = offer(make, config.mode(SingleCopy).lease_s)
-    workers = vllm.attach(offered).workers
-    session = Session(vllm, offered)
+    mode = config.mode(SingleCopy)
+    offer = SingleCopyOffer(**offered_by_us(mode.lease_s), manifest_digest=manifest.digest(), process=this_process())
+    workers = vllm.ask(Attached, "POST", "/v1/bridge/attach", offer).workers
+    session = Session(vllm, offer)
     with ExitStack() as undo:
         undo.callback(session.close)
         buffers = [_open(worker) for worker in workers]
@@ -61,13 +61,10 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
                 f"--device {device}: vLLM's weights are on {buffers[0].device}; give --device {buffers[0].device.type}"
             )
         _check_memory(config, buffers, manifest)
-        storage = SharedWeights(
-            shared_tensors(workers, buffers, partial(_as_parameter, config.mode(SingleCopy).bf16_update))
-        )
-        start = StartWeights(source, storage.tensors.values())
+        storage = shared_tensors(workers, buffers, partial(_as_parameter, mode.bf16_update))
+        start = StartWeights(source, storage.values())
         undo.pop_all()
-    connect = partial(SingleCopyBridge, config, session, manifest, storage, start)
-    return Prepared(connect, session.close, storage)
+    return Prepared(partial(SingleCopyBridge, config, session, manifest, start), session.close, storage)
 
 
 class SingleCopyBridge(SessionBridge):
@@ -78,16 +75,14 @@ class SingleCopyBridge(SessionBridge):
         config: TrainerConfig,
         session: Session,
         manifest: Manifest,
-        storage: SharedWeights,
         start: StartWeights,
         trained: TrainedModel,
     ) -> None:
         super().__init__(session, trained, manifest.tensors[0].dtype)
         self._timeout_s = config.bridge_timeout_s
         self._first_s = manifest.nbytes / DISK_BYTES_PER_S
-        self._tensors = list(storage.tensors.values())
+        self._tensors = start.tensors
         self._start: StartWeights | None = start  # until the first sync has written them
-        log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", len(self._tensors), len(self._tensors))
 
     def sync(self, policy_version: int, update: Callable[[], None]) -> SyncReport:
         self.check()
@@ -161,15 +156,14 @@ def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: 
         sizes = [(math.prod(tensor.shape) * ranks // manifest.tp_size, tensor.dtype) for tensor in manifest.tensors]
         count = sum(size for size, _ in sizes)
         halves = sum(size for size, dtype in sizes if dtype == "bfloat16")
-        check_memory(needs(Weights(count, count, halves, shared=True), config), config, device)
+        check_memory(needs(config, count, count, halves=halves, shared=True), config, device)
 
 
 def _open(worker: SharedRank) -> torch.Tensor:
     """One rank's live weights, flat uint8. Raises BridgeError."""
-    try:
+    what = f"the weights of vLLM's rank {worker.rank} cannot be shared"
+    with reading(what, BridgeError, also=(SharedBufferError, cuda_ipc.CudaIpcError)):
         if worker.ipc is not None:
             return cuda_ipc.open_handle(worker.ipc)
         assert worker.fd is not None
         return open_buffer(worker.process, worker.fd, worker.nbytes)
-    except (SharedBufferError, cuda_ipc.CudaIpcError) as error:
-        raise BridgeError(f"the weights of vLLM's rank {worker.rank} cannot be shared: {error}") from error

@@ -14,15 +14,7 @@ from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
-from atroposlib.wire.bridge import (
-    AdapterLoaded,
-    Attached,
-    Committed,
-    Manifest,
-    Offer,
-    Resumed,
-    ServerStatus,
-)
+from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerStatus
 from example_trainer.bridges.base import BridgeError
 from example_trainer.config import TrainerConfig
 
@@ -114,10 +106,7 @@ class VllmClient:
         return self.ask(Manifest, "GET", "/v1/bridge/manifest")
 
     def open_session(self, offer: Offer, route: str = SESSIONS) -> None:
-        self._send("POST", route, msgspec.to_builtins(offer))
-
-    def attach(self, offer: Offer) -> Attached:
-        return self.ask(Attached, "POST", "/v1/bridge/attach", msgspec.to_builtins(offer))
+        self._send("POST", route, offer)
 
     def heartbeat(self, session: str, route: str = SESSIONS) -> None:
         self._send("POST", f"{route}/{session}/heartbeat", {}, timeout_s=HEARTBEAT_S)
@@ -134,17 +123,15 @@ class VllmClient:
         """
         self._send("POST", "/v1/bridge/fence", {"session": session, "reason": reason[:2000]}, timeout_s=QUICK_S)
 
-    def load_adapter(self, session: str, name: str, path: str, policy_version: int) -> AdapterLoaded:
-        body = {"session": session, "name": name, "path": path, "policy_version": policy_version}
-        return self.ask(AdapterLoaded, "POST", "/v1/bridge/adapter", body)
-
     def pause(self, session: str, policy_version: int, deadline_s: float) -> None:
-        body = {"session": session, "policy_version": policy_version, "deadline_s": deadline_s}
-        self._send("POST", "/v1/bridge/pause", body)
+        self._send(
+            "POST",
+            "/v1/bridge/pause",
+            {"session": session, "policy_version": policy_version, "deadline_s": deadline_s},
+        )
 
     def resume(self, session: str, policy_version: int | None) -> Resumed:
-        body = {"session": session, "policy_version": policy_version}
-        return self.ask(Resumed, "POST", "/v1/bridge/resume", body)
+        return self.ask(Resumed, "POST", "/v1/bridge/resume", {"session": session, "policy_version": policy_version})
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""
@@ -172,7 +159,7 @@ class VllmClient:
             reply = requests.request(
                 method,
                 self.url + path,
-                json=body,
+                json=msgspec.to_builtins(body),
                 headers=self._headers,
                 timeout=(CONNECT_S, limit_s),
                 allow_redirects=False,
@@ -202,7 +189,6 @@ def vllm_clients(config: TrainerConfig) -> list[VllmClient]:
 
 
 def _reason(reply: Response) -> str:
-    """The sentence in vLLM's or FastAPI's error body."""
     try:
         content: Any = reply.json()
     except requests.JSONDecodeError:

@@ -48,7 +48,7 @@ class ShardedEmbedding(nn.Module):
         self.padding_idx = padding_idx
 
     def forward(self, ids: Tensor) -> Tensor:
-        output: Tensor | None = None
+        found: list[Tensor] = []
         first = 0
         for weight in self.weights:
             rows = weight.shape[0]
@@ -58,12 +58,10 @@ class ShardedEmbedding(nn.Module):
                 if self.padding_idx is None or not 0 <= self.padding_idx - first < rows
                 else self.padding_idx - first
             )
-            found = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight, padding).to(ids.device)
-            found = torch.where(inside[..., None], found, 0)
-            output = found if output is None else output + found
+            held = F.embedding((ids - first).clamp(0, rows - 1).to(weight.device), weight, padding).to(ids.device)
+            found.append(torch.where(inside[..., None], held, 0))
             first += rows
-        assert output is not None
-        return output
+        return sum(found[1:], found[0])
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -21,12 +20,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from atroposlib.wire.bridge import Bucket, Shard, SharedRank
+from atroposlib.wire.bridge import Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError, prepare_for_training, reading_model
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
-from example_trainer.weights.source import WeightSource, pack
 
 
 @dataclass(frozen=True)
@@ -50,25 +48,6 @@ class SharedTensor:
     pieces: tuple[Piece, ...]
 
 
-class SharedWeights(WeightSource):
-    """The shared weights as one process sees them: pieces in the memory of every rank, put together on demand."""
-
-    def __init__(self, tensors: Mapping[str, SharedTensor]) -> None:
-        self.tensors = tensors
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    def bucket(self, bucket: Bucket) -> Tensor:
-        device = self.tensors[bucket.tensors[0].name].pieces[0].parameter.device
-        return pack(bucket, lambda name: _put_together(self.tensors[name], device), device)
-
-
-def _put_together(tensor: SharedTensor, device: torch.device) -> Tensor:
-    parts = [piece.parameter.detach().to(device) for piece in tensor.pieces]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, tensor.dim)
-
-
 def shared_tensors(
     workers: list[SharedRank], buffers: list[Tensor], as_parameter: Callable[[Tensor], nn.Parameter]
 ) -> dict[str, SharedTensor]:
@@ -80,15 +59,12 @@ def shared_tensors(
     for worker, buffer in zip(workers, buffers, strict=True):
         for shard in worker.shards:
             described.setdefault(shard.name, shard)
-            fused = _parameter_view(buffer, *worker.layout[shard.vllm_name])
+            offset, shape, name = worker.layout[shard.vllm_name]
+            dtype = getattr(torch, name)
+            fused = buffer[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
             view = fused.narrow(shard.dim, shard.start, shard.length) if fused.dim() else fused
             parts.setdefault(shard.name, {}).setdefault(shard.full_start, []).append(view)
     return {name: _whole(described[name], views, as_parameter) for name, views in parts.items()}
-
-
-def _parameter_view(buffer: Tensor, offset: int, shape: tuple[int, ...], dtype: str) -> Tensor:
-    of = getattr(torch, dtype)
-    return buffer[offset : offset + math.prod(shape) * of.itemsize].view(of).view(shape)
 
 
 def _whole(
@@ -120,7 +96,17 @@ def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradien
                 setattr(module, leaf, tensor.pieces[0].parameter)
         else:
             model.set_submodule(name, _sharded(name, module, own))
-    _rebuild_buffers(model)
+    # what a meta model could not compute: the rotary embeddings' tables, which are in no weight file
+    device = next(model.parameters()).device
+    for name, module in list(model.named_modules()):
+        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+            if "RotaryEmbedding" not in type(module).__name__:
+                raise ModelError(
+                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
+                    " --use-shared-memory"
+                )
+            with torch.device(device):
+                model.set_submodule(name, type(module)(module.config))
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -136,28 +122,17 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
     )
 
 
-def _rebuild_buffers(model: PreTrainedModel) -> None:
-    """Compute again what a meta model could not: the rotary embeddings' tables, which are in no weight file."""
-    device = next(model.parameters()).device
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            if "RotaryEmbedding" not in type(module).__name__:
-                raise ModelError(
-                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
-                    " --use-shared-memory"
-                )
-            with torch.device(device):
-                model.set_submodule(name, type(module)(module.config))
-
-
 class StartWeights:
     """The safetensors files of `source` (hub id or folder), read tensor by tensor. Raises ModelError where one is
     missing.
     """
 
     def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
-        folder = _folder(source)
-        self._tensors = list(tensors)
+        folder = Path(source)
+        if not folder.is_dir():
+            with reading_model(source):
+                folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+        self.tensors = list(tensors)
         self._file_of: dict[str, Path] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -165,7 +140,7 @@ class StartWeights:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
                     self._file_of[name] = path
                     shapes[name] = tuple(file.get_slice(name).get_shape())
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             if shapes.get(tensor.name) != tensor.shape:
                 found = list(shapes[tensor.name]) if tensor.name in shapes else "nothing of that name"
                 raise ModelError(
@@ -175,26 +150,16 @@ class StartWeights:
 
     def write(self) -> None:
         """Write them into the shared parameters."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             with safe_open(self._file_of[tensor.name], "pt") as file:
                 content = file.get_slice(tensor.name)
                 for piece in tensor.pieces:
-                    set_value(piece.parameter, _part(content, tensor, piece))
-
-
-def _part(content: Any, tensor: SharedTensor, piece: Piece) -> Tensor:
-    if not tensor.shape:
-        return torch.as_tensor(content[...])
-    end = piece.start + piece.parameter.shape[tensor.dim]
-    part: Tensor = content[piece.start : end] if tensor.dim == 0 else content[:, piece.start : end]
-    return part
-
-
-def _folder(source: str) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    with reading_model(source):
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+                    if tensor.shape:
+                        end = piece.start + piece.parameter.shape[tensor.dim]
+                        part = content[piece.start : end] if tensor.dim == 0 else content[:, piece.start : end]
+                    else:
+                        part = torch.as_tensor(content[...])
+                    set_value(piece.parameter, part)
 
 
 @torch.no_grad()

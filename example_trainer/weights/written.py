@@ -118,8 +118,11 @@ def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: in
         partial.mkdir()
         cleanup.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing left of it
         write(partial)
-        _write_manifest(partial)
-        _sync_folder(partial)
+        files = sorted(path for path in partial.rglob("*") if path.is_file())
+        manifest = {str(path.relative_to(partial)): FileRecord(path.stat().st_size, digest(path)) for path in files}
+        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         _replace_folder(partial, target)
 
 
@@ -135,18 +138,6 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_manifest(folder: Path) -> None:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path)) for path in files}
-    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        sync(path)
-    sync(folder)
 
 
 def _replace_folder(partial: Path, target: Path) -> None:

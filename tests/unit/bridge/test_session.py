@@ -11,7 +11,7 @@ import torch
 from atroposlib.wire.bridge import AdapterOffer, Manifest, Offer, WireTensor
 from atroposlib.wire.processes import this_process
 from example_trainer.bridges import BridgeError, Prepared
-from example_trainer.bridges.session import Session, matching_manifest, offer
+from example_trainer.bridges.session import Session, matching_manifest, offered_by_us
 from example_trainer.config import TrainerConfig
 from example_trainer.grpo import connected
 from example_trainer.model import ModelError
@@ -50,16 +50,16 @@ class FakeVllm:
             raise BridgeError("it is gone")
 
 
-def adapter_offer(**fields: Any) -> AdapterOffer:
-    return AdapterOffer(model="m", rank=8, process=this_process(), **fields)
+def adapter_offer(lease_s: float) -> AdapterOffer:
+    return AdapterOffer(**offered_by_us(lease_s), model="m", rank=8, process=this_process())
 
 
 def session(vllm: FakeVllm, lease_s: float = 300) -> Session:
-    return Session(vllm, offer(adapter_offer, lease_s), "/route")  # type: ignore[arg-type]
+    return Session(vllm, adapter_offer(lease_s), "/route")  # type: ignore[arg-type]
 
 
 def test_every_offer_is_of_a_fresh_session_of_this_process() -> None:
-    one, other = (offer(adapter_offer, 30) for _ in range(2))
+    one, other = (adapter_offer(30) for _ in range(2))
     assert isinstance(one, Offer)
     assert one.session != other.session
     assert len(one.session) == 32
@@ -104,14 +104,18 @@ def test_a_session_is_ended_once_whoever_closes_it(caplog: pytest.LogCaptureFixt
     assert "http://vllm could not be fenced off and may go on serving an older version: it is gone" in caplog.text
 
 
+def model_of(size: int) -> torch.nn.Module:
+    return torch.nn.ParameterDict({"a": torch.zeros(size)})
+
+
 def test_another_model_is_refused_with_the_server_and_the_first_difference() -> None:
     vllm: Any = FakeVllm()
-    assert matching_manifest(vllm, {"a": (7,)}).nbytes == 28
+    assert matching_manifest(vllm, model_of(7)).nbytes == 28
     with pytest.raises(
         BridgeError,
         match=r"the vLLM server at http://vllm do not hold the same model: a: vLLM holds \[7\], the trainer",
     ):
-        matching_manifest(vllm, {"a": (8,)})
+        matching_manifest(vllm, model_of(8))
 
 
 def test_what_was_prepared_is_closed_when_the_model_cannot_be_loaded_or_connected(tmp_path: Path) -> None:

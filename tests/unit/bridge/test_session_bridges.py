@@ -47,9 +47,14 @@ class FakeVllm:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def attach(self, offer: SingleCopyOffer) -> Attached:
-        self.calls.append("attach")
-        return Attached(policy_version=0, workers=self._workers)
+    def ask(self, kind: type[Any], method: str, path: str, body: Any) -> Any:
+        if isinstance(body, SingleCopyOffer):
+            self.calls.append("attach")
+            return Attached(policy_version=0, workers=self._workers)
+        name, version = body["name"], body["policy_version"]
+        self.calls.append(("load", name, version))
+        assert Path(body["path"], "adapter_model.safetensors").is_file()
+        return AdapterLoaded(policy_version=version, load_s=0.25, needed=[name])
 
     def open_session(self, offer: AdapterOffer, route: str) -> None:
         self.calls.append(("open", offer.rank, route))
@@ -66,11 +71,6 @@ class FakeVllm:
     def resume(self, session: str, policy_version: int | None) -> Resumed:
         self.calls.append(("resume", policy_version))
         return Resumed(policy_version=policy_version or 0, stall_s=0.5, pause_s=0.1, update_s=0.4)
-
-    def load_adapter(self, session: str, name: str, path: str, policy_version: int) -> AdapterLoaded:
-        self.calls.append(("load", name, policy_version))
-        assert Path(path, "adapter_model.safetensors").is_file()
-        return AdapterLoaded(policy_version=policy_version, load_s=0.25, needed=[name])
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def test_a_laggard_is_fenced_off_and_let_in_again(
     assert synced(bridge, 4) == 2
     laggard.fail = fail
     if fail == "heartbeat":
-        wait_until(lambda: bridge._links[1].session.lost is not None)
+        wait_until(lambda: bridge._links[1].session.heart.lost is not None)
     with caplog.at_level(logging.WARNING):
         assert synced(bridge, 5) == 1
     assert (healthy.version, laggard.version) == (5, 4)
@@ -129,18 +129,18 @@ def test_no_server_commits_before_all_have_acked(model: str, servers: list[FakeV
     synced(bridge, 0)
     acked: list[str] = []
     for link in bridge._links:
-        transfer, commit = link.transfer, link.commit
+        transfer, commit = link.transfer, link.vllm.commit
 
         def slow(*arguments: Any, transfer: Any = transfer) -> None:
             transfer(*arguments)
             time.sleep(0.2 * len(acked))
             acked.append("ack")
 
-        def checked(version: int, commit: Any = commit) -> Any:
+        def checked(session: str, version: int, commit: Any = commit) -> Any:
             assert acked == ["ack", "ack"]
-            return commit(version)
+            return commit(session, version)
 
-        link.transfer, link.commit = slow, checked  # type: ignore[method-assign,assignment]
+        link.transfer, link.vllm.commit = slow, checked  # type: ignore[method-assign,assignment]
     synced(bridge, 1)
     bridge.close()
 

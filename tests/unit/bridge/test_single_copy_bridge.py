@@ -51,8 +51,8 @@ class FakeVllm:
     def manifest(self) -> Manifest:
         return self._manifest
 
-    def attach(self, offer: SingleCopyOffer) -> Attached:
-        return Attached(0, self.workers)
+    def ask(self, kind: type[Attached], method: str, path: str, offer: SingleCopyOffer) -> Attached:
+        return kind(0, self.workers)
 
     def heartbeat(self, session: str, route: str) -> None:
         """It lives."""
@@ -93,7 +93,7 @@ def connected(
     prepared = single_copy.prepare(config, str(tmp_path), torch.device("cpu"))
     assert prepared.storage is not None
     model = meta_model(str(tmp_path))
-    bind(model, prepared.storage.tensors, gradient_checkpointing=False)
+    bind(model, prepared.storage, gradient_checkpointing=False)
     yield prepared.connect(TrainedModel(model)), model
     prepared.close()
 

@@ -11,7 +11,7 @@ from example_trainer import grpo, memory
 from example_trainer.bridges import Prepared, single_copy
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.memory import Weights, check_memory, check_model, memory_table, needs, one_line_when_out_of_memory
+from example_trainer.memory import check_memory, check_model, memory_table, needs, one_line_when_out_of_memory
 from example_trainer.modes import SingleCopy
 from tests.unit.trainer.fakes import model_folder
 
@@ -23,30 +23,29 @@ def config(**flags: Any) -> TrainerConfig:
     return TrainerConfig.model_validate({"model_name": "m", "logits_chunk_mb": 1} | flags)
 
 
-def private_bytes(weights: Weights, **flags: Any) -> int:
+def private_bytes(*, trained: int = MILLION, halves: int = 0, shared: bool = False, **flags: Any) -> int:
     """Of a million weights, per weight, logits apart."""
-    lines = needs(weights, config(**flags))
+    lines = needs(config(**flags), MILLION, trained, halves=halves, shared=shared)
     return sum(line.nbytes for line in lines if not line.shared and not line.what.startswith("logits")) // MILLION
 
 
 def test_bytes_a_weight_beside_vllms_own() -> None:
-    floats = Weights(MILLION, MILLION, shared=True)
-    halves = Weights(MILLION, MILLION, halves=MILLION, shared=True)
-    assert private_bytes(floats) == 4 + 8
-    assert private_bytes(halves) == 4 + 4 + 8
-    assert private_bytes(halves, bridge=SingleCopy.model_validate({"bf16_update": "stochastic"})) == 2 + 8
-    assert private_bytes(floats, optimizer="adafactor") == 4
-    assert private_bytes(floats, kl_coef=0.1) == 4 + 8 + 4
+    stochastic = SingleCopy.model_validate({"bf16_update": "stochastic"})
+    assert private_bytes(shared=True) == 4 + 8
+    assert private_bytes(halves=MILLION, shared=True) == 4 + 4 + 8
+    assert private_bytes(halves=MILLION, shared=True, bridge=stochastic) == 2 + 8
+    assert private_bytes(shared=True, optimizer="adafactor") == 4
+    assert private_bytes(shared=True, kl_coef=0.1) == 4 + 8 + 4
 
 
 def test_bytes_a_weight_of_the_trainers_own() -> None:
-    assert private_bytes(Weights(MILLION, MILLION)) == 4 + 4 + 8
-    assert private_bytes(Weights(MILLION, trained=0)) == 4
-    assert private_bytes(Weights(MILLION, trained=MILLION // 2)) == 4 + 12 // 2
+    assert private_bytes() == 4 + 4 + 8
+    assert private_bytes(trained=0) == 4
+    assert private_bytes(trained=MILLION // 2) == 4 + 12 // 2
 
 
 def test_table_tells_shared_from_private_and_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = needs(Weights(MILLION, MILLION, shared=True), config())
+    lines = needs(config(), MILLION, MILLION, shared=True)
     table = memory_table(lines, CPU, 20_000_000)
     assert "vLLM's own" in table
     assert "4.0 MB  shared" in table
