@@ -15,7 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading
 from example_trainer.config import TrainerConfig
@@ -44,38 +44,21 @@ class SavedAdapter(msgspec.Struct):
 
 def load_adapted_model(source: str, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
     """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the
-    model itself.
-
-    Raises AdapterError or ModelError.
+    model itself. Raises ModelError, or AdapterError, which names the layers that --lora-target-modules can name.
     """
     resumed = Path(source) if source != config.model_name else None
     if resumed:
         _check_settings(resumed, config)
     model = load_model(config.model_name, device, gradient_checkpointing=config.gradient_checkpointing)
-    add_adapter(model, config)
-    if resumed:
-        load_weights(model, resumed)
-    return model
-
-
-def add_adapter(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Freeze the model and put a fresh adapter into its `--lora-target-modules`. Raises AdapterError naming those that
-    exist.
-    """
-    present = adaptable_modules(model)
-    unknown = [name for name in config.mode(Adapter).target_modules if name not in present]
-    if unknown:
+    mode, head = config.mode(Adapter), model.get_output_embeddings()  # the head may be tied to the embeddings
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    present = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    if unknown := [name for name in mode.target_modules if name not in present]:
         raise AdapterError(
             f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has"
             f" {', '.join(present)}"
         )
-    inject_adapter_in_model(peft_config(config), model, NAME)
-
-
-def peft_config(config: TrainerConfig) -> LoraConfig:
-    """PEFT's form of the --lora-* flags."""
-    mode = config.mode(Adapter)
-    return LoraConfig(
+    settings = LoraConfig(
         r=mode.r,
         lora_alpha=mode.alpha,
         lora_dropout=mode.dropout,
@@ -83,17 +66,10 @@ def peft_config(config: TrainerConfig) -> LoraConfig:
         task_type="CAUSAL_LM",
         base_model_name_or_path=config.model_name,
     )
-
-
-def adaptable_modules(model: nn.Module) -> list[str]:
-    """Names of the linear layers that may get an adapter: all but the head, which may be tied to the embeddings."""
-    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-    names = [
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    ]
-    return list(dict.fromkeys(names))
+    inject_adapter_in_model(settings, model, NAME)
+    if resumed:
+        load_weights(model, resumed)
+    return model
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -105,20 +81,17 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def adapter_nbytes(model: PreTrainedModel) -> int:
-    """Bytes of the adapter's tensors."""
-    return sum(tensor.nbytes for tensor in adapter_tensors(model).values())
-
-
-def write_adapter_files(folder: Path, model: PreTrainedModel) -> None:
-    """The two files of an adapter, into an existing directory."""
+def _write_adapter(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     model.peft_config[NAME].save_pretrained(folder)
     tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 ADAPTER = Form(
-    "adapter_step_", "final_adapter", lambda folder, model, _: write_adapter_files(folder, model), adapter_nbytes
+    "adapter_step_",
+    "final_adapter",
+    _write_adapter,
+    lambda model: sum(tensor.nbytes for tensor in adapter_tensors(model).values()),
 )
 
 
@@ -129,11 +102,8 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     with reading(f"{folder / WEIGHTS} cannot be read", AdapterError, remedy=remedy, also=(SafetensorError,)):
         saved = load_file(folder / WEIGHTS)
     own = adapter_tensors(model)
-    wrong = [
-        name
-        for name in own.keys() | saved.keys()
-        if name not in own or name not in saved or own[name].shape != saved[name].shape
-    ]
+    wrong = own.keys() ^ saved.keys()
+    wrong |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
     if wrong:
         raise AdapterError(
             f"{folder} holds an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}"
@@ -156,11 +126,7 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
         ("--model-name", saved.base_model_name_or_path, config.model_name),
         ("--lora-r", saved.r, mode.r),
         ("--lora-alpha", saved.lora_alpha, mode.alpha),
-        (
-            "--lora-target-modules",
-            ",".join(sorted(saved.target_modules)),
-            ",".join(sorted(mode.target_modules)),
-        ),
+        ("--lora-target-modules", ",".join(sorted(saved.target_modules)), ",".join(sorted(mode.target_modules))),
     ]:
         if then != given:
             raise AdapterError(

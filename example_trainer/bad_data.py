@@ -77,6 +77,7 @@ class BadBatches:
         if self._action == "stop":
             raise type(error)(f"{error} (--on-bad-batch stop; skip passes over such a batch)") from error
         if self._in_row > self._allowed:
-            in_row = f"{self._in_row} batches in a row; --max-bad-batches {self._allowed}"
-            raise type(error)(f"{error} ({in_row})") from error
+            raise type(error)(
+                f"{error} ({self._in_row} batches in a row; --max-bad-batches {self._allowed})"
+            ) from error
         log.warning("Step %d makes no update, bad batch %d of at most %d: %s", step, self._in_row, self._allowed, error)

@@ -71,26 +71,36 @@ def make_batch(
     items: Sequence[Item], *, seq_len: int, divide_by_std: bool, policy_version: int, vocab_size: int | None = None
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts."""
-    rejected = _flaws(items, Needs(vocab_size, trainable_only=True))
-    trainable = [item for place, item in enumerate(items) if isinstance(item, ScoredData) and place not in rejected]
+    needs = Needs(vocab_size, trainable_only=True)
+    trainable: list[ScoredData] = []
+    rejected: dict[int, str] = {}
+    for place, item in enumerate(items):
+        try:
+            if isinstance(item, Untrainable):
+                raise item
+            check(item, needs)
+            trainable.append(item)
+        except Untrainable as error:
+            rejected[place] = str(error)
     rollouts: list[Rollout] = []
     completions: list[int] = []
     scores: list[float] = []
     staleness: list[int] = []
     zero_variance = truncated = 0
-    for item in trainable:
-        group = _group(item, divide_by_std)
-        scores += [float(score) for score in item.scores]
-        completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in item.masks]
+    for group in trainable:
+        scores += [float(score) for score in group.scores]
+        completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in group.masks]
         staleness += [
             policy_version - int(first)
-            for first, _last in (item.policy_versions if isinstance(item.policy_versions, list) else [])
+            for first, _last in (group.policy_versions if isinstance(group.policy_versions, list) else [])
         ]
-        if group is None:
+        advantages = _advantages(group, divide_by_std)
+        if advantages is None:
             zero_variance += 1
             continue
-        truncated += sum(len(rollout.tokens) > seq_len for rollout in group)
-        rollouts += [_truncate(rollout, seq_len) for rollout in group]
+        sampled = [_rollout(group, index, each) for index, each in enumerate(advantages)]
+        truncated += sum(len(rollout.tokens) > seq_len for rollout in sampled)
+        rollouts += [_truncate(rollout, seq_len) for rollout in sampled]
     return Batch(
         rollouts=[rollout for rollout in rollouts if rollout.trained_tokens],
         groups=len(trainable),
@@ -105,31 +115,11 @@ def make_batch(
     )
 
 
-def _flaws(items: Sequence[Item], needs: Needs) -> dict[int, str]:
-    """Place of each item that cannot be trained on -> the reason."""
-    flaws = {}
-    for place, item in enumerate(items):
-        try:
-            if isinstance(item, Untrainable):
-                raise item
-            check(item, needs)
-        except Untrainable as error:
-            flaws[place] = str(error)
-    return flaws
-
-
-def _group(item: ScoredData, divide_by_std: bool) -> list[Rollout] | None:
-    """The rollouts of one item, or None for a group without a signal."""
-    advantages = _advantages(item, np.asarray(item.scores, dtype=np.float64), divide_by_std)
-    if advantages is None:
-        return None
-    return [_rollout(item, index, each) for index, each in enumerate(advantages)]
-
-
-def _advantages(item: ScoredData, scores: NDArray[np.float64], divide_by_std: bool) -> list[NDArray[np.float32]] | None:
+def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float32]] | None:
     """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a
     signal.
     """
+    scores = np.asarray(item.scores, dtype=np.float64)
     if given := item.advantages:  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):

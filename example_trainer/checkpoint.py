@@ -20,7 +20,6 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import msgspec
 import torch
@@ -64,7 +63,10 @@ class Checkpoints:
             "optimizer": type(optimizer).__name__,
             "shapes": _shapes(optimizer),
             "moments": optimizer.state_dict()["state"],
-            "generators": _generator_states(),
+            "generators": {
+                "torch": torch.get_rng_state(),
+                "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            },
         }
         moments = [
             value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)
@@ -75,19 +77,15 @@ class Checkpoints:
             also=lambda folder: torch.save(state, folder / STATE),
             also_bytes=sum(moment.nbytes for moment in moments),
         )
-        self._point_at(target)
-        self._written.append(target)
-        if self._keep:
-            for old in self._written[: -self._keep]:
-                shutil.rmtree(old)
-            self._written = self._written[-self._keep :]
-        return target
-
-    def _point_at(self, target: Path) -> None:
         pointer = self._save_path / LATEST
         remedy = f"free space, then use --resume {target}"
         with reading(f"{target} is written, but {pointer} is not", CheckpointError, remedy=remedy):
             write_whole(pointer, f"{target.name}\n".encode())
+        self._written.append(target)
+        if self._keep:
+            while len(self._written) > self._keep:
+                shutil.rmtree(self._written.pop(0))
+        return target
 
 
 def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
@@ -136,35 +134,28 @@ def _step_of(folder: Path) -> int:
 
 def verify(folder: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size and digest."""
-    try:
-        _compare_with_manifest(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error}); resume from another step_N folder") from None
-
-
-def _compare_with_manifest(folder: Path) -> None:
     manifest_path = folder / MANIFEST
-    if not manifest_path.is_file():
-        raise CheckpointError(
-            f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume"
-        )
+    another = "resume from another step_N folder"
     try:
+        if not manifest_path.is_file():
+            raise CheckpointError(
+                f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume"
+            )
         manifest = msgspec.json.decode(manifest_path.read_bytes(), type=dict[str, FileRecord])
+        for name, expected in manifest.items():
+            path = folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != expected.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected.bytes}; {another}")
+            if digest(path) != expected.sha256:
+                raise CheckpointError(
+                    f"{path} has its size but other contents than were written (SHA-256 differs); {another}"
+                )
     except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{manifest_path} is damaged ({error}); resume from another step_N folder") from None
-    for name, expected in manifest.items():
-        path = folder / name
-        size = path.stat().st_size if path.is_file() else None
-        if size != expected.bytes:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise CheckpointError(
-                f"{path} {found}, the checkpoint was written with {expected.bytes}; resume from another step_N folder"
-            )
-        if digest(path) != expected.sha256:
-            raise CheckpointError(
-                f"{path} has its size but other contents than were written (SHA-256 differs); resume from another"
-                " step_N folder"
-            )
+        raise CheckpointError(f"{manifest_path} is damaged ({error}); {another}") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}); {another}") from None
     if STATE not in manifest:
         raise CheckpointError(
             f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume"
@@ -181,8 +172,9 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
         state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # torch's own text tells how to load a pickle that runs code
-        problem = f"{folder / STATE} cannot be loaded ({type(error).__name__})"
-        raise CheckpointError(f"{problem}; resume from another step_N folder") from error
+        raise CheckpointError(
+            f"{folder / STATE} cannot be loaded ({type(error).__name__}); resume from another step_N folder"
+        ) from error
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
             f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "
@@ -203,7 +195,3 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
 
 def _shapes(optimizer: Optimizer) -> list[tuple[int, ...]]:
     return [tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _generator_states() -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}

@@ -12,7 +12,7 @@ passes are those of the plain formulas. Not yet run on a GPU: tests give plain t
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -90,8 +90,7 @@ def _norm(kernels: Any, module: Any, x: Tensor) -> Tensor:
 
 def _mlp(kernels: Any, module: Any, x: Tensor) -> Tensor:
     gate_up = _product(kernels, (module.gate_proj, module.up_proj), x)
-    result: Tensor = module.down_proj(Kernel.apply(kernels.silu_and_mul, _silu_and_mul, gate_up))
-    return result
+    return cast(Tensor, module.down_proj(Kernel.apply(kernels.silu_and_mul, _silu_and_mul, gate_up)))
 
 
 def _silu_and_mul(x: Tensor) -> Tensor:

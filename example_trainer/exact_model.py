@@ -8,7 +8,7 @@ bfloat16: they are rounded on the way in. What follows is for CPUs; on a GPU exa
 
 import re
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,22 +37,21 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, tp_size: int = 1) -> 
     if reason:
         raise NotInvariant(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
     if model.device.type == "cuda":
-        _exchange_on_cuda(model, dtype)
+        cuda = CudaKernels(vllm_functions(model.config, dtype, model.device))
+        exact_cuda.exchange(model, cuda, dtype)
+        # backward products are summed in float32
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        _overrides[:] = _overrides or [exact_cuda.override_log_softmax(cuda)]
     else:
+        rowwise = [name for name, plan in (model.config.base_model_tp_plan or {}).items() if plan == "rowwise"]
         for name, module in model.named_modules():
-            _exchange(module, dtype, tp_size if _is_row_parallel(model, name) else 1)
+            place = re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))  # such as layers.*.mlp.down_proj
+            # vLLM splits the inputs of these over its ranks, by transformers' own plan
+            _exchange(module, dtype, tp_size if place in rowwise else 1)
     model.set_attn_implementation(EXACT_ATTENTION)
 
 
-def _exchange_on_cuda(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    kernels = CudaKernels(vllm_functions(model.config, dtype, model.device))
-    exact_cuda.exchange(model, kernels, dtype)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False  # backward products are summed in float32
-    _overrides[:] = _overrides or [exact_cuda.override_log_softmax(kernels)]
-
-
 def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
-    """Give one module its exact forward; containers are left as they are."""
     kind = type(module).__name__
     if kind == "Linear":
         check_weight(module.weight)
@@ -62,31 +61,16 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
     elif kind.endswith("RMSNorm"):
         module.forward = lambda x: kernels.rms_norm(x, module.weight, module.variance_epsilon)
     elif kind.endswith("MLP"):
-        module.act_fn = _Activation()
+        module.act_fn.forward = _Silu.apply
     elif next(module.parameters(recurse=False), None) is not None:
         raise NotInvariant(
             f"--batch-invariant does not cover layers of type {kind}; see docs/bit-exactness.md, or drop the flag"
         )
 
 
-def _is_row_parallel(model: PreTrainedModel, name: str) -> bool:
-    """Whether vLLM splits this layer's inputs over its ranks, by transformers' own plan (`layers.*.mlp.down_proj:
-    rowwise`).
-    """
-    place = re.sub(r"\.\d+\.", ".*.", name.removeprefix("model."))
-    return (model.config.base_model_tp_plan or {}).get(place) == "rowwise"
-
-
-class _Activation(nn.Module):
+class _Silu(torch.autograd.Function):
     """SiLU as vLLM computes it."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Any shape."""
-        result: Tensor = _Silu.apply(x)
-        return result
-
-
-class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -95,13 +79,12 @@ class _Silu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        result: Tensor = torch.ops.aten.silu_backward(grad, x)
-        return result
+        return cast(Tensor, torch.ops.aten.silu_backward(grad, x))
 
 
 def _linear(module: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    result: Tensor = Linear.apply(partial(kernels.row_parallel_linear, ranks=ranks), x, module.weight, module.bias)
-    return result
+    product = partial(kernels.row_parallel_linear, ranks=ranks)
+    return cast(Tensor, Linear.apply(product, x, module.weight, module.bias))
 
 
 def exact_attention(

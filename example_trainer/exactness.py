@@ -220,4 +220,7 @@ def _tensors(rollout: Rollout) -> dict[str, Any]:
 
 def rollout_from(fields: dict[str, Any]) -> Rollout:
     """The inverse of what `keep` stores of a rollout."""
-    return Rollout(**{name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()})
+    values: dict[str, Any] = {
+        name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()
+    }
+    return Rollout(**values)

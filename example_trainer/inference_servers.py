@@ -51,10 +51,35 @@ class VllmServers(Config):
 
     @property
     def vllm_servers(self) -> list[Address]:
-        """Every vLLM server that is fed. Raises ValueError where flags, hosts file and nodes contradict each other."""
-        return server_addresses(
-            self.vllm_host, self.vllm_ports, self.num_inference_nodes, self.hosts_file, self.slurm_job_nodelist
-        )
+        """Every vLLM server that is fed, in the order given, none twice: of --vllm-host alone when NUM_INFERENCE_NODES
+        is 0, else of exactly that many machines. Raises ValueError where flags, hosts file and nodes contradict each
+        other.
+        """
+        nodes, ports, hosts_file = self.num_inference_nodes, self.vllm_ports, self.hosts_file
+        if nodes == 0:
+            if hosts_file is not None:
+                raise ValueError(
+                    f"--hosts-file {hosts_file} is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts"
+                    " in the file"
+                )
+            return _distinct(((self.vllm_host, port) for port in ports), "--vllm-port")
+        if hosts_file is not None:
+            addresses = read_hosts_file(hosts_file, ports)
+            if (found := len({name for name, _ in addresses})) != nodes:
+                raise ValueError(f"{hosts_file} names {found} host(s), NUM_INFERENCE_NODES is {nodes}: make them agree")
+            return addresses
+        if not self.slurm_job_nodelist:
+            raise ValueError(
+                f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE, one host[:port] a line (or a SLURM job, whose"
+                f" last {nodes} nodes count)"
+            )
+        names = list(expand_nodelist(self.slurm_job_nodelist))
+        if len(names) < nodes:
+            raise ValueError(
+                f"NUM_INFERENCE_NODES={nodes}, but the SLURM job has {len(names)} node(s): lower it, or ask for more"
+                " nodes"
+            )
+        return [(name, port) for name in names[-nodes:] for port in ports]
 
     @property
     def vllm_port(self) -> int:
@@ -68,37 +93,6 @@ class VllmServers(Config):
         return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
 
-def server_addresses(
-    host: str, ports: Sequence[int], nodes: int, hosts_file: Path | None, slurm_nodes: str | None
-) -> list[Address]:
-    """The servers in the order given, none twice: of `host` alone when `nodes` is 0, else of exactly that many
-    machines.
-    """
-    if nodes == 0 and hosts_file is not None:
-        raise ValueError(
-            f"--hosts-file {hosts_file} is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts in the"
-            " file"
-        )
-    if nodes == 0:
-        return _distinct(((host, port) for port in ports), "--vllm-port")
-    if hosts_file is not None:
-        addresses = read_hosts_file(hosts_file, ports)
-        if (found := len({name for name, _ in addresses})) != nodes:
-            raise ValueError(f"{hosts_file} names {found} host(s), NUM_INFERENCE_NODES is {nodes}: make them agree")
-        return addresses
-    if not slurm_nodes:
-        raise ValueError(
-            f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE, one host[:port] a line (or a SLURM job, whose last"
-            f" {nodes} nodes count)"
-        )
-    names = list(expand_nodelist(slurm_nodes))
-    if len(names) < nodes:
-        raise ValueError(
-            f"NUM_INFERENCE_NODES={nodes}, but the SLURM job has {len(names)} node(s): lower it, or ask for more nodes"
-        )
-    return [(name, port) for name in names[-nodes:] for port in ports]
-
-
 def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     """One address a line; a host without a port stands for all of `ports`. Raises ValueError naming file and line."""
     remedy = "give a text file with one host[:port] a line"
@@ -106,21 +100,18 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
         lines = path.read_text().splitlines()
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):
-        if entry := line.partition("#")[0].strip():
-            addresses += _parse(entry, ports, f"{path}:{number}")
+        entry = line.partition("#")[0].strip()
+        match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", entry)
+        if match is not None:
+            host, port = match.groups()
+            if port is not None and not 1 <= int(port) <= 65535:
+                raise ValueError(f"{path}:{number}: port {port} is not between 1 and 65535")
+            addresses += [(host, int(port))] if port else [(host, port) for port in ports]
+        elif entry:
+            raise ValueError(f"{path}:{number}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
     if not addresses:
         raise ValueError(f"--hosts-file {path} names no host: write one host[:port] a line")
     return _distinct(addresses, str(path))
-
-
-def _parse(entry: str, ports: Sequence[int], where: str) -> list[Address]:
-    match = re.fullmatch(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?", entry)
-    if match is None:
-        raise ValueError(f"{where}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
-    host, port = match.groups()
-    if port is not None and not 1 <= int(port) <= 65535:
-        raise ValueError(f"{where}: port {port} is not between 1 and 65535")
-    return [(host, int(port))] if port else [(host, port) for port in ports]
 
 
 def _distinct(addresses: Iterable[Address], where: str) -> list[Address]:

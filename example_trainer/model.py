@@ -4,6 +4,7 @@ the same.
 
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -34,10 +35,8 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
 def meta_model(name: str) -> PreTrainedModel:
     """The architecture of `name` (hub id or local folder) without any weights: it reads config.json alone."""
     with reading_model(name), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(name), attn_implementation=PACKED_SDPA
-        )
-    return model
+        config = AutoConfig.from_pretrained(name)
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA))
 
 
 def reading_model(name: str) -> AbstractContextManager[None]:
@@ -68,8 +67,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
     text.
     """
     with suppress(OSError, ValueError):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
-        return tokenizer
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(name))
     return None
 
 

@@ -273,36 +273,28 @@ def choose(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one"
         )
-    kind = _kind_of(str(values.get("kind", "none")), switches)
-    mode = MODES[kind]
-    foreign = [name for name in values if name not in mode.model_fields and _owners(name)]
-    typed = [name for name in foreign if not isinstance(values[name], Ambient)]
-    if typed:
-        raise ValueError("; ".join(_belongs_elsewhere(name, mode) for name in typed))
-    return {name: value for name, value in values.items() if name not in foreign} | {"kind": kind}
-
-
-def _kind_of(name: str, switches: list[str]) -> str:
-    """The kind of that name, or what the guide calls `name`, with the switches where those tell modes apart."""
+    name = str(values.get("kind", "none"))
     kinds = {mode.typed: kind for kind, mode in MODES.items()} | {kind: kind for kind in MODES}
-    chosen = name if name in kinds else " ".join([name, *switches])
+    chosen = name if name in kinds else " ".join([name, *switches])  # which tell the two modes shared_vllm apart
     if chosen not in kinds:
         raise ValueError(
             f"--weight-bridge-mode {chosen} is not available; choose:"
             f" {', '.join('--weight-bridge-mode ' + mode.typed for mode in MODES.values())}"
         )
-    return kinds[chosen]
-
-
-def _owners(name: str) -> list[type[Mode]]:
-    return [mode for mode in MODES.values() if name in mode.model_fields]
-
-
-def _belongs_elsewhere(name: str, mode: type[Mode]) -> str:
-    owners = _owners(name)
-    flag = "--" + str(owners[0].model_fields[name].validation_alias).replace("_", "-")
-    modes = " and ".join(owner.shown() for owner in owners)
-    return f"{flag} belongs to {modes}, and the mode is {mode.shown()}: drop {flag}, or choose such a mode"
+    mode = MODES[kinds[chosen]]
+    owners = {name: [mode for mode in MODES.values() if name in mode.model_fields] for name in values}
+    foreign = [name for name in values if name not in mode.model_fields and owners[name]]
+    errors = []
+    for name in foreign:
+        if not isinstance(values[name], Ambient):
+            flag = "--" + str(owners[name][0].model_fields[name].validation_alias).replace("_", "-")
+            modes = " and ".join(owner.shown() for owner in owners[name])
+            errors.append(
+                f"{flag} belongs to {modes}, and the mode is {mode.shown()}: drop {flag}, or choose such a mode"
+            )
+    if errors:
+        raise ValueError("; ".join(errors))
+    return {name: value for name, value in values.items() if name not in foreign} | {"kind": kinds[chosen]}
 
 
 def _is_on(name: str, value: object) -> bool:

@@ -1,6 +1,7 @@
 """The optimizer, its learning-rate schedule and the one update of a step."""
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import nn
@@ -42,10 +43,12 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
             )
         import bitsandbytes
 
-        eight_bit: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(
-            trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
+        return cast(
+            Optimizer,
+            bitsandbytes.optim.AdamW8bit(
+                trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
+            ),
         )
-        return eight_bit
     return torch.optim.AdamW(
         trained,
         lr=config.lr,

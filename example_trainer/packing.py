@@ -92,7 +92,14 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
         sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
         advantages=of_trained([rollout.advantages for rollout in rollouts]),
         temperatures=of_sampler([rollout.temperature for rollout in rollouts], np.float32),
-        reference_logprobs=of_trained([_reference_or_nan(rollout) for rollout in rollouts]),
+        reference_logprobs=of_trained(
+            [
+                np.full(len(rollout.tokens), np.nan, np.float32)
+                if rollout.reference_logprobs is None
+                else rollout.reference_logprobs
+                for rollout in rollouts
+            ]
+        ),
         truncation=(
             (
                 of_sampler([rollout.top_k for rollout in rollouts], np.int64),
@@ -102,9 +109,3 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
             else None
         ),
     )
-
-
-def _reference_or_nan(rollout: Rollout) -> NDArray[np.float32]:
-    if rollout.reference_logprobs is not None:
-        return rollout.reference_logprobs
-    return np.full(len(rollout.tokens), np.nan, np.float32)

@@ -21,48 +21,25 @@ import matplotlib.pyplot as plt
 from atroposlib.files import expect_regular
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
+SAMPLED = "mean reward of sampled answers"
 
 
-def plot_rewards(metrics: Rows, evaluations: Rows, out: Path, title: str = "") -> None:
-    """Write a PNG; `metrics` rows have `step` and `reward_mean`, `evaluations` have `policy_version` and `accuracy`
-    (null is left out).
+def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str = "") -> None:
+    """Write a PNG with a curve of rewards per run, by label, and one of the evaluations, if there are any.
+
+    Rows of a run have `step` and `reward_mean`; evaluations have `policy_version` and `accuracy` (null is left out).
     """
     measured = sorted(
         (row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None
     )
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    axes.plot(
-        [row["step"] for row in metrics],
-        [row["reward_mean"] for row in metrics],
-        color="tab:blue",
-        label="mean reward of sampled answers",
-    )
-    if measured:
-        axes.plot(
-            [v for v, _ in measured],
-            [a for _, a in measured],
-            "o-",
-            color="tab:orange",
-            label="held-out accuracy (greedy)",
-        )
-    axes.set_ylabel("reward, accuracy")
-    _save(figure, axes, out, title)
-
-
-def plot_comparison(runs: dict[str, Rows], out: Path, title: str = "") -> None:
-    """Write a PNG with the rewards of several runs' rows, by label."""
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     for label, metrics in runs.items():
         axes.plot([row["step"] for row in metrics], [row["reward_mean"] for row in metrics], label=label)
-    axes.set_ylabel("mean reward of sampled answers")
-    _save(figure, axes, out, title)
-
-
-def _save(figure: Any, axes: Any, out: Path, title: str) -> None:
-    axes.set_xlabel("training step")
+    if measured:
+        axes.plot([v for v, _ in measured], [a for _, a in measured], "o-", label="held-out accuracy (greedy)")
+    axes.set(xlabel="training step", ylabel=SAMPLED if len(runs) > 1 else "reward, accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    axes.set_title(title)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(expect_regular(out))
@@ -91,16 +68,12 @@ def main(argv: list[str] | None = None) -> int:
     if empty := [path for path in arguments.metrics if not runs[path.parent.name]]:
         print(f"plot: error: {empty[0]} has no rows yet; wait for the first step", file=sys.stderr)
         return 1
-    if len(runs) > 1:
-        plot_comparison(runs, arguments.out, arguments.title)
-    else:
+    evaluations: Rows = []
+    if len(runs) == 1:
         (metrics,) = runs.values()
-        plot_rewards(
-            metrics,
-            read_rows(arguments.evaluations) if arguments.evaluations else metrics,
-            arguments.out,
-            arguments.title,
-        )
+        evaluations = read_rows(arguments.evaluations) if arguments.evaluations else metrics
+        runs = {SAMPLED: metrics}
+    plot_rewards(runs, evaluations, arguments.out, arguments.title)
     return 0
 
 

@@ -12,15 +12,11 @@ The chat template is the model's own, without the system turn that it adds when 
 counts then depend only on what an environment sends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -186,8 +182,10 @@ def write_model(gguf_path: Path, folder: Path) -> None:
     weights = {hugging_face_name(tensor.name): float32_weight(tensor, heads, kv_heads) for tensor in reader.tensors}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
-    special_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    write_json(folder / "generation_config.json", special_ids)
+    write_json(
+        folder / "generation_config.json",
+        {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    )
     build_tokenizer(field).save(str(folder / "tokenizer.json"))
     tokens = field["tokenizer.ggml.tokens"]
     write_json(
@@ -215,23 +213,6 @@ def is_complete(folder: Path) -> bool:
     return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
 
 
-@contextmanager
-def exclusive(lock_path: Path) -> Iterator[None]:
-    """Holds the file lock; the kernel drops it when the holder dies, so a killed call never blocks the next."""
-    with lock_path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def check_space(folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < HEADROOM_BYTES:
-        raise QuickstartModelError(
-            f"{folder} has {free / 1e6:.0f} MB free and the model needs {HEADROOM_BYTES / 1e6:.0f} MB; "
-            "free some, or choose another folder with --out"
-        )
-
-
 def ensure_model(folder: Path) -> Path:
     """Returns `folder` holding the complete model, making it first where it is missing or damaged. Raises
     QuickstartModelError.
@@ -246,13 +227,19 @@ def ensure_model(folder: Path) -> Path:
     gguf_path = packaged_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"Making {folder} from {gguf_path.name} (once, about 10 s) ...", file=sys.stderr)
-    with exclusive(folder.parent / f".{folder.name}.lock"):
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it with its holder: a killed call never blocks the next
         if is_complete(folder):  # another process made it while this one waited for the lock
             return folder
         started = time.monotonic()
         partial = folder.parent / f".{folder.name}.partial"
         shutil.rmtree(partial, ignore_errors=True)  # what a killed call left: nobody else holds the lock
-        check_space(folder.parent)
+        free = shutil.disk_usage(folder.parent).free
+        if free < HEADROOM_BYTES:
+            raise QuickstartModelError(
+                f"{folder.parent} has {free / 1e6:.0f} MB free and the model needs {HEADROOM_BYTES / 1e6:.0f} MB; "
+                "free some, or choose another folder with --out"
+            )
         partial.mkdir()
         try:
             write_model(gguf_path, partial)

@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
-from example_trainer.batching import Rollout
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, rollout_from, summary
 from example_trainer.model import load_model
@@ -36,7 +35,7 @@ def replay(file: Path) -> Comparison:
     device = torch.device(state["device"])
     model = load_model(str(file.parent / "model"), device)
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
-    rollouts: list[Rollout] = [rollout_from(fields) for fields in state["rollouts"]]
+    rollouts = [rollout_from(fields) for fields in state["rollouts"]]
     comparison = Comparison()
     for batch in micro_batches(rollouts, state["micro_batch_tokens"], device):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, state["logits_chunk_mb"]))

