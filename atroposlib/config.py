@@ -15,13 +15,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, SecretStr, ValidationError
 
 from atroposlib import flags
-from atroposlib.files import expect_regular, open_regular
+from atroposlib.errors import one_line_errors
+from atroposlib.files import expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 
 
@@ -64,7 +65,7 @@ def load_config(
     Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help; `content` is that of
     the YAML file where it was read before.
     """
-    try:
+    with one_line_errors(prog):
         config, dry_run = resolve_config(
             config_cls,
             sys.argv[1:] if argv is None else argv,
@@ -74,8 +75,6 @@ def load_config(
             epilog=epilog,
             content=content,
         )
-    except ConfigError as error:
-        exit_usage(f"{prog}: error: {error}")
     if dry_run:
         print(config_yaml(config), end="")
         raise SystemExit(0)
@@ -99,7 +98,7 @@ def resolve_config(
     for layer in (
         defaults or {},
         _from_environment(keys, os.environ if env is None else env),
-        _from_yaml(getattr(typed, "config", None)) if content is None else content,
+        read_config_file(argv) if content is None else content,
         _nested(values),
     ):
         tree = _merge(tree, in_place(layer, config_cls))
@@ -109,30 +108,27 @@ def resolve_config(
         raise ConfigError(_explain(error, keys)) from None
 
 
-def read_config_file(argv: Sequence[str], *, prog: str) -> Tree:
-    """What the `--config` file of `argv` holds, for a tree whose shape depends on it. Exits 2 where it is not YAML."""
+def read_config_file(argv: Sequence[str]) -> Tree:
+    """What the `--config` file of `argv` holds; nothing without one. Raises ConfigError."""
+    path = flags.config_file(argv)
+    if path is None:
+        return {}
     try:
-        return _from_yaml(flags.config_file(argv))
-    except ConfigError as error:
-        exit_usage(f"{prog}: error: {error}")
+        content = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path} is not YAML: {_where(error)}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: expected keys and values at the top, found {type(content).__name__}")
+    return content
 
 
 def config_yaml(config: BaseModel) -> str:
     """The resolved tree as YAML; secrets are masked."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def write_config(config: BaseModel, path: Path) -> None:
-    """Keep the resolved configuration of a run beside its logs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open_regular(path, "w") as file:
-        file.write(config_yaml(config))
-
-
-def exit_usage(message: str) -> NoReturn:
-    """One line on stderr, exit code 2."""
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
 
 
 def in_place(values: Mapping[str, Any], *trees: type[BaseModel]) -> Tree:
@@ -175,22 +171,6 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
         elif key.is_secret and key.field.default is None:
             raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
     return _nested(found)
-
-
-def _from_yaml(path: str | None) -> Tree:
-    if path is None:
-        return {}
-    try:
-        content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {_where(error)}") from None
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: expected keys and values at the top, found {type(content).__name__}")
-    return content
 
 
 def _where(error: yaml.YAMLError) -> str:

@@ -20,14 +20,16 @@ from pydantic import AliasChoices, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from atroposlib.errors import reading
+from atroposlib.errors import AtroposError, reading
 
 COLLECTIONS = (list, tuple, set, frozenset, Sequence)
 PLACEHOLDERS = {int: "N", float: "X"}
 
 
-class ConfigError(ValueError):
+class ConfigError(AtroposError):
     """A configuration that cannot be used; the message is one line for the person who typed it."""
+
+    exit_status = 2
 
 
 class Hoisted:

@@ -23,7 +23,6 @@ from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxReport
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
-from atroposlib.envs.run import run_of
 from atroposlib.flags import nearest
 from atroposlib.grading import extract_tagged
 from atroposlib.logs import get_logger
@@ -86,7 +85,7 @@ class ReasoningGymEnv(QuestionEnv):
         count = config.scorer_processes
         self.pool = ChildPool(CHILD, count=count, time_limit_s=config.scorer_timeout, start_limit_s=START_LIMIT_S)
         self.weights: dict[str, float] = {}
-        run_of(self).counts["answers_rejected"] = 0
+        self._env_run.counts["answers_rejected"] = 0
 
     async def setup(self) -> None:
         """Learn the names of the tasks, check those that are configured, and hold entries out."""
@@ -147,7 +146,7 @@ class ReasoningGymEnv(QuestionEnv):
             log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, problem)
             return None
         if reply["rejected"]:
-            run_of(self).counts["answers_rejected"] += 1
+            self._env_run.counts["answers_rejected"] += 1
             log.info("Rejected %r for entry %d of '%s': %s", given[:200], item.index, item.name, reply["rejected"])
         return score
 

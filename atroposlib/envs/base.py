@@ -1,7 +1,10 @@
-"""The names that environments import. The code stands in the modules beside this one."""
+"""The names that environments import: `BaseEnv`, which an author extends, and what belongs to it."""
 
-from atroposlib.envs.base_env import BaseEnv
+from collections.abc import Sequence
+
+from atroposlib.envs.cli import main
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.environment import Environment
 from atroposlib.envs.payloads import Item, ScoredDataGroup, ScoredDataItem
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 
@@ -20,3 +23,26 @@ __all__ = [
     "ScoredDataItem",
     "ServerBaseline",
 ]
+
+
+class BaseEnv(Environment):
+    """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`,
+    mostly `setup` too.
+    """
+
+    async def env_manager(self) -> None:
+        """Serve until the last step; see `serve.py`."""
+        from atroposlib.envs.serve import serve  # `--help` does not need its HTTP client
+
+        await serve(self)
+
+    async def process_manager(self) -> None:
+        """Sample `total_steps` groups into files, without an API; see `process.py`."""
+        from atroposlib.envs.process import process
+
+        await process(self)
+
+    @classmethod
+    def cli(cls, argv: Sequence[str] | None = None, default_command: str | None = None) -> None:
+        """Run the command line `serve | process | evaluate`; `default_command` is taken when none is named."""
+        main(cls, argv, default_command)

@@ -21,26 +21,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, Field, create_model
 
-from atroposlib.config import Config, config_yaml, exit_usage, known_keys, load_config, read_config_file
-from atroposlib.envs.discovery import fill_in_models
+from atroposlib.config import Config, config_yaml, known_keys, load_config, read_config_file
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.process import default_groups_path, process
-from atroposlib.envs.run import run_of
-from atroposlib.envs.serve import serve, wait_for_inference
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
+from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
-from atroposlib.flags import nearest
+from atroposlib.flags import ConfigError, nearest
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)
 
-M = TypeVar("M", bound=BaseModel)
-Servers = ServerBaseline | list[APIServerConfig]
 STOP_LIMIT_S = 4.5
 COMMANDS_HELP = """\
 Commands:
@@ -77,18 +72,22 @@ class TeacherTree(EnvTree):
 
 async def run_serve(env: Environment, tree: EnvTree) -> None:
     """Feed the trainer until its last step."""
+    from atroposlib.envs.serve import serve  # `--help` does not need its HTTP client
+
     await serve(env)
 
 
 async def run_process(env: Environment, tree: EnvTree) -> None:
     """Sample groups into files."""
+    from atroposlib.envs.process import process
+
     await process(env)
 
 
 async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
-    async with run_of(env):
-        await wait_for_inference(env)
+    async with env._env_run as run:
+        await run.wait_for_inference()
         await env.setup()
         returned = await env.evaluate()
         if returned is not None:
@@ -108,7 +107,8 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
     """Run a command and exit."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     prog = Path(sys.argv[0]).name
-    command = _command(arguments, prog, default_command)
+    with one_line_errors(prog):
+        command = _command(arguments, default_command)
     tree = load_tree(env_cls, command, arguments, prog)
     configure_logging(env_cls.name or env_cls.__name__)
     raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
@@ -118,6 +118,8 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if
     it is a bug.
     """
+    from atroposlib.envs.discovery import fill_in_models  # `--help` does not need its HTTP client
+
     try:
         await fill_in_models(tree.env, tree.openai)
         if isinstance(tree, TeacherTree) and tree.teacher is not None:
@@ -146,15 +148,16 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
     return env
 
 
-def _command(arguments: list[str], prog: str, default: str | None) -> str:
-    """The command, taken off `arguments`."""
+def _command(arguments: list[str], default: str | None) -> str:
+    """The command, taken off `arguments`. Raises ConfigError."""
     if arguments and arguments[0] in COMMANDS:
         return arguments.pop(0)
     if arguments and not arguments[0].startswith("-"):
-        exit_usage(f"{prog}: error: unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
+        raise ConfigError(f"unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
     if default is not None or arguments[:1] in (["-h"], ["--help"], ["--version"]):
         return default or "serve"
-    exit_usage(f"{prog}: error: no command; choose one of: {', '.join(COMMANDS)}, e.g. `{prog} serve --help`")
+    example = f"{Path(sys.argv[0]).name} serve --help"
+    raise ConfigError(f"no command; choose one of: {', '.join(COMMANDS)}, e.g. `{example}`")
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -163,143 +166,95 @@ def _command(arguments: list[str], prog: str, default: str | None) -> str:
 def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str], prog: str) -> EnvTree:
     """The resolved configuration, `env` and `openai` being of the environment's own classes. Exits 2 on wrong input."""
     env_config, servers = env_cls.config_init()
-    base: type[EnvTree] = EnvTree
-    content = read_config_file(arguments, prog=f"{prog} {command}")
-    entries = {"openai": _server_entry("openai", servers, content, arguments, prog)}
-    for name, further in env_cls._further_servers().items():
-        base, entries[name] = TeacherTree, _server_entry(name, further, content, arguments, prog)
-    env = _strict(type(env_config))
-    fields: dict[str, Any] = {"env": (env, Field(default_factory=env))} | {
-        name: entry.field for name, entry in entries.items()
-    }
-    defaults = {"env": _given(env_config) | command_defaults(command, env_cls)} | {
-        name: entry.given for name, entry in entries.items()
-    }
-    bases: Any = (ForeignKeys, base)
-    tree_cls: type[Config] = create_model("EnvTree", __base__=bases, **fields)
+    further = env_cls._further_servers()
+    base: type[EnvTree] = TeacherTree if further else EnvTree
+    with one_line_errors(f"{prog} {command}"):
+        content = read_config_file(arguments)
+        groups = {
+            name: _server_group(name, given, content.get(name), arguments)
+            for name, given in ({"openai": servers} | further).items()
+        }
+        annotations: dict[str, Any] = {name: group.annotation for name, group in groups.items()}
+        tree_cls = create_model("EnvTree", __base__=base, env=type(env_config), **annotations)
+        content = _own_keys(content, tree_cls)
+        for name, kind in ({"env": type(env_config)} | {name: group.kind for name, group in groups.items()}).items():
+            if name in content:
+                content[name] = _own_keys(content[name], kind, f"{name}.")
     tree: Any = load_config(
-        tree_cls, arguments, prog=f"{prog} {command}", defaults=defaults, epilog=COMMANDS_HELP, content=content
+        tree_cls,
+        arguments,
+        prog=f"{prog} {command}",
+        defaults={"env": env_config.model_dump(exclude_unset=True) | command_defaults(command, env_cls)}
+        | {name: group.given for name, group in groups.items()},
+        epilog=COMMANDS_HELP,
+        content=content,
     )
-    resolved = {name: entry.resolve(getattr(tree, name), tree.slurm) for name, entry in entries.items()}
-    return base(**dict(tree) | resolved | {"env": _as(type(env_config), tree.env)})
+    # Without SLURM, environments take one server as a list of it.
+    resolved = {
+        name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree
+    }
+    return base(**resolved)
 
 
 def command_defaults(command: str, env_cls: type[Environment]) -> dict[str, Any]:
     """What a command changes about `config_init`, below YAML and flags."""
     if command != "process":
         return {}
-    path = str(default_groups_path(env_cls.name or env_cls.__name__))
+    path = f"data/{env_cls.name or env_cls.__name__}.jsonl"
     return {"ensure_scores_are_not_same": False, "include_messages": True, "data_path_to_save_groups": path}
 
 
 @dataclass(frozen=True)
-class ServerEntry:
-    """A group of inference servers in the tree: whether it is a list, of which class, and what is `given` before YAML
-    and flags.
+class ServerGroup:
+    """Inference servers in the tree: the class of each, the annotation of all, and what is `given` before YAML and
+    flags.
     """
 
-    server_cls: type[ServerBaseline]
-    several: bool
+    kind: type[ServerBaseline]
+    annotation: Any
     given: Any
-    absent: bool  # nothing anywhere says that there is one
-
-    @property
-    def field(self) -> tuple[Any, Any]:
-        """Its annotation and default, for pydantic."""
-        server = _strict(self.server_cls)
-        return (list[server] if self.several else server), ...  # type: ignore[valid-type]
-
-    def resolve(self, value: Any, slurm: bool) -> Servers | None:
-        """The servers as the environment takes them."""
-        if isinstance(value, list):
-            return [_as(APIServerConfig, server) for server in value]
-        server = _as(self.server_cls, value)
-        return None if self.absent else [server] if isinstance(server, APIServerConfig) and not slurm else server
 
 
-def _server_entry(
-    name: str, servers: Any, content: Mapping[str, Any], arguments: Sequence[str], prog: str
-) -> ServerEntry:
-    """The entry of `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Exits 2 on flags
-    for several.
+def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str]) -> ServerGroup:
+    """The group `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Raises ConfigError
+    for flags for several.
     """
-    servers = list(servers) if isinstance(servers, Sequence) else servers
-    yaml_servers = content.get(name)
     flagged = any(argument.startswith(f"--{name}.") for argument in arguments)
-    count = (
-        len(yaml_servers)
-        if isinstance(yaml_servers, list)
-        else 1
-        if isinstance(yaml_servers, dict)
-        else _count(servers)
-    )
+    if servers is None and in_yaml is None and not flagged:
+        return ServerGroup(APIServerConfig, APIServerConfig | None, None)
+    given = [servers] if isinstance(servers, ServerBaseline) else list(servers or [])
+    count = len(in_yaml) if isinstance(in_yaml, list) else 1 if isinstance(in_yaml, dict) else len(given)
     if count > 1 and flagged:
-        exit_usage(
-            f"{prog}: error: --{name}.* sets one inference server but {count} are configured; list them under `{name}:`"
-            " in a --config file"
+        raise ConfigError(
+            f"--{name}.* sets one inference server but {count} are configured; list them under `{name}:` in a --config"
+            " file"
         )
-    several = count > 1 or isinstance(yaml_servers, list)
-    asked = flagged or yaml_servers is not None
-    server_cls = APIServerConfig if asked or servers is None or _has_address(servers) else ServerBaseline
-    return ServerEntry(
-        server_cls,
-        several,
-        {} if servers is None else _server_defaults(servers, several),
-        servers is None and not asked,
-    )
+    has_address = flagged or in_yaml is not None or not given or isinstance(given[0], APIServerConfig)
+    kind = APIServerConfig if has_address else ServerBaseline
+    values = [server.model_dump(exclude_unset=True) for server in given]
+    if count > 1 or isinstance(in_yaml, list):
+        return ServerGroup(kind, list[kind], values)  # type: ignore[valid-type]
+    return ServerGroup(kind, kind, values[0] if values else {})
 
 
-class ForeignKeys(BaseModel):
-    """YAML files out there hold keys for other programs, and some that no class knows: a warning each.
+def _own_keys(values: Any, tree: type[BaseModel], place: str = "") -> Any:
+    """`values` without the keys that YAML files out there hold for other programs, a warning each.
 
-    A key that resembles a known one is a mistyped one: it is left to be an error.
+    A key that resembles a known one is a mistyped one: raises ConfigError.
     """
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out(cls, values: Any) -> Any:
-        known = known_keys(cls)
-        foreign = (
-            [key for key in values if key not in known and not nearest(str(key), known)]
-            if isinstance(values, Mapping)
-            else []
-        )
-        for key in foreign:
-            log.warning("Ignoring the key '%s', which %s does not know", key, cls.__name__)
-        return {key: values[key] for key in values if key not in foreign} if foreign else values
-
-
-def _strict(model: type[M]) -> type[M]:
-    """`model`, but an unknown key is an error, or foreign."""
-    rules = ConfigDict(extra="forbid", hide_input_in_errors=True)
-    body = {"model_config": rules, "__module__": model.__module__, "__doc__": model.__doc__}
-    strict: type[M] = type(model.__name__, (ForeignKeys, model), body)
-    return strict
-
-
-def _as(model: type[M], strict: BaseModel) -> M:
-    """`strict` as an instance of `model` itself; only what was set is set."""
-    return model(**{name: getattr(strict, name) for name in strict.model_fields_set})
-
-
-def _given(config: BaseModel) -> dict[str, Any]:
-    """What was set: an untouched default need not satisfy its own type, as environments out there have it."""
-    return config.model_dump(exclude_unset=True)
-
-
-def _server_defaults(servers: Servers, several: bool) -> Any:
-    if isinstance(servers, list):
-        given = [_given(server) for server in servers]
-        return given if several else given[0]
-    return _given(servers)
-
-
-def _has_address(servers: Servers) -> bool:
-    return isinstance(servers, (list, APIServerConfig))
-
-
-def _count(servers: Servers) -> int:
-    return len(servers) if isinstance(servers, list) else 1
+    if isinstance(values, list):
+        return [_own_keys(each, tree, place) for each in values]
+    if not isinstance(values, Mapping):
+        return values
+    known = known_keys(tree)
+    for key in values:
+        if key in known:
+            continue
+        if nearest(str(key), known):
+            likely = nearest(f"{place}{key}", [f"{place}{name}" for name in known])
+            raise ConfigError(f"unknown key '{place}{key}'{likely}")
+        log.warning("Ignoring the key '%s', which %s does not know", key, tree.__name__)
+    return {key: value for key, value in values.items() if key in known}
 
 
 # --- signals --------------------------------------------------------------------------------------------------------

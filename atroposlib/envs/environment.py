@@ -1,66 +1,561 @@
-"""What the framework reads, sets and calls on an environment: `run.py`, `serve.py`, `process.py` and `cli.py` know no
-more of one. `BaseEnv` has all of it.
+"""`Environment`, what an author's class is to the framework, and `EnvRun`, one run of it. Authors extend `BaseEnv`
+(`base.py`), which adds the commands. `serve.py`, `process.py` and `cli.py` drive a run.
+
+item = get_next_item() ──▶ collect_trajectories(item) ──▶ postprocess_histories ──▶ handle_send_to_api ──▶ batching API
+                                 │ rollouts, scores                                     │ checked, kept in files
+                                 ▼                                                      ▼
+                             self.server (inference)                        samples, metrics, W&B
+
+Every public name of `Environment` is one that environments of the archived ancestor use. All others are free for an
+author's own attributes, methods and properties: what the framework keeps stands on `EnvRun`.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.payloads import Item, ScoredDataGroup
-from atroposlib.envs.records import JsonlWriter
-from atroposlib.wire.batching import EnvStatus
+from msgspec import to_builtins
 
-if TYPE_CHECKING:  # loads openai's client, which no --help waits for
-    from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.clients.waiting import NotYet
+from atroposlib.envs import checkpoints
+from atroposlib.envs.author_errors import MalformedGroup, shown
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
+from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, Sink, length_metrics, open_wandb
+from atroposlib.envs.pacing import batch_share, evaluation_interval
+from atroposlib.envs.payloads import (
+    Groups,
+    Item,
+    ScoredDataGroup,
+    ScoredDataItem,
+    completion_lengths,
+    defect,
+    group_items,
+    rejection,
+    untrainable,
+    wire_form,
+)
+from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
+from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.reasoning import ReasoningConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+from atroposlib.envs.waits import wait_for_peer
+from atroposlib.groups import Needs
+from atroposlib.logs import get_logger
+from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
 
-Groups = ScoredDataGroup | list[ScoredDataGroup] | None
+if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
+    from atroposlib.envs.api_link import ApiLink
+
+log = get_logger(__name__)
+
+LENGTHS_KEPT = 10_000
+REJECTIONS_REPORTED = 50
+ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 
 
-class Environment(Protocol):
-    """An instance of an author's class; see `BaseEnv` for what each name means."""
+class Environment(ABC):
+    """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`,
+    mostly `setup` too.
+    """
 
-    name: ClassVar[Any]  # a text or None
-    config: Any
-    server: "ServerManager"
-    tokenizer: Any
-    max_num_workers: Any
-    process_mode: bool
-    curr_step: int
-    max_token_len: int
-    checkpoint_dir: str
-    checkpoint_interval: int
-    wandb_prepend: str | None
-    workers: set[Any]
-    backlog: list[Item]
-    items_sent_this_step: int
-    completion_lengths: list[int]
-    jsonl_writer: JsonlWriter | None
-    _env_run: Any
+    name: ClassVar[str | None] = None
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    server_cls: ClassVar[type[APIServer]] = APIServer
 
-    def __init__(self, config: Any, server_configs: Any, slurm: bool = False, testing: bool = False) -> None: ...
+    def __init__(
+        self, config: BaseEnvConfig, server_configs: ServerConfigs, slurm: bool = False, testing: bool = False
+    ) -> None:
+        from atroposlib.envs.server_handling.server_manager import ServerManager  # `--help` does not need its clients
+
+        self.config: Any = config  # of env_config_cls, whatever that is in a subclass
+        self.server = ServerManager(
+            server_configs,
+            server_class=self.server_cls,
+            slurm=slurm,
+            testing=testing,
+            reasoning_config=ReasoningConfig.from_env_config(config),
+        )
+        self.tokenizer = load_tokenizer(config.tokenizer_name)
+        self.max_num_workers = config.max_num_workers  # groups that may be in flight
+        if self.max_num_workers < 0:
+            self.max_num_workers = config.max_num_workers_per_node * len(self.server.servers)
+        self.process_mode = False
+
+        # What the API and the trainer said last.
+        self.curr_step = 0
+        self.max_token_len = -1
+        self.checkpoint_dir = ""
+        self.checkpoint_interval = -1
+        self.wandb_prepend: str | None = None
+        self.status_dict: dict[str, Any] = {}
+
+        # What is going on, and what has been since the last log.
+        self.workers: set[Any] = set()
+        self.eval_workers: set[Any] = set()
+        self.backlog: list[Item] = []
+        self.items_sent_this_step = 0
+        self.completion_lengths: list[int] = []
+        self.rollouts_for_wandb: list[list[tuple[Any, ...]]] = []
+
+        path = config.data_path_to_save_groups
+        self.jsonl_writer = JsonlWriter(Path(path)) if path else None
+        self._env_run = EnvRun(self)
+
+    # --- what an author writes ------------------------------------------------------------------------------------
+
     @classmethod
-    def config_init(cls) -> tuple[Any, Any]: ...
+    def config_init(cls) -> tuple[BaseEnvConfig, ServerConfigs]:
+        """The configuration before YAML and flags: the environment's, and that of one server, a list of them, or a
+        ServerBaseline.
+        """
+        return cls.env_config_cls(), ServerBaseline()
+
+    async def setup(self) -> None:
+        """Load data; called once, before anything else, when the tokenizer is loaded and the inference server
+        answers.
+        """
+        return
+
+    @abstractmethod
+    async def get_next_item(self) -> Item:
+        """The next thing to sample for, or None when there is nothing now."""
+
+    @abstractmethod
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None:
+        """Measure the served policy. Return metrics (`accuracy`, 0..1, is the one that trainers read), or pass them to
+        `evaluate_log`.
+        """
+
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
+        """One scored sample of `item`, or None to drop the whole group; and items to go on with later."""
+        raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
+
+    async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:
+        """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to go on
+        with later.
+        """
+        results = await gather_or_cancel([self.collect_trajectory(item) for _ in range(self.config.group_size)])
+        backlog = [later for _, more in results for later in more or []]
+        samples = [sample for sample, _ in results if sample is not None]
+        return (group_items(samples) if len(samples) == len(results) else None), backlog
+
+    async def postprocess_histories(self, trajectories: Any) -> Groups:
+        """The groups as they are to be sent; None drops them."""
+        groups: Groups = trajectories
+        return groups
+
+    async def cleanup(self) -> None:
+        """Called after every item, whatever became of it."""
+        return
+
+    async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
+        """An accepted group as it is to be kept and sent."""
+        return group
+
     @classmethod
-    def _further_servers(cls) -> dict[str, Any]: ...
-    async def setup(self) -> None: ...
-    async def get_next_item(self) -> Item: ...
-    async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any] | None: ...
-    async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]: ...
-    async def postprocess_histories(self, trajectories: Any) -> Groups: ...
-    async def cleanup(self) -> None: ...
-    async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup: ...
-    async def _release(self) -> None: ...
-    async def handle_env(self, item: Item) -> None: ...
-    async def handle_send_to_api(self, scored_data: Groups, item: Item = None, do_send_to_api: bool = True) -> None: ...
-    async def register_env(self) -> None: ...
-    async def get_server_info(self) -> None: ...
-    async def get_status(self) -> EnvStatus: ...
-    async def env_step_checks(self) -> None: ...
-    async def add_train_workers(self) -> None: ...
-    async def setup_wandb(self) -> None: ...
-    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None: ...
-    def perf_stats(self, metrics: Metrics) -> Metrics: ...
-    async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None: ...
-    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics: ...
-    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None: ...
-    def load_checkpoint(self) -> None: ...
+    def _further_servers(cls) -> dict[str, Any]:
+        """Inference servers beside `openai`, by their entry in the configuration, before YAML and flags."""
+        return {}
+
+    async def _release(self) -> None:
+        """Called when a command ends. `close` is the author's own name; `QuestionEnv` calls it here."""
+        return
+
+    # --- one item -------------------------------------------------------------------------------------------------
+
+    async def handle_env(self, item: Item) -> None:
+        """Everything that becomes of `item`, up to the API. Raises what the author's methods raise."""
+        await self._env_run.handle(item)
+
+    async def handle_send_to_api(
+        self,
+        scored_data: Groups,
+        item: Item = None,
+        do_send_to_api: bool = True,
+        abort_on_any_max_length_exceeded: bool = True,
+    ) -> None:
+        """Check groups, keep the good ones in the files and tables, and send them; see `EnvRun.take`."""
+        await self._env_run.take(scored_data, item, do_send_to_api, abort_on_any_max_length_exceeded)
+
+    # --- the API's view -------------------------------------------------------------------------------------------
+
+    @property
+    def derived_batch_size(self) -> int:
+        """Sequences of each batch that this environment may fill."""
+        fraction = self.status_dict.get("unallocated_fraction", 1.0)
+        return batch_share(self.config.batch_size, fraction, self.config.min_batch_allocation)
+
+    async def register_env(self) -> None:
+        """Join the API, once a trainer has started."""
+        await self._env_run.joined_link.join()
+
+    async def get_server_info(self) -> None:
+        """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
+        await self._env_run.read_batch_limits()
+
+    async def get_status(self) -> EnvStatus:
+        """Ask the API where things are, and note it."""
+        status = await self._env_run.joined_link.status()
+        self.status_dict = to_builtins(status)
+        return status
+
+    async def env_step_checks(self) -> None:
+        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the figures of
+        the step.
+        """
+        self.curr_step = self.status_dict["current_step"]
+        if self.items_sent_this_step >= self.config.min_items_sent_before_logging:
+            await self.wandb_log({})
+            self.items_sent_this_step = 0
+
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    async def setup_wandb(self) -> None:
+        """Open a W&B run if the configuration wants one and the trainer has named a project."""
+        await self._env_run.open_wandb()
+
+    async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
+        """Write `wandb_metrics` and those of the framework since the last call. An override adds its own and calls
+        this.
+        """
+        await self._env_run.write_metrics(wandb_metrics or {})
+
+    def perf_stats(self, metrics: Metrics) -> Metrics:
+        """`metrics` with the durations of items since the last call."""
+        return metrics | {f"train_perf/{key}": value for key, value in self._env_run.durations.take().items()}
+
+    async def add_rollouts_for_wandb(self, scored_data: ScoredDataGroup, item: Item = None) -> None:
+        """Keep some samples of a group, as (text, score), for the rollout table."""
+        if not self._env_run.wandb_is_open or self.config.num_rollouts_to_keep == 0:
+            return
+        wanted = self.config.num_rollouts_per_group_for_logging
+        count = len(scored_data["tokens"]) if wanted < 0 else wanted
+        texts = [self.tokenizer.decode(tokens) for tokens in scored_data["tokens"][:count]]
+        self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
+        del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
+
+    async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:
+        """`wandb_metrics` with the kept samples as a table."""
+        if not self._env_run.wandb_is_open or not self.rollouts_for_wandb:
+            return wandb_metrics
+        import wandb
+
+        table = wandb.Table(columns=["text", "score"])
+        for group in self.rollouts_for_wandb:
+            for row in group:
+                table.add_data(*row[:2])
+        self.rollouts_for_wandb = []
+        return wandb_metrics | {"train/rollouts": table}
+
+    async def evaluate_log(
+        self,
+        metrics: Metrics,
+        task_name: str | None = None,
+        model_name: str | None = None,
+        start_time: float | None = None,
+        end_time: float | None = None,
+        generation_parameters: dict[str, Any] | None = None,
+        samples: list[dict[str, Any]] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        """Note an evaluation's `metrics`; with data_dir_to_save_evals write them and the samples there. Times are
+        seconds.
+        """
+        self._env_run.eval_results = dict(metrics)
+        if verbose:
+            print(markdown_table(metrics), flush=True)
+        if self.config.data_dir_to_save_evals is None:
+            log.warning("The evaluation is not written to files: data_dir_to_save_evals is not set")
+            return
+        write_eval_results(
+            Path(self.config.data_dir_to_save_evals),
+            task_name or f"{self._env_run.display_name}_eval",
+            metrics,
+            samples,
+            model_name=model_name or self.server.model_name,
+            start_time=start_time,
+            end_time=end_time,
+            generation_parameters=generation_parameters,
+        )
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
+        """Called at the trainer's checkpoint steps. An override passes `data`: attributes that a resumed run sets
+        again.
+        """
+        if data is not None:
+            checkpoints.save(self.checkpoint_dir, self._env_run.registered_name, step, data)
+
+    def load_checkpoint(self) -> None:
+        """Set the attributes that the last whole checkpoint at or before `self.curr_step` holds, if there is one."""
+        run, folder, step = self._env_run, self.checkpoint_dir, self.curr_step
+        found = checkpoints.load(folder, run.registered_name, run.display_name, step)
+        if found is None:
+            log.info("No checkpoint of %s up to step %d in %r: starting afresh", run.display_name, step, folder)
+            return
+        path, attributes = found
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        log.info("Loaded %s", path)
+
+    async def add_train_workers(self) -> None:
+        """Called ten times a second: start what the queue policy allows. An override may do nothing, and send groups
+        by itself.
+        """
+        await self._env_run.start_groups()
+
+
+async def _start_none() -> None:
+    """Outside of `serve` there is no queue to fill."""
+
+
+class EnvRun:
+    """What is known and counted of the run of `env`. An async context: leaving it closes files and connections."""
+
+    def __init__(self, env: Environment) -> None:
+        self.env = env
+        self.link: ApiLink | None = None  # with the batching API, under `serve`
+        self.start_groups: Callable[[], Awaitable[None]] = _start_none
+
+        # What the API and the trainer said last.
+        self.policy_version = 0
+        self.total_steps: int = env.config.total_steps
+        self.needs = Needs()
+        self.registered_name = self.display_name
+
+        # What has been since the start, or since the last log.
+        self.counts: Counter[str] = Counter()
+        self._rejected_in_row = 0
+        self._unscored_in_row = 0
+        self.durations = Durations()
+        self.eval_results: Metrics = {}
+
+        path = env.config.metrics_path
+        self.sinks: list[Sink] = [JsonlSink(Path(path))] if path else []
+        self.wandb_is_open = False
+
+    async def __aenter__(self) -> "EnvRun":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for sink in self.sinks:
+            sink.close()
+        if self.env.jsonl_writer is not None:
+            self.env.jsonl_writer.close()
+        await self.env._release()
+        await self.env.server.close()
+
+    @property
+    def display_name(self) -> str:
+        """How the environment presents itself."""
+        return self.env.config.wandb_name or self.env.name or type(self.env).__name__
+
+    # --- one item -------------------------------------------------------------------------------------------------
+
+    async def handle(self, item: Item) -> None:
+        """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
+        try:
+            groups = await self._groups_of(item)
+            if groups:
+                await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
+            else:
+                self.counts["items_without_group"] += 1
+        finally:
+            await self.env.cleanup()
+
+    async def _groups_of(self, item: Item) -> Groups:
+        """What the author's methods make of `item`; None when its answers could not be scored."""
+        try:
+            groups, more = await self.env.collect_trajectories(item)
+            self.env.backlog.extend(more or [])
+            return await self.env.postprocess_histories(groups) if groups else None
+        except Unscored as error:
+            self._note_unscored(error)
+            return None
+
+    def _note_unscored(self, reason: Unscored) -> None:
+        """A group was dropped because its answers could not be scored, which costs the error budget nothing."""
+        self.counts[reason.count] += 1
+        self._unscored_in_row += 1
+        log.warning("Dropped a group: %s", reason)
+        if self._unscored_in_row % REJECTIONS_REPORTED == 0:
+            log.warning(
+                "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer waits "
+                "until the policy gives other answers. The scorer's warnings above show these answers; if they are "
+                "reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
+                self._unscored_in_row,
+                reason,
+            )
+
+    async def take(self, scored_data: Groups, item: Item, send: bool, limit_lengths: bool) -> None:
+        """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.
+
+        Raises MalformedGroup, once the others are sent, for groups that no trainer could use, that the registered one
+        cannot, or that the API refused.
+        """
+        self._unscored_in_row = 0
+        groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
+        defects = [defect(group) or untrainable(group, self.needs) for group in groups]
+        whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
+        accepted = [
+            await self.env._before_sending(group) for group in whole if self._accept(group, item, limit_lengths)
+        ]
+        for group in accepted:
+            await self.env.add_rollouts_for_wandb(group, item)
+            self._remember(group)
+        if accepted and send:
+            await self._send(accepted)
+        if len(whole) < len(groups):
+            self.counts["groups_malformed"] += len(groups) - len(whole)
+            raise MalformedGroup(
+                "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
+            )
+
+    def _accept(self, group: ScoredDataGroup, item: Item, limit_lengths: bool) -> bool:
+        reason = rejection(
+            group,
+            group_size=self.env.config.group_size,
+            max_token_len=self.env.max_token_len if limit_lengths else -1,
+            scores_must_differ=self.env.config.ensure_scores_are_not_same,
+        )
+        if reason is None:
+            self._rejected_in_row = 0
+            return True
+        self.counts["items_rejected"] += 1
+        self._rejected_in_row += 1
+        log.info("Dropped a group of the item %s: %s", shown(item), reason)
+        if self._rejected_in_row % REJECTIONS_REPORTED == 0:
+            log.warning(
+                "%d groups in a row were dropped and nothing was sent, the last because %s",
+                self._rejected_in_row,
+                reason,
+            )
+        return False
+
+    def _remember(self, group: ScoredDataGroup) -> None:
+        env = self.env
+        self.counts["groups_accepted"] += 1
+        lengths = completion_lengths(group)
+        env.completion_lengths.extend(lengths)
+        del env.completion_lengths[:-LENGTHS_KEPT]
+        if env.config.include_messages and not group.get("messages"):
+            texts = [env.tokenizer.decode(tokens) for tokens in group["tokens"]]
+            group["messages"] = [[{"role": "user", "content": text}] for text in texts]
+        if env.jsonl_writer is not None:
+            text = (
+                {} if group.get("messages") else {"texts": [env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
+            )
+            extra = {"step": env.curr_step, "policy_version": self.policy_version, "completion_tokens": lengths}
+            env.jsonl_writer.write({**extra, **group, **text})
+
+    async def _send(self, groups: list[ScoredDataGroup]) -> None:
+        from atroposlib.clients.batching_api import ApiRefused  # `--help` does not need it
+
+        if self.link is None:
+            raise RuntimeError("handle_send_to_api without an API: pass do_send_to_api=False, or run `serve`")
+        bodies = [wire_form(group, self.link.env_id, self.env.config.include_messages) for group in groups]
+        try:
+            await self.link.post_groups(bodies)
+        except ApiRefused as error:
+            if error.status == 401:
+                raise PeerError(str(error)) from error
+            self.counts["items_refused_by_api"] += len(groups)
+            raise MalformedGroup(f"the API refused {len(groups)} group(s): {error}") from error
+        self.env.items_sent_this_step += len(groups)
+
+    # --- the peers' view -------------------------------------------------------------------------------------------
+
+    async def wait_for_inference(self) -> None:
+        """Return when one of the environment's inference servers answers; those without a health check count as
+        answering.
+        """
+        servers = [server for server in self.env.server.servers if server.config.health_check]
+        if len(servers) < len(self.env.server.servers):
+            return
+
+        async def attempt() -> None:
+            problems = await asyncio.gather(*(server.probe() for server in servers))
+            if all(problem is not None for problem in problems):
+                raise NotYet("; ".join(str(problem) for problem in problems))
+
+        peer = ", ".join(server.name for server in servers)
+        remedy = "start the inference server, or correct --openai.base_url"
+        await wait_for_peer(
+            "an answer of the inference server", peer, attempt, timeout_s=self.env.config.startup_timeout, remedy=remedy
+        )
+
+    @property
+    def joined_link(self) -> "ApiLink":
+        """The link. Raises RuntimeError outside of `serve`."""
+        if self.link is None:
+            raise RuntimeError("there is no batching API outside of `serve`")
+        return self.link
+
+    def announcement(self) -> EnvRegistration:
+        """The body of /register-env."""
+        config = self.env.config
+        return EnvRegistration(
+            max_token_length=config.max_token_length,
+            desired_name=self.display_name,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+            steps_per_eval=evaluation_interval(config),
+            eval_at_start=config.eval_at_start,
+        )
+
+    def note_registration(self, registration: EnvRegistered) -> None:
+        """Take over what the API said when this environment joined, and load the checkpoint of a run that goes on."""
+        env = self.env
+        self.registered_name = registration.wandb_name
+        env.wandb_prepend = f"{registration.wandb_name}_"
+        env.checkpoint_dir = registration.checkpoint_dir
+        env.checkpoint_interval = registration.checkpoint_interval
+        limits = [steps for steps in (env.config.total_steps, registration.num_steps) if steps > 0]
+        self.total_steps = min(limits, default=1000)
+        if env.curr_step == 0 and registration.starting_step > 0:
+            env.curr_step = registration.starting_step
+            env.load_checkpoint()
+
+    async def read_batch_limits(self) -> None:
+        """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
+        config = self.env.config
+        config.batch_size, self.env.max_token_len, self.needs = await self.joined_link.batch_limits()
+        if 0 < config.batch_size < config.group_size:
+            raise GroupTooLargeError(
+                f"group_size {config.group_size} is larger than the trainer's batch of {config.batch_size}"
+                " sequences: lower --env.group_size, or raise the trainer's batch"
+            )
+
+    # --- metrics --------------------------------------------------------------------------------------------------
+
+    async def open_wandb(self) -> None:
+        """Open a W&B run if the configuration wants one and the trainer has named a project."""
+        config = self.env.config
+        if not config.use_wandb or self.link is None:
+            return
+        group, project = await self.link.wandb_info()
+        sink = await open_wandb(self.display_name, group, project, config.model_dump(mode="json"))
+        if sink is not None:
+            self.sinks.append(sink)
+            self.wandb_is_open = True
+
+    async def write_metrics(self, metrics: Metrics) -> None:
+        """Write `metrics`, and those of the framework since the last call."""
+        env = self.env
+        own = await env.create_rollout_table(dict(metrics))
+        own |= length_metrics(env.completion_lengths, env.max_token_len)
+        own |= env.perf_stats({})
+        own |= {"train/items_sent_to_api": env.items_sent_this_step, "policy_version": self.policy_version}
+        own |= {f"train/{name}": count for name, count in self.counts.items()}
+        prefix = env.wandb_prepend or f"{self.registered_name}_"
+        written = await env.server.wandb_metrics({f"{prefix}{key}": value for key, value in own.items()})
+        env.completion_lengths = []
+        for sink in self.sinks:
+            sink.write(written, env.curr_step)

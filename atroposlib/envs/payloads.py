@@ -15,6 +15,7 @@ from atroposlib.wire.batching import NOT_TRAINED, PostedData
 
 __all__ = [
     "NOT_TRAINED",
+    "Groups",
     "Item",
     "ScoredDataGroup",
     "ScoredDataItem",
@@ -83,6 +84,10 @@ class ScoredDataItem(TypedDict, total=False):
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
     policy_versions: list[int] | None
+
+
+# What `collect_trajectories` and `postprocess_histories` give; None drops the item.
+Groups = ScoredDataGroup | list[ScoredDataGroup] | None
 
 
 def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:

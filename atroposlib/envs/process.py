@@ -1,14 +1,11 @@
 """The `process` command: `total_steps` groups into a JSONL file and a page to read, without API or trainer."""
 
 import asyncio
-from pathlib import Path
 
 from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
-from atroposlib.envs.environment import Environment
+from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
-from atroposlib.envs.run import EnvRun, run_of
-from atroposlib.envs.serve import wait_for_inference
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
 
@@ -28,8 +25,8 @@ async def process(env: Environment) -> None:
             "process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0"
         )
     env.process_mode = True
-    async with run_of(env) as run:
-        await wait_for_inference(env)
+    async with env._env_run as run:
+        await run.wait_for_inference()
         await env.setup()
         budget = ErrorBudget(env.config.max_failed_items, giver(type(env)))
         for number in range(steps):
@@ -67,8 +64,3 @@ async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
     without, dropped = run.counts["items_without_group"], run.counts["items_rejected"]
     reason = f"{without} had none, {dropped} groups were dropped for the reasons above"
     raise ProcessError(f"{FRUITLESS_ITEMS} items in a row gave no group: {reason}")
-
-
-def default_groups_path(name: str) -> Path:
-    """Where groups go when nothing is configured."""
-    return Path("data") / f"{name}.jsonl"

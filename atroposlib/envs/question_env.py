@@ -17,14 +17,12 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base_env import BaseEnv
-from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.sequence_book import SequenceNode
-from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 

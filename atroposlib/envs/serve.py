@@ -16,13 +16,12 @@ from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
-from atroposlib.envs.environment import Environment
+from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
 from atroposlib.envs.pacing import EvaluationSchedule, Plan, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import crossed
-from atroposlib.envs.run import EnvRun, run_of
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -43,7 +42,7 @@ async def serve(env: Environment) -> None:
 
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
-    run, token = run_of(env), env.config.rollout_server_token
+    run, token = env._env_run, env.config.rollout_server_token
     flags = Flags("--env.rollout_server_url", "ATROPOS_API_TOKEN")
     api = AsyncBatchingApi(env.config.rollout_server_url, None if token is None else token.get_secret_value(), flags)
     async with contextlib.aclosing(api), run, ServeLoop(run, api) as loop:
@@ -73,7 +72,7 @@ class ServeLoop:
 
     async def start_up(self) -> None:
         """Wait for every peer, load the data, join."""
-        await wait_for_inference(self.env)
+        await self.run.wait_for_inference()
         start = time.monotonic()
         log.info("Setting up %s", self.run.display_name)
         await self.env.setup()
@@ -295,23 +294,3 @@ class ServeLoop:
         self.run.eval_results = {}
         returned = await self.env.evaluate()
         return dict(returned if returned is not None else self.run.eval_results)
-
-
-async def wait_for_inference(env: Environment) -> None:
-    """Return when one of the environment's inference servers answers; those without a health check count as
-    answering.
-    """
-    servers = [server for server in env.server.servers if server.config.health_check]
-    if len(servers) < len(env.server.servers):
-        return
-
-    async def attempt() -> None:
-        problems = await asyncio.gather(*(server.probe() for server in servers))
-        if all(problem is not None for problem in problems):
-            raise NotYet("; ".join(str(problem) for problem in problems))
-
-    peer = ", ".join(server.name for server in servers)
-    remedy = "start the inference server, or correct --openai.base_url"
-    await wait_for_peer(
-        "an answer of the inference server", peer, attempt, timeout_s=env.config.startup_timeout, remedy=remedy
-    )

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.config import write_config
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.metrics import JsonlSink as EnvironmentSink
@@ -54,7 +53,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "evaluations": lambda path: append_jsonl(path, {}),
     "page": lambda path: write_html(Path(os.devnull), path),
     "plot": lambda path: plot_rewards({}, [], path),
-    "kept configuration": lambda path: write_config(BaseEnvConfig(), path),
     "log of a server": lambda path: ServerProcess(["true"], path, {}),
     "whole file": lambda path: write_whole(path, b""),
     "any file": lambda path: open_regular(path, "ab"),

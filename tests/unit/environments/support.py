@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv
-from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 
@@ -22,7 +21,7 @@ async def running_env(env_class: type[E], folder: Path, server: FakeInferenceSer
         **settings | {"tokenizer_name": str(save_tiny_tokenizer(folder / "tokenizer"))} | fields
     )
     env = env_class(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
-    async with run_of(env):
+    async with env._env_run:
         await env.setup()
         yield env
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
-from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from environments.gsm8k_server import GSM8kEnv, GSM8kEnvConfig
@@ -41,7 +40,7 @@ async def running_env(folder: Path, server: FakeInferenceServer, **fields: objec
     }
     config = GSM8kEnvConfig(**settings | fields)
     env = GSM8kEnv(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
-    async with run_of(env):
+    async with env._env_run:
         await env.setup()
         yield env
 
@@ -102,7 +101,7 @@ async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path
         running_env(tmp_path, server, prompt_style="boxed", grader_timeout=0.3, max_new_tokens=64) as env,
     ):
         await env.handle_env(env.problems.train[0])
-    assert run_of(env).counts == {"groups_dropped_by_grader": 1, "items_without_group": 1}
+    assert env._env_run.counts == {"groups_dropped_by_grader": 1, "items_without_group": 1}
     assert {scored.outcome for scored in env.scored} == {"unparseable", "grader_failed"}
 
 

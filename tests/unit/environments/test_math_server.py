@@ -6,7 +6,6 @@ import pytest
 
 from atroposlib.child_processes.math_child import judge
 from atroposlib.envs.problems import Problem
-from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.math_server import MathEnv, make_problem
 from tests.unit.environments.support import running_env
@@ -28,7 +27,7 @@ async def test_answers_are_compared_as_mathematics(tmp_path: Path) -> None:
         running_env(MathEnv, tmp_path, server, grader_timeout=60) as env,
     ):
         group, _ = await env.collect_trajectories(Problem("Compute.", r"It is $\boxed{\frac{1}{2}}$."))
-        assert not run_of(env).counts
+        assert not env._env_run.counts
     assert group is not None
     assert group["scores"] == [1.0, 1.0, 0.0, 0.0]
 
@@ -40,7 +39,7 @@ async def test_group_on_which_the_grader_failed_is_dropped(tmp_path: Path) -> No
         running_env(MathEnv, tmp_path, server) as env,
     ):
         await env.handle_env(Problem("?", r"\boxed{???}"))
-    assert run_of(env).counts == {"groups_unscored": 1, "items_without_group": 1}
+    assert env._env_run.counts == {"groups_unscored": 1, "items_without_group": 1}
 
 
 async def test_file_with_other_field_names_is_read_and_every_epoch_has_all_of_it(tmp_path: Path) -> None:

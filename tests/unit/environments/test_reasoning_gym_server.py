@@ -12,7 +12,6 @@ import pytest
 
 from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.envs.errors import DataError
-from atroposlib.envs.run import run_of
 from atroposlib.grading.arithmetic import compute
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from environments.reasoning_gym_server import ReasoningGymEnv, Task, weights_by_name
@@ -111,10 +110,10 @@ def test_code_in_an_answer_does_not_run_and_scores_0_and_is_counted(
         async with FakeInferenceServer() as server, running_env(ReasoningGymEnv, tmp_path, server, **fields) as env:
             pairs = [(task, answer) for task in EVALUATED for answer in answers]
             scores = {(task, answer): await env.score(Task(task, 3, ""), answer) for task, answer in pairs}
-            assert len(EVALUATED) * len(CODE) < run_of(env).counts["answers_rejected"] <= len(scores)
-            before = run_of(env).counts["answers_rejected"]
+            assert len(EVALUATED) * len(CODE) < env._env_run.counts["answers_rejected"] <= len(scores)
+            before = env._env_run.counts["answers_rejected"]
             assert await env.score(Task("chain_sum", 3, ""), answers[0]) == 0.0  # its scorer compares text
-            assert run_of(env).counts["answers_rejected"] == before
+            assert env._env_run.counts["answers_rejected"] == before
         return scores
 
     scores = without(() if sandboxed else ("landlock", "namespaces", "seccomp"), attack)
@@ -137,7 +136,7 @@ async def test_known_answers_and_words_score_what_the_scorer_alone_gives(tmp_pat
         for task, form in [("polynomial_multiplication", "1*({})"), ("simple_integration", "sqrt(4) + log(2) + {}")]:
             answer = form.format(unguarded[task]["known"][0])
             assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0
-        assert run_of(env).counts["answers_rejected"] == 0
+        assert env._env_run.counts["answers_rejected"] == 0
 
 
 async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path: Path) -> None:
@@ -160,7 +159,7 @@ async def test_puzzles_of_numbers_are_solved_by_their_own_numbers_alone(tmp_path
                 assert (await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") or 0) <= 0.05, (task, answer)
             for answer in (solution, f"({solution})"):
                 assert await env.score(Task(task, 0, ""), f"<answer>{answer}</answer>") == 1.0, (task, answer)
-        assert run_of(env).counts["answers_rejected"] >= 2 * (len(deceptions) - 1)
+        assert env._env_run.counts["answers_rejected"] >= 2 * (len(deceptions) - 1)
 
 
 async def test_an_answer_that_takes_too_long_to_evaluate_is_unscored_and_the_next_is_scored(tmp_path: Path) -> None:

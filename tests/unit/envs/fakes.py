@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
-from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.waiting import until
@@ -192,7 +191,7 @@ class CountingEnv(BaseEnv):
         return sample, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, float] | None:
-        self.evaluated.append(run_of(self).policy_version)
+        self.evaluated.append(self._env_run.policy_version)
         return {"accuracy": 0.5, "correct": 1, "total": 2, "temperature": 0.0}
 
 

@@ -13,7 +13,6 @@ from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.process import process
 from atroposlib.envs.question_env import QuestionEnv
-from atroposlib.envs.run import run_of
 from atroposlib.envs.server_handling.errors import NoLiveServerError
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
@@ -70,7 +69,7 @@ async def test_environment_that_keeps_failing_ends_and_names_item_and_line(
         ):
             await asyncio.wait_for(env.env_manager(), 60)
     assert "no row 1" in caplog.text
-    assert run_of(env).counts["items_failed"] >= 2
+    assert env._env_run.counts["items_failed"] >= 2
 
 
 async def test_process_ends_likewise(tmp_path: Path) -> None:
@@ -131,8 +130,8 @@ async def test_malformed_group_names_item_and_method_counts_and_lets_the_whole_o
         ):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert run_of(env).counts["groups_malformed"] == 2
-    assert run_of(env).counts["items_failed"] == 2
+    assert env._env_run.counts["groups_malformed"] == 2
+    assert env._env_run.counts["items_failed"] == 2
 
 
 async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
@@ -216,8 +215,8 @@ async def test_group_that_the_trainer_cannot_use_is_dropped_before_it_is_posted(
         with pytest.raises(TooManyFailures, match=says):
             await asyncio.wait_for(env.env_manager(), 60)
         assert [len(group["tokens"]) for group in await trainer.fetch()] == [4]
-    assert run_of(env).counts["groups_malformed"] == 2
-    assert run_of(env).counts["items_refused_by_api"] == 0
+    assert env._env_run.counts["groups_malformed"] == 2
+    assert env._env_run.counts["items_refused_by_api"] == 0
 
 
 @pytest.mark.parametrize("logprob", [-1e39, 0.5])
@@ -231,7 +230,7 @@ async def test_garbage_of_the_inference_server_is_put_down_to_it(
         trainer = TrainableOnly(api.url)
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await until(lambda: run_of(env).counts["items_failed"] >= 2)
+        await until(lambda: env._env_run.counts["items_failed"] >= 2)
         assert not serving.done()
         monkeypatch.undo()
         (group,) = await asyncio.wait_for(trainer.fetch(), 30)
@@ -239,4 +238,4 @@ async def test_garbage_of_the_inference_server_is_put_down_to_it(
         await asyncio.gather(serving, return_exceptions=True)
     assert all(value <= 0 or value == 1.0 for row in group["inference_logprobs"] for value in row)
     assert "gave what no model samples: logprobs[0][0]" in caplog.text
-    assert run_of(env).counts["groups_malformed"] == 0
+    assert env._env_run.counts["groups_malformed"] == 0

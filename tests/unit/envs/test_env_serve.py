@@ -9,7 +9,6 @@ import pytest
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.errors import GroupTooLargeError, PeerError
-from atroposlib.envs.run import run_of
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
@@ -138,7 +137,7 @@ async def test_nothing_is_sampled_while_an_evaluation_runs(
     await trainer.evaluation(0)
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies == {0: 0.25, 1: None, 2: 0.25}
-    assert run_of(env).counts["evaluations_failed"] == 0
+    assert env._env_run.counts["evaluations_failed"] == 0
 
 
 async def test_api_restart_loses_no_rollout_and_no_evaluation(
@@ -182,7 +181,7 @@ async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_
     await trainer.register()
     await trainer.train(1)
     await asyncio.wait_for(serving, 10)
-    assert run_of(env).counts["items_failed"] == 1
+    assert env._env_run.counts["items_failed"] == 1
     assert "the first item is bad" in caplog.text
     assert "raise ZeroDivisionError" in caplog.text
     assert "dropped the item 1" in caplog.text
@@ -225,7 +224,7 @@ async def test_overdue_item_is_dropped(tmp_path: Path, api: Api, inference: Fake
     await trainer.register()
     await trainer.train(2)
     await asyncio.wait_for(serving, 10)
-    assert run_of(env).counts["items_timed_out"] == 1
+    assert env._env_run.counts["items_timed_out"] == 1
 
 
 async def test_backlog_goes_before_new_items(tmp_path: Path, api: Api, inference: FakeInferenceServer) -> None:
@@ -337,7 +336,7 @@ async def test_failed_evaluation_is_reported_without_accuracy(
     await trainer.train(2)
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies[2] is None
-    assert run_of(env).counts["evaluations_failed"] == 3
+    assert env._env_run.counts["evaluations_failed"] == 3
 
 
 async def test_ancestor_style_evaluation_reports_what_it_logged(

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.envs.question_env import QuestionEnv, with_reply
-from atroposlib.envs.run import run_of
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
 from tests.waiting import until
@@ -31,7 +30,7 @@ class EchoEnv(QuestionEnv):
 async def test_group_in_which_an_answer_has_no_score_is_dropped_and_counted(tmp_path: Path) -> None:
     async with FakeInferenceServer(lambda prompt: ["7", "?"]) as server, running_env(EchoEnv, tmp_path, server) as env:
         await env.handle_env("7")
-    assert run_of(env).counts == {"groups_unscored": 1, "items_without_group": 1}
+    assert env._env_run.counts == {"groups_unscored": 1, "items_without_group": 1}
     assert [scored.reward for scored in env.scored] == [1.0, None, 1.0, None]
 
 
@@ -86,13 +85,13 @@ async def test_no_more_evaluations_run_than_max_eval_workers(tmp_path: Path) -> 
 async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path) -> None:
     async with FakeInferenceServer() as server:
         async with running_env(EchoEnv, tmp_path, server) as env:
-            env.checkpoint_dir, run_of(env).registered_name = str(tmp_path), "echo_0"
+            env.checkpoint_dir, env._env_run.registered_name = str(tmp_path), "echo_0"
             taken = [await env.get_next_item() for _ in range(3)]
             env.save_checkpoint(10)
         async with running_env(EchoEnv, tmp_path, server) as env:
             # The API has numbered the restarted environment anew, and the trainer has gone three steps beyond its
             # checkpoint.
-            env.checkpoint_dir, run_of(env).registered_name, env.curr_step = str(tmp_path), "echo_1", 13
+            env.checkpoint_dir, env._env_run.registered_name, env.curr_step = str(tmp_path), "echo_1", 13
             env.load_checkpoint()
             assert [*taken, await env.get_next_item()] == ["0", "1", "2", "3"]
 

@@ -7,7 +7,6 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.cli import TeacherTree, build, load_tree
 from atroposlib.envs.payloads import ScoredDataGroup
-from atroposlib.envs.run import run_of
 from atroposlib.envs.serve import serve
 from atroposlib.envs.server_handling.dispatch import RetryPolicy
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -40,7 +39,7 @@ def whole_group(**fields: Any) -> ScoredDataGroup:
 
 
 async def asked(env: TeacherDistillationEnv, **fields: Any) -> ScoredDataGroup:
-    async with run_of(env):
+    async with env._env_run:
         group = await env._before_sending(whole_group(**fields))
     return group
 

@@ -14,7 +14,6 @@ from hypothesis import example, given, settings
 from atroposlib.compat.message_history_utils import strip_thinking
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.question_env import QuestionEnv
-from atroposlib.envs.run import run_of
 from atroposlib.envs.server_handling.tool_call_translator import PARSERS, ToolCallTranslator
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed, extract_tagged, last_number
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
@@ -315,7 +314,7 @@ def test_grading_never_raises_and_integers_are_what_they_are(answer: str) -> Non
 async def test_answers_that_occupy_the_grader_until_its_limit_end_nothing_and_are_named(
     tmp_path: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("atroposlib.envs.run.REJECTIONS_REPORTED", 2)
+    monkeypatch.setattr("atroposlib.envs.environment.REJECTIONS_REPORTED", 2)
     async with (
         FakeInferenceServer(lambda prompt: r"\boxed{9^{9^{9^{9^9}}}}") as server,
         running_env(MathEnv, tmp_path, server, grader_timeout=0.1, group_size=1, heldout_size=1) as env,
@@ -323,8 +322,8 @@ async def test_answers_that_occupy_the_grader_until_its_limit_end_nothing_and_ar
         item = await env.get_next_item()
         for _ in range(2):
             await env.handle_env(item)
-        assert run_of(env).counts["groups_unscored"] == 2
-        assert run_of(env).counts["groups_accepted"] == 0
+        assert env._env_run.counts["groups_unscored"] == 2
+        assert env._env_run.counts["groups_accepted"] == 0
     assert "groups in a row could not be scored and nothing was sent" in caplog.text
     assert "9^{9^{9^{9^9}}}" in caplog.text
 
@@ -336,7 +335,7 @@ async def test_a_score_that_is_unscored_drops_the_group_and_is_no_fault_of_the_a
 
     async with FakeInferenceServer() as server, running_env(Unsure, tmp_path, server) as env:
         await env.handle_env([1, 2])
-    assert run_of(env).counts["groups_unscored"] == 1
+    assert env._env_run.counts["groups_unscored"] == 1
 
 
 def test_the_grader_of_gsm8k_and_math_refuses_long_answers_in_linear_time() -> None:
