@@ -70,22 +70,20 @@ class Wait:
         self.first_pause_s = min(self.first_pause_s * GROWTH, self.last_pause_s)
         return min(pause, self.deadline_s - waited)
 
-    def done(self) -> None:
-        """The peer is ready."""
+    def over(self, value: T) -> T:
+        """The peer is ready: `value`, once the log says so."""
         if self._next_report_s:
             log.info("Got %s from %s after %.1f s", self.what, self.peer, self.now() - self._start)
+        return value
 
 
 def wait_for(attempt: Callable[[], T], wait: Wait, sleep: Callable[[float], None] = time.sleep) -> T:
     """The first value that `attempt` returns. Raises what it raises but NotYet, and `wait.failed` at the deadline."""
     while True:
         try:
-            value = attempt()
+            return wait.over(attempt())
         except NotYet as reason:
             sleep(wait.pause_after(reason))
-        else:
-            wait.done()
-            return value
 
 
 async def wait_for_async(
@@ -94,12 +92,9 @@ async def wait_for_async(
     """As `wait_for`, on an event loop."""
     while True:
         try:
-            value = await attempt()
+            return wait.over(await attempt())
         except NotYet as reason:
             await sleep(wait.pause_after(reason))
-        else:
-            wait.done()
-            return value
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.metrics import Sink, open_wandb
+from atroposlib.envs.metrics import WandbSink, open_wandb
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
@@ -91,7 +91,7 @@ async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, 
     return dict(zip(names, await asyncio.gather(*map(one, urls)), strict=True))
 
 
-async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.AsyncClient, sink: Sink) -> None:
+async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.AsyncClient, sink: WandbSink) -> None:
     """Write the health of all servers to `sink`, until cancelled."""
     step, known = 0, dict[str, float]()
     while True:

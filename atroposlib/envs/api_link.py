@@ -6,14 +6,13 @@ line every ten seconds, and registers again. Rollouts that finish meanwhile wait
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, UnexpectedReply
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.waits import wait_for_peer
-from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.wire import routes
 from atroposlib.wire.batching import (
@@ -22,8 +21,10 @@ from atroposlib.wire.batching import (
     EnvRegistration,
     EnvStatus,
     Evaluation,
+    Info,
     PostedData,
     WaitForTrainer,
+    WandbInfo,
 )
 from atroposlib.wire.routes import Route
 
@@ -34,14 +35,6 @@ R = TypeVar("R")
 POLL_S = 0.5
 REPOST_PAUSE_S = 1.0
 NOBODY = -1  # the id of no environment
-
-
-class BatchLimits(NamedTuple):
-    """What a group must be to enter a batch: its sequences, their tokens, and what the trainer needs of them."""
-
-    batch_size: int
-    max_token_len: int
-    needs: Needs
 
 
 class ApiLink:
@@ -86,8 +79,10 @@ class ApiLink:
     async def status(self) -> EnvStatus:
         """The API's figures for this environment, registered again first if the API has forgotten it."""
         while True:
+            if self.env_id is None:
+                raise RuntimeError("this environment has not joined the API")
             try:
-                return await self._answered("its status", routes.STATUS_ENV, query={"env_id": self._joined_id()})
+                return await self._answered("its status", routes.STATUS_ENV, query={"env_id": self.env_id})
             except ApiRefused as error:
                 log.warning(
                     "%s does not know this environment any more (%s): registering again", self.client.url, error
@@ -96,16 +91,13 @@ class ApiLink:
                 if self._last_evaluation is not None:
                     await self._report(self._last_evaluation)
 
-    async def batch_limits(self) -> BatchLimits:
-        """The trainer's, -1 each before it registered."""
-        info = await self._answered("the batch size", routes.INFO)
-        vocab_size = info.vocab_size if isinstance(info.vocab_size, int) else None
-        return BatchLimits(info.batch_size, info.max_token_len, Needs(vocab_size, info.trainable_only))
+    async def batch_limits(self) -> Info:
+        """What a group must be to enter a batch: its sequences, their tokens, and what the trainer needs of them."""
+        return await self._answered("the batch size", routes.INFO)
 
-    async def wandb_info(self) -> tuple[str | None, str | None]:
-        """(group, project) that the trainer named."""
-        named = await self._answered("the W&B project", routes.WANDB_INFO)
-        return named.group, named.project
+    async def wandb_info(self) -> WandbInfo:
+        """Group and project that the trainer named."""
+        return await self._answered("the W&B project", routes.WANDB_INFO)
 
     async def post_groups(self, groups: Sequence[PostedData]) -> None:
         """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API stays away."""
@@ -134,11 +126,6 @@ class ApiLink:
         except (ApiUnreachable, ApiRefused) as error:
             log.warning("Left without disconnecting: %s", error)
         self.env_id = None
-
-    def _joined_id(self) -> int:
-        if self.env_id is None:
-            raise RuntimeError("this environment has not joined the API")
-        return self.env_id
 
     async def _report(self, evaluation: Evaluation) -> None:
         def body() -> Evaluation:

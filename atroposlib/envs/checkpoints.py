@@ -21,8 +21,10 @@ log = get_logger(__name__)
 def save(checkpoint_dir: str, name: str, step: int, attributes: dict[str, Any]) -> None:
     """Write the checkpoint of `step`, and remove those older than the newest KEPT. Raises OSError, TypeError."""
     folder = _root(checkpoint_dir) / name
-    content = orjson.dumps(attributes, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
-    write_whole(folder / f"step-{step}.json", content)
+    write_whole(
+        folder / f"step-{step}.json",
+        orjson.dumps(attributes, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
+    )
     for _, path in _newest_first(folder)[KEPT:]:
         path.unlink(missing_ok=True)
 

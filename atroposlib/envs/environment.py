@@ -24,7 +24,7 @@ from atroposlib.envs import checkpoints
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
-from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, Sink, length_metrics, open_wandb
+from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
 from atroposlib.envs.pacing import batch_share, evaluation_interval
 from atroposlib.envs.payloads import (
     Groups,
@@ -35,7 +35,6 @@ from atroposlib.envs.payloads import (
     defect,
     group_items,
     rejection,
-    untrainable,
     wire_form,
 )
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
@@ -337,7 +336,7 @@ class EnvRun:
         self.eval_results: Metrics = {}
 
         path = env.config.metrics_path
-        self.sinks: list[Sink] = [JsonlSink(Path(path))] if path else []
+        self.sinks: list[JsonlSink | WandbSink] = [JsonlSink(Path(path))] if path else []
         self.wandb_is_open = False
 
     async def __aenter__(self) -> "EnvRun":
@@ -361,26 +360,21 @@ class EnvRun:
     async def handle(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
         try:
-            groups = await self._groups_of(item)
+            groups, more = await self.env.collect_trajectories(item)
+            self.env.backlog.extend(more or [])
+            if groups:
+                groups = await self.env.postprocess_histories(groups)
             if groups:
                 await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
             else:
                 self.counts["items_without_group"] += 1
+        except Unscored as error:  # costs the error budget nothing
+            self.counts["items_without_group"] += 1
+            self._note_unscored(error)
         finally:
             await self.env.cleanup()
 
-    async def _groups_of(self, item: Item) -> Groups:
-        """What the author's methods make of `item`; None when its answers could not be scored."""
-        try:
-            groups, more = await self.env.collect_trajectories(item)
-            self.env.backlog.extend(more or [])
-            return await self.env.postprocess_histories(groups) if groups else None
-        except Unscored as error:
-            self._note_unscored(error)
-            return None
-
     def _note_unscored(self, reason: Unscored) -> None:
-        """A group was dropped because its answers could not be scored, which costs the error budget nothing."""
         self.counts[reason.count] += 1
         self._unscored_in_row += 1
         log.warning("Dropped a group: %s", reason)
@@ -401,7 +395,7 @@ class EnvRun:
         """
         self._unscored_in_row = 0
         groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
-        defects = [defect(group) or untrainable(group, self.needs) for group in groups]
+        defects = [defect(group, self.needs) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
         accepted = [
             await self.env._before_sending(group) for group in whole if self._accept(group, item, limit_lengths)
@@ -526,7 +520,9 @@ class EnvRun:
     async def read_batch_limits(self) -> None:
         """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
         config = self.env.config
-        config.batch_size, self.env.max_token_len, self.needs = await self.joined_link.batch_limits()
+        info = await self.joined_link.batch_limits()
+        config.batch_size, self.env.max_token_len = info.batch_size, info.max_token_len
+        self.needs = Needs(info.vocab_size if isinstance(info.vocab_size, int) else None, info.trainable_only)
         if 0 < config.batch_size < config.group_size:
             raise GroupTooLargeError(
                 f"group_size {config.group_size} is larger than the trainer's batch of {config.batch_size}"
@@ -540,8 +536,8 @@ class EnvRun:
         config = self.env.config
         if not config.use_wandb or self.link is None:
             return
-        group, project = await self.link.wandb_info()
-        sink = await open_wandb(self.display_name, group, project, config.model_dump(mode="json"))
+        named = await self.link.wandb_info()
+        sink = await open_wandb(self.display_name, named.group, named.project, config.model_dump(mode="json"))
         if sink is not None:
             self.sinks.append(sink)
             self.wandb_is_open = True

@@ -45,7 +45,9 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     scores = group["scores"]
     mean = sum(scores) / len(scores) if scores else 0.0
     # A file may hold fewer messages than scores, or more: what has both is shown.
-    images = _images(group, len(scores))
+    images = group.get("images")  # an entry of a list as long as there are samples is one's own, all else everyone's
+    if not isinstance(images, list) or len(images) != len(scores):
+        images = [images] * len(scores)
     samples = "".join(_sample_html(*sample) for sample in zip(_conversations(group), scores, images, strict=False))
     return (
         f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
@@ -60,12 +62,6 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
             else [{"role": "tokens", "content": str(group["tokens"][index])}]
         )
         yield messages if isinstance(messages, list) else [{"role": "text", "content": messages}]
-
-
-def _images(group: Mapping[str, Any], count: int) -> list[Any]:
-    """What `images` holds for each sample: an entry of a list as long as there are samples, or all of it for each."""
-    images = group.get("images")
-    return images if isinstance(images, list) and len(images) == count else [images] * count
 
 
 def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -> str:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from atroposlib.envs.records import append_line
 from atroposlib.files import open_regular
@@ -25,14 +25,6 @@ DURATIONS_KEPT = 1000
 
 # By name: numbers, and whatever else W&B takes.
 Metrics = dict[str, Any]
-
-
-class Sink(Protocol):
-    """Something that takes the figures of a step."""
-
-    def write(self, metrics: Mapping[str, Any], step: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class JsonlSink:
@@ -87,7 +79,7 @@ async def open_wandb(name: str, group: str | None, project: str | None, config: 
     except wandb.Error as error:
         log.warning(
             "W&B is off: %s (log in with `wandb login`, set WANDB_MODE=offline, or --env.use_wandb false)",
-            _one_line(error),
+            " ".join(str(error).split())[:200],
         )
         return None
     return WandbSink(run)
@@ -135,7 +127,3 @@ def length_metrics(lengths: list[int], max_token_len: int) -> dict[str, float]:
     if max_token_len > 0:
         figures[f"{name}_p95"] = statistics.fmean(length > 0.95 * max_token_len for length in lengths)
     return figures
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -66,37 +66,33 @@ def evaluation_interval(config: BaseEnvConfig) -> int | None:
     return config.steps_per_eval if config.steps_per_eval > 0 else None
 
 
+@dataclass
 class EvaluationSchedule:
     """Which policy versions are to be evaluated: every multiple of `interval`, the last one, and 0 if `at_start`.
 
     The same rule is announced to the API, so that a trainer knows whose evaluation to wait for.
     """
 
-    def __init__(self, interval: int | None, last_version: int, at_start: bool) -> None:
-        self._seen: int | None = None
-        self.reschedule(interval, last_version, at_start)
-
-    def reschedule(self, interval: int | None, last_version: int, at_start: bool) -> None:
-        """Another rule; which versions have passed is kept."""
-        self._interval = interval
-        self._last_version = last_version
-        self._at_start = at_start
+    interval: int | None
+    last_version: int
+    at_start: bool
+    seen: int | None = None  # the version that was served last
 
     def is_due(self, version: int) -> bool:
         """Whether `version` is one that is evaluated."""
         if version == 0:
-            return self._at_start
-        return self._interval is not None and (version % self._interval == 0 or version == self._last_version)
+            return self.at_start
+        return self.interval is not None and (version % self.interval == 0 or version == self.last_version)
 
     def went_back(self, version: int) -> bool:
         """Whether `version` is earlier than one that was served: another trainer, or one that resumed."""
-        return self._seen is not None and version < self._seen
+        return self.seen is not None and version < self.seen
 
     def advance(self, version: int) -> int | None:
         """Note that `version` is served now; the newest due one since the last call, or None.
 
         At the first call, and when a trainer has gone back to an earlier version, only `version` itself counts.
         """
-        seen = version - 1 if self._seen is None or self.went_back(version) else self._seen
-        self._seen = version
+        seen = version - 1 if self.seen is None or self.went_back(version) else self.seen
+        self.seen = version
         return next((due for due in range(version, seen, -1) if self.is_due(due)), None)

@@ -23,7 +23,6 @@ __all__ = [
     "defect",
     "group_items",
     "rejection",
-    "untrainable",
     "wire_form",
 ]
 
@@ -115,8 +114,10 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     return cast(ScoredDataGroup, group)
 
 
-def defect(group: Mapping[str, Any]) -> str | None:
-    """What is wrong with `group` by its author's fault, whatever was sampled; None when it is whole."""
+def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
+    """What is wrong with `group` by its author's fault, whatever was sampled, or why the registered trainer cannot use
+    it; None when it is whole.
+    """
     missing = [key for key in REQUIRED if group.get(key) is None]
     if missing:
         return f"it has no {', '.join(missing)}"
@@ -130,11 +131,6 @@ def defect(group: Mapping[str, Any]) -> str | None:
                 return f"sequence {index}: {len(values)} {key} for {len(tokens)} tokens"
     if not all(math.isfinite(score) for score in group["scores"]):
         return f"scores {group['scores']} are not all finite"
-    return None
-
-
-def untrainable(group: Mapping[str, Any], needs: Needs) -> str | None:
-    """Why the registered trainer cannot use a whole `group`; None when it can."""
     try:
         check(group, needs)
     except Untrainable as error:
@@ -160,10 +156,8 @@ def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, 
 
 def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bool) -> PostedData:
     """The body of /scored_data: the known fields that are set, and who posts."""
-    fields = {key: group[key] for key in WIRE_FIELDS if group.get(key) is not None}
-    if not include_messages:
-        fields.pop("messages", None)
-    return PostedData(**fields, env_id=env_id)
+    wanted = [key for key in WIRE_FIELDS if group.get(key) is not None and (include_messages or key != "messages")]
+    return PostedData(**{key: group[key] for key in wanted}, env_id=env_id)
 
 
 def completion_lengths(group: Mapping[str, Any]) -> list[int]:

@@ -79,8 +79,9 @@ class QuestionEnv(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, APIServerConfig]:
         """One vLLM on port 9001, whose model names itself and its tokenizer."""
-        server = APIServerConfig(model_name="default", base_url="http://localhost:9001/v1", server_type="vllm")
-        return cls.env_config_cls(tokenizer_name="default"), server
+        return cls.env_config_cls(tokenizer_name="default"), APIServerConfig(
+            model_name="default", base_url="http://localhost:9001/v1", server_type="vllm"
+        )
 
     # --- what an author writes ------------------------------------------------------------------------------------
 
@@ -148,8 +149,9 @@ class QuestionEnv(BaseEnv):
         self.scored.extend(scored)
         rewards = [each.reward for each in scored if each.reward is not None]
         if len(rewards) < len(scored):
-            unscored = len(scored) - len(rewards)
-            raise Unscored(f"{unscored} of its {len(scored)} answers could not be scored", self.unscored_count)
+            raise Unscored(
+                f"{len(scored) - len(rewards)} of its {len(scored)} answers could not be scored", self.unscored_count
+            )
         return scored_group(rollouts, rewards, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:

@@ -108,8 +108,7 @@ def write_eval_results(
         "generation_parameters": generation_parameters or {},
     }
     content = {"config_general": general, "results": {f"atropos|{task}|0": results, "all": results}}
-    option = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2
-    write_whole(folder / "metrics.json", orjson.dumps(content, option=option))
+    write_whole(folder / "metrics.json", orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
     if samples is not None:
         lines = [orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY, default=str) for sample in samples]
         write_whole(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))

@@ -19,7 +19,7 @@ from atroposlib.envs.author_errors import ErrorBudget, giver
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
-from atroposlib.envs.pacing import EvaluationSchedule, Plan, evaluation_interval, plan
+from atroposlib.envs.pacing import EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import crossed
 from atroposlib.envs.waits import wait_for_peer
@@ -43,8 +43,11 @@ async def serve(env: Environment) -> None:
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
     run, token = env._env_run, env.config.rollout_server_token
-    flags = Flags("--env.rollout_server_url", "ATROPOS_API_TOKEN")
-    api = AsyncBatchingApi(env.config.rollout_server_url, None if token is None else token.get_secret_value(), flags)
+    api = AsyncBatchingApi(
+        env.config.rollout_server_url,
+        None if token is None else token.get_secret_value(),
+        Flags("--env.rollout_server_url", "ATROPOS_API_TOKEN"),
+    )
     async with contextlib.aclosing(api), run, ServeLoop(run, api) as loop:
         await loop.start_up()
         await loop.turn_until_done()
@@ -106,7 +109,11 @@ class ServeLoop:
                 self.run.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
             self.run.durations.add("mainloop_timings", time.monotonic() - turn_began)
             await self.pool.wait(TURN_S)
-            self._raise_failures()
+            if self.pool.fatal is not None:
+                raise self.pool.fatal
+            if self._evaluation is not None and self._evaluation.done():
+                self._evaluation.result()
+                self._begin_evaluation()
         await self.pool.cancel_all()
         await self._finish_evaluations()
         log.info("Done: policy version %d of %d; %s", status.version, self.run.total_steps, dict(self.run.counts))
@@ -146,10 +153,13 @@ class ServeLoop:
         await self._follow(status)
         await self._finish_evaluations()
         await self.link.leave()
-        timeout_s = self.env.config.startup_timeout
-        remedy = "start a trainer that has steps left"
         await wait_for_peer(
-            "a new trainer", self.link.client.url, attempt, timeout_s=timeout_s, remedy=remedy, every_s=REJOIN_S
+            "a new trainer",
+            self.link.client.url,
+            attempt,
+            timeout_s=self.env.config.startup_timeout,
+            remedy="start a trainer that has steps left",
+            every_s=REJOIN_S,
         )
 
     async def _join_again(self) -> None:
@@ -180,7 +190,12 @@ class ServeLoop:
                 break
             self.pool.start(item)
         self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
-        self._report_idleness(decision)
+        now = time.monotonic()
+        if self.pool.in_flight or self._evaluation is not None:
+            self._idle_since = now
+        elif now - self._idle_since >= IDLE_REPORT_S:
+            log.info("Sampling nothing: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
+            self._idle_since = now
 
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
@@ -195,33 +210,19 @@ class ServeLoop:
             self.pool.note_failure(error, "that get_next_item was to give")
             return None
 
-    def _report_idleness(self, decision: Plan) -> None:
-        """Log one line per minute while nothing is sampled, with the reason."""
-        now = time.monotonic()
-        if self.pool.in_flight or self._evaluation is not None:
-            self._idle_since = now
-        elif now - self._idle_since >= IDLE_REPORT_S:
-            log.info("Sampling nothing: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
-            self._idle_since = now
-
     def _note_end(self, success: bool, seconds: float) -> None:
         self.run.counts["items_done" if success else "items_failed"] += 1
         self.run.durations.add("task_duration", seconds)
         self.run.durations.add("succeeded_task_duration" if success else "failed_task_duration", seconds)
-
-    def _raise_failures(self) -> None:
-        if self.pool.fatal is not None:
-            raise self.pool.fatal
-        if self._evaluation is not None and self._evaluation.done():
-            self._evaluation.result()
-            self._begin_evaluation()
 
     # --- the trainer moves on -------------------------------------------------------------------------------------
 
     def _joined(self, registration: EnvRegistered) -> None:
         config = self.env.config
         self.run.note_registration(registration)
-        self.schedule.reschedule(evaluation_interval(config), self.run.total_steps, config.eval_at_start)
+        self.schedule = EvaluationSchedule(
+            evaluation_interval(config), self.run.total_steps, config.eval_at_start, self.schedule.seen
+        )
 
     async def _follow(self, status: EnvStatus) -> None:
         """Take over step and policy version; evaluate, checkpoint and log if they changed."""

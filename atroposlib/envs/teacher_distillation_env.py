@@ -12,16 +12,13 @@ teacher fails on is sent without.
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
-
-if TYPE_CHECKING:
-    pass
 
 log = get_logger(__name__)
 
@@ -85,11 +82,9 @@ class TeacherDistillationEnv(BaseEnv):
         return {"teacher": cls.teacher_config_init()}
 
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        """`group` with the teacher's log-probabilities."""
         return await self._attach_teacher_distillation(await super()._before_sending(group))
 
     async def _release(self) -> None:
-        """Leave the teacher too."""
         if self.teacher_server is not None:
             await self.teacher_server.close()
         await super()._release()

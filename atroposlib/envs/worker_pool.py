@@ -29,25 +29,25 @@ class WorkerPool:
     """Runs `handle` on items, as tasks that stand in `tasks`.
 
     An item whose handling raises is logged with its traceback, counted by `on_end` and by `budget`, and dropped;
-    nothing starts for a while that doubles with each failure in a row, up to half a minute. An EnvError is no
-    failure of an item: it is kept in `fatal`, as is a spent budget.
+    nothing starts for a while that doubles with each failure in a row, up to half a minute. What is no
+    failure of an item, an EnvError or a spent budget, is kept in `fatal`.
     """
 
     def __init__(
         self,
         handle: Callable[[Item], Awaitable[None]],
         tasks: set[Any],
-        on_end: Callable[[bool, float], None] = lambda success, seconds: None,
-        budget: ErrorBudget | None = None,
+        on_end: Callable[[bool, float], None],
+        budget: ErrorBudget,
     ) -> None:
         self._handle = handle
         self._tasks = tasks
         self._on_end = on_end
-        self._budget = budget or ErrorBudget(allowed=32)
+        self._budget = budget
         self._workers: dict[asyncio.Task[None], Worker] = {}
         self._failures_in_row = 0
         self._not_before = 0.0
-        self.fatal: EnvError | None = None
+        self.fatal: BaseException | None = None
 
     @property
     def in_flight(self) -> int:
@@ -97,8 +97,8 @@ class WorkerPool:
         start = time.monotonic()
         try:
             await self._handle(item)
-        except EnvError as error:
-            self.fatal = error
+        except EnvError:
+            raise
         except Exception as error:
             self._on_end(False, time.monotonic() - start)
             self.note_failure(error, shown(item))
@@ -109,18 +109,17 @@ class WorkerPool:
             self._on_end(True, time.monotonic() - start)
 
     def note_failure(self, error: Exception, item: str) -> None:
-        """Log what was lost and where, start nothing for a while, and end the run when the budget is spent."""
+        """Log what was lost and where, and start nothing for a while. Raises TooManyFailures."""
         self._failures_in_row += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
         self._not_before = time.monotonic() + pause_s
         times = self._failures_in_row
         message = "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s"
         log.error(message, origin(error, self._budget.given_at), times, pause_s, item, exc_info=error)
-        try:
-            self._budget.note_failure(error, item)
-        except EnvError as spent:
-            self.fatal = spent
+        self._budget.note_failure(error, item)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._workers.pop(task)
         self._tasks.discard(task)
+        if not task.cancelled():
+            self.fatal = self.fatal or task.exception()
