@@ -25,15 +25,9 @@ from atroposlib.errors import one_line_errors
 from atroposlib.files import expect_regular
 from atroposlib.flags import ConfigError, Key, keys_of, nearest, subtrees
 
-
-def _regular_text(path: str) -> str:
-    expect_regular(Path(path))
-    return path
-
-
 # fields that name a file to write: a device or a link is refused before anything starts
 OutputFile = Annotated[Path, AfterValidator(expect_regular)]
-OutputFileText = Annotated[str, AfterValidator(_regular_text)]
+OutputFileText = Annotated[str, AfterValidator(expect_regular)]
 
 
 class Config(BaseModel):

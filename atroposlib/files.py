@@ -8,7 +8,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 _KINDS = {
     stat.S_IFLNK: "link",
@@ -18,6 +18,8 @@ _KINDS = {
     stat.S_IFCHR: "device",
     stat.S_IFBLK: "device",
 }
+
+P = TypeVar("P", str, Path)
 
 
 class NotRegularFile(OSError, ValueError):
@@ -30,10 +32,10 @@ class NotRegularFile(OSError, ValueError):
         return f"{self.filename} cannot be written: {self.strerror}; name another file"
 
 
-def expect_regular(path: Path) -> Path:
+def expect_regular(path: P) -> P:
     """`path`, if a regular file is there or nothing. Raises NotRegularFile."""
     try:
-        mode = path.lstat().st_mode
+        mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return path
     if not stat.S_ISREG(mode):

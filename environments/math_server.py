@@ -16,7 +16,15 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.envs.problems import Fields, Problem, ProblemSet, hub_problem_set, read_problem_set, split
+from atroposlib.envs.problems import (
+    Fields,
+    Problem,
+    ProblemSet,
+    ProblemStream,
+    hub_problem_set,
+    read_problem_set,
+    split,
+)
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
 from atroposlib.grading import Grader, GraderSettings, Outcome, extract_boxed
 from atroposlib.logs import get_logger
@@ -56,14 +64,13 @@ class MathEnv(QuestionEnv):
     def __init__(self, config: MathConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         super().__init__(config, server_configs, slurm, testing)
         self.grader = Grader(GraderSettings(processes=config.grader_processes, time_limit_s=config.grader_timeout))
-        self.train: list[Problem] = []
-        self._epoch, self._order = -1, self.train
+        self.stream = ProblemStream([], config.seed)
 
     async def setup(self) -> None:
         """Load the problems."""
         problems = await self._load()
-        self.train, self.held_out = problems.train, problems.held_out
-        log.info("Problems: %d to train on, %d held out", len(self.train), len(self.held_out))
+        self.stream, self.held_out = ProblemStream(problems.train, self.config.seed), problems.held_out
+        log.info("Problems: %d to train on, %d held out", len(problems.train), len(self.held_out))
 
     async def _load(self) -> ProblemSet:
         config: MathConfig = self.config
@@ -79,10 +86,7 @@ class MathEnv(QuestionEnv):
 
     async def training_item(self, number: int) -> Problem:
         """The training set again and again, each time in another order."""
-        epoch, place = divmod(number, len(self.train))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, Random(f"{self.config.seed} {epoch}").sample(self.train, len(self.train))
-        return self._order[place]
+        return self.stream[number]
 
     def prompt(self, item: Problem) -> Messages:
         """The problem, and where to put the result."""

@@ -82,8 +82,12 @@ class ReasoningGymEnv(QuestionEnv):
         self, config: ReasoningGymConfig, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
-        count = config.scorer_processes
-        self.pool = ChildPool(CHILD, count=count, time_limit_s=config.scorer_timeout, start_limit_s=START_LIMIT_S)
+        self.pool = ChildPool(
+            CHILD,
+            count=config.scorer_processes,
+            time_limit_s=config.scorer_timeout,
+            start_limit_s=START_LIMIT_S,
+        )
         self.weights: dict[str, float] = {}
         self._env_run.counts["answers_rejected"] = 0
 
@@ -107,8 +111,10 @@ class ReasoningGymEnv(QuestionEnv):
     def _leave_out_evaluated_tasks(self, sandbox: SandboxReport) -> None:
         """Keep the tasks whose scorer runs no code. Raises DataError if others were asked for by name."""
         evaluated = sorted(self.weights.keys() & EVALUATED.keys())
-        lack = f"scorers that evaluate answers need a sandbox, which this machine does not give ({sandbox})"
-        problem = f"{lack}: {', '.join(evaluated)}"
+        problem = (
+            f"scorers that evaluate answers need a sandbox, which this machine does not give ({sandbox}):"
+            f" {', '.join(evaluated)}"
+        )
         if evaluated and self.config.tasks != "all":
             raise DataError(f"{problem}; leave these tasks out, {SANDBOX_REMEDY}")
         log.warning("Left out %d tasks: %s. To ask them, %s", len(evaluated), problem, SANDBOX_REMEDY)
@@ -123,8 +129,10 @@ class ReasoningGymEnv(QuestionEnv):
         name = Random(f"{self.config.seed} {key}").choices(list(self.weights), list(self.weights.values()))[0]
         reply = await self.pool.ask(self._entry(name, index))
         if "error" in reply:
-            problem = f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}"
-            raise DataError(f"{problem}; correct its task_options, or leave it out")
+            raise DataError(
+                f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}; correct its task_options, or"
+                " leave it out"
+            )
         return Task(name, index, reply["question"])
 
     def prompt(self, item: Task) -> Messages:

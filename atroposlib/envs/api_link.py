@@ -56,13 +56,17 @@ class ApiLink:
 
     async def wait_until_up(self) -> None:
         """Return when the API answers. Raises PeerError after the timeout."""
-        remedy = "start it with `python -m atroposlib.cli.run_api`, or correct --env.rollout_server_url"
-        await self._answered("a reply of the batching API", routes.ROOT, remedy=remedy)
+        await self._answered(
+            "a reply of the batching API",
+            routes.ROOT,
+            remedy="start it with `python -m atroposlib.cli.run_api`, or correct --env.rollout_server_url",
+        )
 
     async def join(self) -> EnvRegistered:
         """Register, once a trainer has started. Raises PeerError after the timeout or when the API refuses."""
-        remedy = "start a trainer for this API"
-        joined = await self._answered("registration", routes.REGISTER_ENV, lambda: self._announcement, remedy=remedy)
+        joined = await self._answered(
+            "registration", routes.REGISTER_ENV, lambda: self._announcement, remedy="start a trainer for this API"
+        )
         assert isinstance(joined, EnvRegistered)
         self.env_id = joined.env_id
         log.info(

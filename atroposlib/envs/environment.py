@@ -195,7 +195,14 @@ class Environment(ABC):
 
     async def get_server_info(self) -> None:
         """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
-        await self._env_run.read_batch_limits()
+        info = await self._env_run.joined_link.batch_limits()
+        self._env_run.needs = Needs(info.vocab_size if isinstance(info.vocab_size, int) else None, info.trainable_only)
+        self.config.batch_size, self.max_token_len = info.batch_size, info.max_token_len
+        if 0 < info.batch_size < self.config.group_size:
+            raise GroupTooLargeError(
+                f"group_size {self.config.group_size} is larger than the trainer's batch of {info.batch_size}"
+                " sequences: lower --env.group_size, or raise the trainer's batch"
+            )
 
     async def get_status(self) -> EnvStatus:
         """Ask the API where things are, and note it."""
@@ -216,13 +223,30 @@ class Environment(ABC):
 
     async def setup_wandb(self) -> None:
         """Open a W&B run if the configuration wants one and the trainer has named a project."""
-        await self._env_run.open_wandb()
+        run = self._env_run
+        if not self.config.use_wandb or run.link is None:
+            return
+        named = await run.link.wandb_info()
+        sink = await open_wandb(run.display_name, named.group, named.project, self.config.model_dump(mode="json"))
+        if sink is not None:
+            run.sinks.append(sink)
+            run.wandb_is_open = True
 
     async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Write `wandb_metrics` and those of the framework since the last call. An override adds its own and calls
         this.
         """
-        await self._env_run.write_metrics(wandb_metrics or {})
+        run = self._env_run
+        metrics = await self.create_rollout_table(dict(wandb_metrics or {}))
+        metrics |= length_metrics(self.completion_lengths, self.max_token_len)
+        metrics |= self.perf_stats({})
+        metrics |= {"train/items_sent_to_api": self.items_sent_this_step, "policy_version": run.policy_version}
+        metrics |= {f"train/{name}": count for name, count in run.counts.items()}
+        prefix = self.wandb_prepend or f"{run.registered_name}_"
+        written = await self.server.wandb_metrics({f"{prefix}{key}": value for key, value in metrics.items()})
+        self.completion_lengths = []
+        for sink in run.sinks:
+            sink.write(written, self.curr_step)
 
     def perf_stats(self, metrics: Metrics) -> Metrics:
         """`metrics` with the durations of items since the last call."""
@@ -463,7 +487,7 @@ class EnvRun:
             raise MalformedGroup(f"the API refused {len(groups)} group(s): {error}") from error
         self.env.items_sent_this_step += len(groups)
 
-    # --- the peers' view -------------------------------------------------------------------------------------------
+    # --- the peers' view ------------------------------------------------------------------------------------------
 
     async def wait_for_inference(self) -> None:
         """Return when one of the environment's inference servers answers; those without a health check count as
@@ -478,10 +502,12 @@ class EnvRun:
             if all(problem is not None for problem in problems):
                 raise NotYet("; ".join(str(problem) for problem in problems))
 
-        peer = ", ".join(server.name for server in servers)
-        remedy = "start the inference server, or correct --openai.base_url"
         await wait_for_peer(
-            "an answer of the inference server", peer, attempt, timeout_s=self.env.config.startup_timeout, remedy=remedy
+            "an answer of the inference server",
+            ", ".join(server.name for server in servers),
+            attempt,
+            timeout_s=self.env.config.startup_timeout,
+            remedy="start the inference server, or correct --openai.base_url",
         )
 
     @property
@@ -516,42 +542,3 @@ class EnvRun:
         if env.curr_step == 0 and registration.starting_step > 0:
             env.curr_step = registration.starting_step
             env.load_checkpoint()
-
-    async def read_batch_limits(self) -> None:
-        """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
-        config = self.env.config
-        info = await self.joined_link.batch_limits()
-        config.batch_size, self.env.max_token_len = info.batch_size, info.max_token_len
-        self.needs = Needs(info.vocab_size if isinstance(info.vocab_size, int) else None, info.trainable_only)
-        if 0 < config.batch_size < config.group_size:
-            raise GroupTooLargeError(
-                f"group_size {config.group_size} is larger than the trainer's batch of {config.batch_size}"
-                " sequences: lower --env.group_size, or raise the trainer's batch"
-            )
-
-    # --- metrics --------------------------------------------------------------------------------------------------
-
-    async def open_wandb(self) -> None:
-        """Open a W&B run if the configuration wants one and the trainer has named a project."""
-        config = self.env.config
-        if not config.use_wandb or self.link is None:
-            return
-        named = await self.link.wandb_info()
-        sink = await open_wandb(self.display_name, named.group, named.project, config.model_dump(mode="json"))
-        if sink is not None:
-            self.sinks.append(sink)
-            self.wandb_is_open = True
-
-    async def write_metrics(self, metrics: Metrics) -> None:
-        """Write `metrics`, and those of the framework since the last call."""
-        env = self.env
-        own = await env.create_rollout_table(dict(metrics))
-        own |= length_metrics(env.completion_lengths, env.max_token_len)
-        own |= env.perf_stats({})
-        own |= {"train/items_sent_to_api": env.items_sent_this_step, "policy_version": self.policy_version}
-        own |= {f"train/{name}": count for name, count in self.counts.items()}
-        prefix = env.wandb_prepend or f"{self.registered_name}_"
-        written = await env.server.wandb_metrics({f"{prefix}{key}": value for key, value in own.items()})
-        env.completion_lengths = []
-        for sink in self.sinks:
-            sink.write(written, env.curr_step)

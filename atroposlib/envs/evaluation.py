@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.records import append_jsonl
-
 # Where the environments of the ancestor put their accuracy.
 ACCURACY_KEYS = ("accuracy", "eval/accuracy", "percent_correct", "eval/percent_correct")
 
@@ -74,9 +72,3 @@ def evaluations_file(evaluations_path: str | None, data_dir: str | None) -> Path
     if evaluations_path is not None:
         return Path(evaluations_path)
     return Path(data_dir) / "evaluations.jsonl" if data_dir is not None else None
-
-
-def keep(evaluation: Evaluation, env_name: str, path: Path | None) -> None:
-    """Append `evaluation` to `path`, if there is one."""
-    if path is not None:
-        append_jsonl(path, evaluation.record(env_name))

@@ -65,10 +65,9 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
 
 
 def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -> str:
-    roles = [html.escape(str(message["role"]).capitalize()) for message in messages]
     parts = [
-        f"<p class=role>{role}</p>{_content_html(message['content'])}"
-        for role, message in zip(roles, messages, strict=True)
+        f"<p class=role>{html.escape(str(message['role']).capitalize())}</p>{_content_html(message['content'])}"
+        for message in messages
     ]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
     kind = "good" if score > 0 else "bad"

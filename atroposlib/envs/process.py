@@ -61,6 +61,7 @@ async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
             budget.note_success()
         if run.counts["groups_accepted"] > accepted:
             return
-    without, dropped = run.counts["items_without_group"], run.counts["items_rejected"]
-    reason = f"{without} had none, {dropped} groups were dropped for the reasons above"
-    raise ProcessError(f"{FRUITLESS_ITEMS} items in a row gave no group: {reason}")
+    raise ProcessError(
+        f"{FRUITLESS_ITEMS} items in a row gave no group: {run.counts['items_without_group']} had none,"
+        f" {run.counts['items_rejected']} groups were dropped for the reasons above"
+    )

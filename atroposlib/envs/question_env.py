@@ -170,8 +170,7 @@ class QuestionEnv(BaseEnv):
         results = await gather_or_cancel([self._evaluate_one(item) for item in self.held_out])
         metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
-            samples = [self.sample_record(*result) for result in results]
-            await self.evaluate_log(metrics, samples=samples, verbose=False)
+            await self.evaluate_log(metrics, samples=[self.sample_record(*result) for result in results], verbose=False)
         return metrics
 
     async def _evaluate_one(self, item: Item) -> tuple[Item, Rollout, Scored]:

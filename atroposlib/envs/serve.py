@@ -18,10 +18,10 @@ from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
-from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file, keep
+from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file
 from atroposlib.envs.pacing import EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import crossed
+from atroposlib.envs.records import append_jsonl, crossed
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -258,13 +258,12 @@ class ServeLoop:
     async def _evaluate(self, version: int) -> None:
         env = self.env
         evaluation = await self._evaluation_of(version)
-        keep(
-            evaluation,
-            self.run.display_name,
-            evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals),
+        path = evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals)
+        if path is not None:
+            append_jsonl(path, evaluation.record(self.run.display_name))
+        await self.link.post_evaluation(
+            version, evaluation.accuracy, evaluation.metrics | {"served_version": float(evaluation.served_version)}
         )
-        metrics = evaluation.metrics | {"served_version": float(evaluation.served_version)}
-        await self.link.post_evaluation(version, evaluation.accuracy, metrics)
         await env.wandb_log(
             {key if key.startswith("eval/") else f"eval/{key}": value for key, value in evaluation.metrics.items()}
         )

@@ -133,6 +133,8 @@ class TeacherDistillationEnv(BaseEnv):
         answer = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, split="train")
         ids, logprobs = answer["prompt_topk_token_ids"], answer["prompt_topk_logprobs"]
         if not len(ids) == len(logprobs) == len(token_ids):
-            given = f"{len(ids)} positions of ids and {len(logprobs)} of log-probabilities"
-            raise ValueError(f"the teacher gave {given} for {len(token_ids)} tokens")
+            raise ValueError(
+                f"the teacher gave {len(ids)} positions of ids and {len(logprobs)} of log-probabilities for"
+                f" {len(token_ids)} tokens"
+            )
         return ids, logprobs

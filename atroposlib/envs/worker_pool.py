@@ -113,9 +113,14 @@ class WorkerPool:
         self._failures_in_row += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
         self._not_before = time.monotonic() + pause_s
-        times = self._failures_in_row
-        message = "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s"
-        log.error(message, origin(error, self._budget.given_at), times, pause_s, item, exc_info=error)
+        log.error(
+            "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s",
+            origin(error, self._budget.given_at),
+            self._failures_in_row,
+            pause_s,
+            item,
+            exc_info=error,
+        )
         self._budget.note_failure(error, item)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
