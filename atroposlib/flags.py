@@ -135,8 +135,8 @@ def parse(
         raise ConfigError(f"unexpected argument {rest[0]!r}: flags start with '--'")
     if rest:
         spelled = next(token for token in argv if _dashed(token) == rest[0])[2:].partition("=")[0]
-        known = [spelling for key in keys for spelling in key.spellings]
-        raise ConfigError(f"unknown flag --{spelled}{nearest(spelled.replace('-', '_'), known)} (--help lists all)")
+        likely = nearest(spelled.replace("-", "_"), [spelling for key in keys for spelling in key.spellings])
+        raise ConfigError(f"unknown flag --{spelled}{likely} (--help lists all)")
     by_path = {".".join(key.path): key for key in keys}
     values = {
         path: text if isinstance(text, bool) else by_path[path].value([text] if isinstance(text, str) else text)
@@ -201,8 +201,14 @@ def _parser(
         if not key.negations:
             section.add_argument(*key.flags, dest=path, action="append", metavar=_placeholder(key), help=text)
             continue
-        shown = ", ".join(["[BOOL]", *key.negations])
-        section.add_argument(*key.flags, dest=path, nargs="?", const=True, metavar=shown, help=text)
+        section.add_argument(
+            *key.flags,
+            dest=path,
+            nargs="?",
+            const=True,
+            metavar=", ".join(["[BOOL]", *key.negations]),
+            help=text,
+        )
         section.add_argument(*key.negations, dest=path, action="store_const", const=False, help=argparse.SUPPRESS)
     return parser
 
@@ -219,8 +225,7 @@ def _help(key: Key, defaults: Mapping[str, Any]) -> str:
         value = value.get(part, PydanticUndefined) if isinstance(value, Mapping) else PydanticUndefined
     default = key.field.default if value is PydanticUndefined else value
     notes = ["required"] if key.field.is_required() and value is PydanticUndefined else []
-    is_shown = default is not PydanticUndefined and default not in (None, "", (), [])
-    if is_shown and not key.is_secret and not key.field.exclude:
+    if default not in (PydanticUndefined, None, "", (), []) and not key.is_secret and not key.field.exclude:
         notes = [f"default: {_shown(default)}"]
     extra = key.field.json_schema_extra
     if isinstance(extra, dict) and "env" in extra:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup, ServerBaseline
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 
@@ -94,12 +95,9 @@ class TeacherDistillationEnv(BaseEnv):
         if student == teacher_tokenizer_name:
             return
         refusal = f"Cross-tokenizer distillation is not supported: the student's tokenizer is {student!r}"
-        try:
+        remedy = "set --teacher.tokenizer_name"
+        with reading(f"{refusal}, and the teacher's cannot be compared", ValueError, remedy=remedy):
             teacher = load_tokenizer(teacher_tokenizer_name)
-        except OSError as error:
-            raise ValueError(
-                f"{refusal}, and the teacher's cannot be compared: {error}; set --teacher.tokenizer_name"
-            ) from error
         if teacher.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(f"{refusal}, the teacher's {teacher_tokenizer_name!r} has another vocabulary")
 
