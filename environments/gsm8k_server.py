@@ -105,15 +105,17 @@ class GSM8kEnv(QuestionEnv):
                 read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed),
                 config.dataset_path,
             )
-        if config.dataset == "arithmetic":
-            return arithmetic_problems(config.heldout_size), "arithmetic"
-        try:
-            return await hub_problem_set(*HUB_DATASET, config.heldout_size, config.seed, config.hub_timeout), "gsm8k"
-        except DataError as error:
-            if config.dataset == "gsm8k":
-                raise
-            log.warning("Using the built-in arithmetic problems instead of GSM8K: %s", error)
-            return arithmetic_problems(config.heldout_size), "arithmetic"
+        if config.dataset != "arithmetic":
+            try:
+                return (
+                    await hub_problem_set(*HUB_DATASET, config.heldout_size, config.seed, config.hub_timeout),
+                    "gsm8k",
+                )
+            except DataError as error:
+                if config.dataset == "gsm8k":
+                    raise
+                log.warning("Using the built-in arithmetic problems instead of GSM8K: %s", error)
+        return arithmetic_problems(config.heldout_size), "arithmetic"
 
     async def training_item(self, number: int) -> Problem:
         """The training set again and again, each time in another order."""

@@ -79,8 +79,9 @@ class MathEnv(QuestionEnv):
             test_path = Path(config.dataset_test_path) if config.dataset_test_path else None
             return read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed, fields)
         if config.dataset != GENERATED:
-            limits = (config.heldout_size, config.seed, config.hub_timeout)
-            return await hub_problem_set(config.dataset, config.dataset_config, *limits, fields)
+            return await hub_problem_set(
+                config.dataset, config.dataset_config, config.heldout_size, config.seed, config.hub_timeout, fields
+            )
         made = dict.fromkeys(make_problem(Random(f"{config.seed} {number}")) for number in range(GENERATED_PROBLEMS))
         return split(list(made), config.heldout_size, config.seed, "the generated set")
 

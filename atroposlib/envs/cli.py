@@ -200,8 +200,11 @@ def command_defaults(command: str, env_cls: type[Environment]) -> dict[str, Any]
     """What a command changes about `config_init`, below YAML and flags."""
     if command != "process":
         return {}
-    path = f"data/{env_cls.name or env_cls.__name__}.jsonl"
-    return {"ensure_scores_are_not_same": False, "include_messages": True, "data_path_to_save_groups": path}
+    return {
+        "ensure_scores_are_not_same": False,
+        "include_messages": True,
+        "data_path_to_save_groups": f"data/{env_cls.name or env_cls.__name__}.jsonl",
+    }
 
 
 @dataclass(frozen=True)

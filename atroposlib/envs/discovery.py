@@ -61,10 +61,14 @@ async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel
         except (aiohttp.ClientError, TimeoutError) as error:
             raise NotYet(str(error) or f"no reply within {REQUEST_TIMEOUT_S:.0f} s") from None
 
-    remedy = (
-        "start the inference server, correct --openai.base_url, or name --openai.model_name and --env.tokenizer_name"
-    )
     async with aiohttp.ClientSession(
         trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     ) as session:
-        return await wait_for_peer("the name of the served model", url, attempt, timeout_s=timeout_s, remedy=remedy)
+        return await wait_for_peer(
+            "the name of the served model",
+            url,
+            attempt,
+            timeout_s=timeout_s,
+            remedy="start the inference server, correct --openai.base_url, or name --openai.model_name and"
+            " --env.tokenizer_name",
+        )

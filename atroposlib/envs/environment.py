@@ -25,7 +25,7 @@ from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
-from atroposlib.envs.pacing import batch_share, evaluation_interval
+from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import (
     Groups,
     Item,
@@ -45,7 +45,7 @@ from atroposlib.envs.waits import wait_for_peer
 from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
+from atroposlib.wire.batching import EnvStatus
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
     from atroposlib.envs.api_link import ApiLink
@@ -516,29 +516,3 @@ class EnvRun:
         if self.link is None:
             raise RuntimeError("there is no batching API outside of `serve`")
         return self.link
-
-    def announcement(self) -> EnvRegistration:
-        """The body of /register-env."""
-        config = self.env.config
-        return EnvRegistration(
-            max_token_length=config.max_token_length,
-            desired_name=self.display_name,
-            weight=config.inference_weight,
-            group_size=config.group_size,
-            min_batch_allocation=config.min_batch_allocation,
-            steps_per_eval=evaluation_interval(config),
-            eval_at_start=config.eval_at_start,
-        )
-
-    def note_registration(self, registration: EnvRegistered) -> None:
-        """Take over what the API said when this environment joined, and load the checkpoint of a run that goes on."""
-        env = self.env
-        self.registered_name = registration.wandb_name
-        env.wandb_prepend = f"{registration.wandb_name}_"
-        env.checkpoint_dir = registration.checkpoint_dir
-        env.checkpoint_interval = registration.checkpoint_interval
-        limits = [steps for steps in (env.config.total_steps, registration.num_steps) if steps > 0]
-        self.total_steps = min(limits, default=1000)
-        if env.curr_step == 0 and registration.starting_step > 0:
-            env.curr_step = registration.starting_step
-            env.load_checkpoint()

@@ -65,14 +65,13 @@ async def open_wandb(name: str, group: str | None, project: str | None, config: 
     except ImportError:
         log.warning("W&B is off: the package wandb is not installed (pip install wandb, or --env.use_wandb false)")
         return None
-    suffix = "".join(random.choices(string.ascii_lowercase, k=6))
     log.info("Starting a W&B run in project %s, at most %d s", project, WANDB_START_LIMIT_S)
     try:
         run = await asyncio.to_thread(
             wandb.init,
             project=project,
             group=group,
-            name=f"{name}-{time.strftime('%Y-%m-%d')}-{suffix}",
+            name=f"{name}-{time.strftime('%Y-%m-%d')}-{''.join(random.choices(string.ascii_lowercase, k=6))}",
             config=dict(config),
             settings=wandb.Settings(init_timeout=WANDB_START_LIMIT_S, silent=True),
         )

@@ -152,7 +152,19 @@ class QuestionEnv(BaseEnv):
             raise Unscored(
                 f"{len(scored) - len(rewards)} of its {len(scored)} answers could not be scored", self.unscored_count
             )
-        return scored_group(rollouts, rewards, {"temperature": self.config.temperature, "top_p": self.config.top_p}), []
+        # As they were sampled: ids, log-probabilities and policy versions, never text tokenised again.
+        nodes = [rollout.node for rollout in rollouts]
+        versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
+        group = ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            inference_logprobs=[node.logprobs for node in nodes],
+            scores=rewards,
+            messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
+            generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
+            policy_versions=versions if all(versions) else None,
+        )
+        return group, []
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
@@ -218,20 +230,3 @@ def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     if said[-1]["role"] == "assistant":
         return [*said[:-1], {"role": "assistant", "content": said[-1]["content"] + text}]
     return [*said, {"role": "assistant", "content": text}]
-
-
-def scored_group(
-    rollouts: Sequence[Rollout], scores: Sequence[float], sampling: Mapping[str, float]
-) -> ScoredDataGroup:
-    """The samples as they were sampled: ids, log-probabilities and policy versions, never text tokenised again."""
-    nodes = [rollout.node for rollout in rollouts]
-    versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
-    return ScoredDataGroup(
-        tokens=[node.tokens for node in nodes],
-        masks=[node.masked_tokens for node in nodes],
-        inference_logprobs=[node.logprobs for node in nodes],
-        scores=list(scores),
-        messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
-        generation_params=dict(sampling),
-        policy_versions=versions if all(versions) else None,
-    )

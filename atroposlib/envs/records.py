@@ -17,11 +17,16 @@ log = get_logger(__name__)
 
 
 class JsonlWriter:
-    """Appends JSON lines to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ..."""
+    """Appends JSON lines to a new file; if `path` exists, to the first free one of `<stem>_1`, `_2`, ... Raises
+    NotRegularFile for a device or a link.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = unused_path(path)
+        number, self.path = 0, expect_regular(path)
+        while self.path.exists():
+            number += 1
+            self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
         self._file = open_regular(self.path, "xb", buffering=0)
         log.info("Writing groups to %s", self.path)
 
@@ -32,17 +37,6 @@ class JsonlWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def unused_path(path: Path) -> Path:
-    """`path`, or with the first number that makes it the name of no file. Raises NotRegularFile for a device or a
-    link.
-    """
-    number, candidate = 0, expect_regular(path)
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
-    return candidate
 
 
 def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from atroposlib.envs.records import append_jsonl, crossed
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
-from atroposlib.wire.batching import EnvRegistered, EnvStatus
+from atroposlib.wire.batching import EnvRegistered, EnvRegistration, EnvStatus
 
 log = get_logger(__name__)
 
@@ -61,7 +61,16 @@ class ServeLoop:
     def __init__(self, run: EnvRun, client: AsyncBatchingApi) -> None:
         self.run = run
         self.env = env = run.env
-        self.link = run.link = ApiLink(client, run.announcement(), env.config.startup_timeout, self._joined)
+        announcement = EnvRegistration(
+            max_token_length=env.config.max_token_length,
+            desired_name=run.display_name,
+            weight=env.config.inference_weight,
+            group_size=env.config.group_size,
+            min_batch_allocation=env.config.min_batch_allocation,
+            steps_per_eval=evaluation_interval(env.config),
+            eval_at_start=env.config.eval_at_start,
+        )
+        self.link = run.link = ApiLink(client, announcement, env.config.startup_timeout, self._joined)
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )
@@ -218,10 +227,19 @@ class ServeLoop:
     # --- the trainer moves on -------------------------------------------------------------------------------------
 
     def _joined(self, registration: EnvRegistered) -> None:
-        config = self.env.config
-        self.run.note_registration(registration)
+        """Take over what the API said, and load the checkpoint of a run that goes on."""
+        env, run = self.env, self.run
+        run.registered_name = registration.wandb_name
+        env.wandb_prepend = f"{registration.wandb_name}_"
+        env.checkpoint_dir = registration.checkpoint_dir
+        env.checkpoint_interval = registration.checkpoint_interval
+        limits = [steps for steps in (env.config.total_steps, registration.num_steps) if steps > 0]
+        run.total_steps = min(limits, default=1000)
+        if env.curr_step == 0 and registration.starting_step > 0:
+            env.curr_step = registration.starting_step
+            env.load_checkpoint()
         self.schedule = EvaluationSchedule(
-            evaluation_interval(config), self.run.total_steps, config.eval_at_start, self.schedule.seen
+            evaluation_interval(env.config), run.total_steps, env.config.eval_at_start, self.schedule.seen
         )
 
     async def _follow(self, status: EnvStatus) -> None:
