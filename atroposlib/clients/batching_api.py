@@ -18,7 +18,7 @@ import contextlib
 import gzip
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import httpx
 import msgspec
@@ -35,6 +35,7 @@ MAX_RETRY_AFTER_S = 60.0
 COMPRESS_FROM_BYTES = 1024
 
 R = TypeVar("R")
+H = TypeVar("H", httpx.Client, httpx.AsyncClient)
 
 
 class ApiUnreachable(NotYet):
@@ -95,12 +96,11 @@ class Flags:
     token: str = "ATROPOS_API_TOKEN, or --atropos-token"
 
 
-class _Client:
+class _Client(Generic[H]):
     """Makes requests of routes, and reads replies; how they travel is the subclass's."""
 
-    _http: httpx.Client | httpx.AsyncClient
-
-    def __init__(self, url: str, token: str | None, flags: Flags) -> None:
+    def __init__(self, http: H, url: str, token: str | None, flags: Flags) -> None:
+        self._http: H = http
         self.url = url.rstrip("/")
         self._flags = flags
         self._headers = {"Accept": f"{MSGPACK}, application/json"}
@@ -161,13 +161,12 @@ class _Client:
         return content
 
 
-class BatchingApi(_Client):
+class BatchingApi(_Client[httpx.Client]):
     """Connections to the API at `url`; close it when done. Threads may share it."""
 
     def __init__(self, url: str, token: str | None = None, flags: Flags = Flags()) -> None:
-        super().__init__(url, token, flags)
         # a proxy of the surroundings does not reach loopback, so its environment variables are left aside
-        self._http: httpx.Client = httpx.Client(trust_env=False)
+        super().__init__(httpx.Client(trust_env=False), url, token, flags)
 
     def call(self, route: Route[R], body: Any = None, *, query: Mapping[str, int] | None = None) -> R:
         """The reply of `route`. Raises ApiUnreachable, UnexpectedReply or ApiRefused."""
@@ -180,12 +179,11 @@ class BatchingApi(_Client):
         self._http.close()
 
 
-class AsyncBatchingApi(_Client):
+class AsyncBatchingApi(_Client[httpx.AsyncClient]):
     """As `BatchingApi`, on an event loop. A post of groups that is repeated with the same `key` is stored once."""
 
     def __init__(self, url: str, token: str | None = None, flags: Flags = Flags()) -> None:
-        super().__init__(url, token, flags)
-        self._http: httpx.AsyncClient = httpx.AsyncClient(trust_env=False)
+        super().__init__(httpx.AsyncClient(trust_env=False), url, token, flags)
 
     async def call(
         self, route: Route[R], body: Any = None, *, query: Mapping[str, int] | None = None, key: str | None = None
