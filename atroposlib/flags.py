@@ -148,7 +148,8 @@ def parse(
 
 def config_file(argv: Sequence[str]) -> str | None:
     """The file of `--config`, before the keys of the tree are known."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    # with a name, as argparse would take it of sys.argv[0], which a module under its old path does not have
+    parser = argparse.ArgumentParser(prog="", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", nargs="?")
     return str(found) if (found := parser.parse_known_args(argv)[0].config) else None
 
