@@ -19,7 +19,7 @@ from example_trainer import exact_cuda
 from example_trainer.exact_functions import Linear, PackedAttention
 from vllm_patching.batch_invariant import coverage, kernels
 from vllm_patching.batch_invariant.attention import packed_attention
-from vllm_patching.batch_invariant.cuda import CudaKernels, vllm_functions
+from vllm_patching.batch_invariant.cuda import vllm_kernels
 from vllm_patching.batch_invariant.self_check import check_weight
 from vllm_patching.batch_invariant.switch import NotInvariant
 
@@ -37,7 +37,7 @@ def make_exact(model: PreTrainedModel, dtype: torch.dtype, tp_size: int = 1) -> 
     if reason:
         raise NotInvariant(f"--batch-invariant does not cover {reason}; see docs/bit-exactness.md, or drop the flag")
     if model.device.type == "cuda":
-        cuda = CudaKernels(vllm_functions(model.config, dtype, model.device))
+        cuda = vllm_kernels(model.config, dtype, model.device)
         exact_cuda.exchange(model, cuda, dtype)
         # backward products are summed in float32
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

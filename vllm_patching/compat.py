@@ -8,9 +8,9 @@ import importlib
 import os
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -35,7 +35,6 @@ from vllm_patching.version import VERSION
 
 __all__ = [
     "ColumnParallelLinear",
-    "CudaFunctions",
     "EngineDeadError",
     "EngineGenerateError",
     "LinearBase",
@@ -48,7 +47,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "add_before_norm",
     "attend_without_amx",
-    "cuda_functions",
+    "cuda_kernels",
     "get_tp_group",
     "has_onednn_linear",
     "init_logger",
@@ -72,9 +71,8 @@ def end_engine_with_its_threads() -> None:
     """
     from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType
 
-    core: Any = EngineCoreProc
     for name in ("process_input_sockets", "process_output_sockets"):
-        stock = getattr(core, name)
+        stock = getattr(EngineCoreProc, name)
         if stock.__module__ == __name__:  # vLLM may call a plugin more than once
             return
 
@@ -85,7 +83,7 @@ def end_engine_with_its_threads() -> None:
                 init_logger("vllm.atropos_bridge").exception("The engine ends: %s died", run.__name__)
                 self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
-        setattr(core, name, watched)
+        setattr(EngineCoreProc, name, watched)
 
 
 def zero_new_kv_blocks() -> None:
@@ -98,9 +96,8 @@ def zero_new_kv_blocks() -> None:
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    cache: Any = KVCacheConfig
-    if isinstance(getattr(cache, "needs_kv_cache_zeroing", None), property):  # not in every supported release
-        cache.needs_kv_cache_zeroing = property(lambda self: True)
+    if isinstance(getattr(KVCacheConfig, "needs_kv_cache_zeroing", None), property):  # not in every supported release
+        cast(Any, KVCacheConfig).needs_kv_cache_zeroing = property(lambda self: True)
 
 
 def on_cpu() -> bool:
@@ -119,9 +116,11 @@ def worker_class() -> type:
 
 
 def unlink_collective_files() -> None:
-    """Unlink vLLM-CPU's shared-memory files of tensor parallelism once every rank has mapped them; a killed server
-    then leaves none.
+    """Unlink vLLM-CPU's shared-memory files of tensor parallelism, if any, once every rank has mapped them; a killed
+    server then leaves none.
     """
+    if not on_cpu() or get_tp_group().world_size == 1:
+        return
     for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*"):
         path.unlink(missing_ok=True)
 
@@ -184,8 +183,8 @@ def replace_adapter_products(
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    operators: Any
-    for operators in (lora_ops, punica_cpu):  # a prompt's sgmv_* are the former's, and call these
+    # a prompt's sgmv_* are the former's, and call these
+    for operators in cast(tuple[Any, ...], (lora_ops, punica_cpu)):
         operators.bgmv_shrink, operators.bgmv_expand, operators.bgmv_expand_slice = shrink, expand, expand_slice
 
 
@@ -206,27 +205,25 @@ def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
     """Let `change` rewrite the common metadata from which the CPU backend schedules its attention kernel."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
-    builder: Any = CPUAttentionMetadataBuilder
-    build = builder.build
+    build = CPUAttentionMetadataBuilder.build
 
     def changed(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         return build(self, common_prefix_len, change(common_attn_metadata), fast_build)
 
-    builder.build = changed
+    cast(Any, CPUAttentionMetadataBuilder).build = changed
 
 
 def attend_without_amx() -> None:
     """Let the CPU backend take its vector kernel where it would take that for AMX, which it does for half precision."""
     from vllm.v1.attention.backends import cpu_attn
 
-    backend: Any = cpu_attn
-    choose = backend._get_attn_isa
+    choose = cpu_attn._get_attn_isa
 
     def without_amx(*arguments: Any, **named: Any) -> str:
         isa: str = choose(*arguments, **named)
         return "vec" if isa == "amx" else isa
 
-    backend._get_attn_isa = without_amx
+    cast(Any, cpu_attn)._get_attn_isa = without_amx
 
 
 def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]) -> None:
@@ -240,9 +237,8 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
         model = get_current_vllm_config().model_config
         return table(model.hf_config, max(self.max_position_embeddings, model.max_model_len))
 
-    rotary: Any
     scaled = (linear_scaling_rope.LinearScalingRotaryEmbedding, yarn_scaling_rope.YaRNScalingRotaryEmbedding)
-    for rotary in (base.RotaryEmbeddingBase, *scaled):
+    for rotary in cast(tuple[Any, ...], (base.RotaryEmbeddingBase, *scaled)):
         rotary._compute_cos_sin_cache = cos_sin
 
     def forward(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
@@ -251,8 +247,7 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
             rotate(x.view(len(angles), -1, self.head_size), *angles[:, None].chunk(2, -1))
         return query, key
 
-    rotary = base.RotaryEmbedding
-    rotary.forward_cpu = forward
+    cast(Any, base.RotaryEmbedding).forward_cpu = forward
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -281,22 +276,9 @@ def replace_norm_and_activation(norm: Callable[..., Any], silu_and_mul: Callable
     activations.forward_native = staticmethod(silu_and_mul)
 
 
-@dataclass(frozen=True)
-class CudaFunctions:
-    """What vLLM calls on CUDA with VLLM_BATCH_INVARIANT=1, by its own signatures; forward only."""
-
-    linear: Callable[..., Any]  # (x, weight, bias)
-    rms_norm: Callable[..., Any]  # (x, weight, epsilon)
-    silu_and_mul: Callable[..., Any]  # (output, x): writes to the output
-    log_softmax: Callable[..., Any]  # (logits, dim), float32
-    rotary: Any  # a module: `forward_cuda(positions, query, key)` rotates in place, `cos_sin_cache` is its table
-    attention: Callable[..., Any]  # flash_attn_varlen_func
-    attention_version: int | None  # of FlashAttention, as vLLM chooses it for this GPU and head size
-
-
-def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torch.device) -> CudaFunctions:
-    """Those functions for a model of this Hugging Face configuration, its rotary table made on `device` as vLLM's
-    loader makes it.
+def cuda_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What vLLM calls on CUDA with VLLM_BATCH_INVARIANT=1 for a model of this Hugging Face configuration, its rotary
+    table made on `device` as vLLM's loader makes it: the fields of batch_invariant/cuda.py's CudaKernels.
     """
     import vllm._custom_ops  # noqa: F401  loads the kernels behind torch.ops._C
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -306,6 +288,7 @@ def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torc
 
     # the module of these functions moved in 0.27..0.32; its users import them by name throughout
     home = importlib.import_module(linear.linear_batch_invariant.__module__)
+    head_size = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
     with set_current_vllm_config(VllmConfig()), torch.device(device):
         rotary = get_rope(
             head_size,
@@ -313,15 +296,15 @@ def cuda_functions(config: Any, head_size: int, dtype: torch.dtype, device: torc
             rope_parameters=dict(config.rope_parameters),
             dtype=dtype,
         )
-    return CudaFunctions(
-        linear=linear.linear_batch_invariant,
-        rms_norm=layernorm.rms_norm_batch_invariant,
-        silu_and_mul=torch.ops._C.silu_and_mul,
-        log_softmax=home.log_softmax,
-        rotary=rotary,
-        attention=flash_attn_varlen_func,
-        attention_version=get_flash_attn_version(head_size=head_size),
-    )
+    return {
+        "linear": linear.linear_batch_invariant,
+        "rms_norm": layernorm.rms_norm_batch_invariant,
+        "log_softmax": partial(home.log_softmax, dim=-1),
+        "write_silu_and_mul": torch.ops._C.silu_and_mul,
+        "rotary": rotary,
+        "flash_attention": flash_attn_varlen_func,
+        "flash_attention_version": get_flash_attn_version(head_size=head_size),
+    }
 
 
 def add_before_norm() -> None:
@@ -332,8 +315,7 @@ def add_before_norm() -> None:
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    norms: Any = RMSNorm
-    norm = norms.forward_cuda
+    norm = RMSNorm.forward_cuda
 
     def separate(self: Any, x: Any, residual: Any = None) -> Any:
         if residual is None:
@@ -341,11 +323,11 @@ def add_before_norm() -> None:
         total = x + residual
         return norm(self, total), total
 
-    norms.forward_cuda = separate
+    cast(Any, RMSNorm).forward_cuda = separate
 
 
 def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
-    """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_functions`,
+    """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_kernels`,
     or None.
     """
     model, attention = config.model_config, config.attention_config
@@ -389,8 +371,9 @@ def refuse_undecodable_requests(engine: Any) -> None:
         try:
             decoder.decode(encoder.encode(plain))
         except Exception as error:  # whatever it is, it would be raised there
-            message = f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}"
-            raise VLLMValidationError(message) from error
+            raise VLLMValidationError(
+                f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}"
+            ) from error
         # vLLM lets ids pass that its tokenizer knows and the model does not; an embedding without them ends the engine
         largest = max(request.prompt_token_ids or [0])
         if vocabulary is not None and largest >= vocabulary:
@@ -432,12 +415,6 @@ async def label_weights(engine: Any, policy_version: int) -> None:
         await engine.update_weight_version(str(policy_version))
 
 
-def served_torch_dtype(engine: Any) -> torch.dtype:
-    """The same as torch has it."""
-    found: torch.dtype = engine.model_config.dtype
-    return found
-
-
 def adapted_layer(model: Any, tensor: str) -> str:
     """The name that `model`, in vLLM, has for the layer which an adapter's tensor belongs to."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
@@ -448,9 +425,9 @@ def adapted_layer(model: Any, tensor: str) -> str:
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 
-def served_dtype(engine: Any) -> str:
-    """In which vLLM computes, e.g. "bfloat16"."""
-    return str(engine.model_config.dtype).removeprefix("torch.")
+def served_dtype(engine: Any) -> torch.dtype:
+    """In which vLLM computes."""
+    return cast(torch.dtype, engine.model_config.dtype)
 
 
 def adapter_request(name: str, lora_id: int, path: str) -> Any:
@@ -462,16 +439,15 @@ def adapter_request(name: str, lora_id: int, path: str) -> Any:
 
 def adapters_in_use(engine: Any) -> set[str]:
     """Names of the adapters that unfinished requests sample from."""
-    adapters = (request.lora_request for request in engine.output_processor.request_states.values())
-    return {adapter.lora_name for adapter in adapters if adapter is not None}
+    requests = engine.output_processor.request_states.values()
+    return {request.lora_request.lora_name for request in requests if request.lora_request is not None}
 
 
 def add_base_names(models: Any, names: list[str]) -> None:
     """Let vLLM know its base model by further names, after its own."""
-    path_type = type(models.base_model_paths[0])
-    root = models.base_model_paths[0].model_path
+    base = models.base_model_paths[0]
     models.base_model_paths.extend(
-        path_type(name=name, model_path=root) for name in names if not models.is_base_model(name)
+        type(base)(name=name, model_path=base.model_path) for name in names if not models.is_base_model(name)
     )
 
 

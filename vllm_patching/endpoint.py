@@ -15,9 +15,9 @@ from vllm_patching import compat
 from vllm_patching.engines import ROUTES, engines_of
 from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
-from vllm_patching.http.engine_watch import EngineWatch, EngineWatchMiddleware
-from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, GateMiddleware
-from vllm_patching.http.routes import bears_key, bridge_routes, generate_routes
+from vllm_patching.http.engine_watch import EngineWatch
+from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, Unavailable
+from vllm_patching.http.routes import add_routes, bears_key
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -30,12 +30,11 @@ class BridgeEndpoints:
 
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
-        app.state.gate = Gate()
-        app.add_middleware(GateMiddleware, gate=app.state.gate, open_paths=tuple(route.path for route in ROUTES))
+        app.state.gate = Gate(open_paths=tuple(route.path for route in ROUTES))
+        app.add_middleware(Unavailable, why=app.state.gate.why_not)
         app.state.engine_watch = EngineWatch()
-        app.add_middleware(EngineWatchMiddleware, watch=app.state.engine_watch)
-        app.include_router(bridge_routes())
-        app.include_router(generate_routes())
+        app.add_middleware(Unavailable, why=app.state.engine_watch.why_not)
+        add_routes(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         compat.refuse_undecodable_requests(engine_client)

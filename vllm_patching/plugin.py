@@ -29,16 +29,12 @@ def register() -> None:
         hooks.install()
     parent = multiprocessing.parent_process()
     if parent is not None:  # the API process has none
-        _guard_the_engine()
+        from vllm_patching import compat
+
+        compat.end_engine_with_its_threads()
+        if compat.on_cpu():
+            compat.zero_new_kv_blocks()
         _end_with(parent.pid)
-
-
-def _guard_the_engine() -> None:
-    from vllm_patching import compat
-
-    compat.end_engine_with_its_threads()
-    if compat.on_cpu():
-        compat.zero_new_kv_blocks()
 
 
 def _end_with(parent: int | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, reaching
 
 Group: TypeAlias = Any  # ProcessGroupGloo | ProcessGroupNCCL; PyTorch ships no complete stubs for them
 
@@ -64,26 +64,22 @@ def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore
     """The trainer's store, bound to `address` only (port 0 = any free one), and its port. Raises TransportError if
     taken.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-    except OSError as error:
-        listener.close()
-        raise TransportError(
-            f"cannot listen on {address}:{port}: {error.strerror}; choose another --master-port or 0 for any free one"
-        ) from error
-    listener.listen()
-    bound = listener.getsockname()[1]
-    store = dist.TCPStore(
-        address,
-        bound,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        remedy = "choose another --master-port or 0 for any free one"
+        with reaching(f"cannot listen on {address}:{port}", TransportError, remedy=remedy):
+            listener.bind((address, port))
+        listener.listen()
+        bound = listener.getsockname()[1]
+        store = dist.TCPStore(
+            address,
+            bound,
+            None,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
     return store, bound
 
 

@@ -64,8 +64,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         super().load_model(**kwargs)
         group = compat.get_tp_group()
         self._tp_rank, tp_size = group.rank_in_group, group.world_size
-        if compat.on_cpu() and tp_size > 1:
-            compat.unlink_collective_files()
+        compat.unlink_collective_files()
         model = self.model_runner.get_model()
         shards = mapping.shards_of(model, self._tp_rank, tp_size)
         self._manifest = mapping.manifest_of(model, self.model_config.model, shards, tp_size)
@@ -88,7 +87,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_status(self) -> WorkerStatus:
-        return self._updater.status()
+        return self._updater.status
 
     @_answered
     def bridge_open(self, offer: Any) -> WorkerStatus:
@@ -96,7 +95,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         typed: Offer = msgspec.convert(offer, AnyOffer)
         self._updater.open(RECEIVERS[type(typed)](typed, self._tp_rank))
         packed.hold_once(False)
-        return self._updater.status()
+        return self._updater.status
 
     @_answered
     def bridge_request(self, session: str, version: int, request: Any) -> None:
@@ -167,10 +166,43 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         return {"fd": live.fd} if isinstance(live, SharedBuffer) else {"ipc": cuda_ipc.export(live.tensor)}
 
     def _write_config(self) -> Path:
-        path = _config_path(Path(self.vllm_config.additional_config["atropos_bridge"]["config_path"]), self._tp_rank)
+        """Write `vllm_bridge_config.json` in the ancestor's keys, one file a rank, whole or not at all.
+
+        Where the live arena can be shared, it says where that is: a descriptor of this process (it changes with each
+        broadcast), or a CUDA IPC handle.
+        """
+        arena, rank = self._arena, self._tp_rank
+        path = Path(self.vllm_config.additional_config["atropos_bridge"]["config_path"])
+        if rank > 0:
+            path = path.with_name(f"{path.name}.tp{rank}")
         shared = self._why_not_shared() is None
-        handles = {"arena": {"pid": os.getpid(), "nbytes": self._arena.nbytes, **self._memory()}} if shared else {}
-        _write_bridge_config(path, self._arena, self._tp_rank, handles)
+        dtypes = {tensor.name: tensor.dtype for tensor in arena.manifest.tensors}
+        config = {
+            "model": arena.manifest.model,
+            "tp_degree": arena.manifest.tp_size,
+            "tp_rank": rank,
+            "dp_shard_degree": 1,
+            "param_mappings": {
+                shard.name: {
+                    "vllm_name": shard.vllm_name,
+                    "shape": list(shard.full_shape),
+                    "dtype": dtypes[shard.name],
+                    "device": str(arena.device),
+                    "dim": shard.dim,
+                    "start": shard.start,
+                    "length": shard.length,
+                    "full_start": shard.full_start,
+                    "offset": arena.offsets[shard.vllm_name],
+                }
+                for shard in arena.shards.values()
+            },
+            "param_names": sorted(arena.shards),
+            "ipc_handles": {"arena": {"pid": os.getpid(), "nbytes": arena.nbytes, **self._memory()}} if shared else {},
+            "shared_weights_enabled": True,
+            "num_params": len(arena.shards),
+            "single_copy_enabled": shared,
+        }
+        write_whole(path, json.dumps(config, indent=1, default=msgspec.to_builtins).encode())
         return path
 
 
@@ -181,25 +213,18 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
         if compat.on_cpu():
             compat.replace_adapter_products(adapter_rows.shrink, adapter_rows.expand, adapter_rows.expand_slice)
         super().load_model(**kwargs)
-        if compat.on_cpu() and compat.get_tp_group().world_size > 1:
-            compat.unlink_collective_files()
+        compat.unlink_collective_files()
 
     @_answered
     def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> None:
-        """Load the adapter directory `path`, which holds `pairs`. A half-loaded one is taken out."""
-        try:
-            self._check_layers(pairs)
-            self.add_lora(compat.adapter_request(name, lora_id, path))
-        except Exception:  # whatever is wrong with the files
-            self.remove_lora(lora_id)
-            raise
+        """Load the adapter directory `path`, which holds `pairs`. AdapterEngine takes out one that is half loaded.
 
-    def _check_layers(self, pairs: Pairs) -> None:
-        """vLLM itself copies a matrix of another shape into a corner of its own."""
+        Sizes are compared here: vLLM itself copies a matrix of another shape into a corner of its own.
+        """
         model = self.model_runner.get_model()
         layers = mapping.adaptable_layers(model)
-        for name, (rank, inputs, outputs) in pairs.items():
-            layer = compat.adapted_layer(model, f"{name}.lora_A.weight")
+        for tensors, (rank, inputs, outputs) in pairs.items():
+            layer = compat.adapted_layer(model, f"{tensors}.lora_A.weight")
             if layer not in layers:
                 raise ValueError(f"the served model has no layer {layer} that takes an adapter")
             sizes = layers[layer]
@@ -208,43 +233,4 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
                     f"{layer} has lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, "
                     f"the served model's layer takes {sizes[0]} and gives {sizes[1]}"
                 )
-
-
-def _config_path(path: Path, tp_rank: int) -> Path:
-    return path if tp_rank == 0 else path.with_name(f"{path.name}.tp{tp_rank}")
-
-
-def _write_bridge_config(path: Path, arena: Arena, tp_rank: int, handles: dict[str, Any]) -> None:
-    """`vllm_bridge_config.json` in the ancestor's keys, one file a rank, written whole or not at all.
-
-    `handles` says where the live arena is: a descriptor of this process (it changes with each broadcast), or a CUDA
-    IPC handle.
-    """
-    dtypes = {tensor.name: tensor.dtype for tensor in arena.manifest.tensors}
-    shards = arena.shards.values()
-    config = {
-        "model": arena.manifest.model,
-        "tp_degree": arena.manifest.tp_size,
-        "tp_rank": tp_rank,
-        "dp_shard_degree": 1,
-        "param_mappings": {
-            shard.name: {
-                "vllm_name": shard.vllm_name,
-                "shape": list(shard.full_shape),
-                "dtype": dtypes[shard.name],
-                "device": str(arena.device),
-                "dim": shard.dim,
-                "start": shard.start,
-                "length": shard.length,
-                "full_start": shard.full_start,
-                "offset": arena.offsets[shard.vllm_name],
-            }
-            for shard in shards
-        },
-        "param_names": sorted(shard.name for shard in shards),
-        "ipc_handles": handles,
-        "shared_weights_enabled": True,
-        "num_params": len(shards),
-        "single_copy_enabled": bool(handles),
-    }
-    write_whole(path, json.dumps(config, indent=1, default=msgspec.to_builtins).encode())
+        self.add_lora(compat.adapter_request(name, lora_id, path))

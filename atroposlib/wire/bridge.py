@@ -223,15 +223,15 @@ class Shard(Struct, frozen=True):
 
 
 class IpcHandle(Struct, frozen=True):
-    """What `UntypedStorage._share_cuda_` gives, bytes in base64."""
+    """What `UntypedStorage._share_cuda_` gives; bytes are base64 in JSON."""
 
     gpu: str  # UUID
-    handle: str
+    handle: bytes
     size: int
     offset: int
-    counter_handle: str
+    counter_handle: bytes
     counter_offset: int
-    event_handle: str
+    event_handle: bytes
     event_sync: bool
 
 

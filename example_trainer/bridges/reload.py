@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 
+from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Committed, ReloadOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import Prepared, SyncReport
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
@@ -69,7 +70,9 @@ class ReloadBridge(SessionBridge):
         )
         for old in self._folder.glob("policy-v*"):
             if old != folder:
-                shutil.rmtree(old)
+                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
+                with reading(f"cannot remove {old}", BridgeError, remedy=remedy):
+                    shutil.rmtree(old)
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,

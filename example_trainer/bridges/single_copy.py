@@ -162,7 +162,7 @@ def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: 
 def _open(worker: SharedRank) -> torch.Tensor:
     """One rank's live weights, flat uint8. Raises BridgeError."""
     what = f"the weights of vLLM's rank {worker.rank} cannot be shared"
-    with reading(what, BridgeError, also=(SharedBufferError, cuda_ipc.CudaIpcError)):
+    with reading(what, BridgeError, also=(SharedBufferError,)):
         if worker.ipc is not None:
             return cuda_ipc.open_handle(worker.ipc)
         assert worker.fd is not None

@@ -13,7 +13,9 @@ The trainer calls them through example_trainer/exact_cuda.py. Forward only. Writ
 """
 
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,59 +24,31 @@ from vllm_patching.batch_invariant.attention import BLOCK, pages
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 
-def vllm_functions(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """compat.CudaFunctions for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM
-    cannot do it.
-    """
-    switch_on(os.environ, cpu=False)  # vLLM's Python and its C++ read VLLM_BATCH_INVARIANT when they are first asked
-    try:
-        from vllm_patching import version
-
-        version.check_version()
-        from vllm_patching import compat
-
-        return compat.cuda_functions(config, head_size(config), dtype, device)
-    except (ImportError, KeyError, RuntimeError) as error:  # not installed, not importable, UnsupportedVllm
-        raise NotInvariant(
-            f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}"
-        ) from error
-
-
-def head_size(config: Any) -> int:
-    """Elements of one attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
+@dataclass(frozen=True)
 class CudaKernels:
-    """The functions over plain tensors; N is tokens. `functions` are compat.CudaFunctions."""
+    """The functions over plain tensors; N is tokens. Those of vLLM's that take others are fields of another name."""
 
-    def __init__(self, functions: Any) -> None:
-        self._vllm = functions
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., in], weight [out, in], bias [out]: [..., out]."""
-        result: Tensor = self._vllm.linear(x, weight, bias)
-        return result
-
-    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        """x [..., d], weight [d]."""
-        result: Tensor = self._vllm.rms_norm(x, weight, epsilon)
-        return result
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., in], weight [out, in], bias [out]: [..., out]
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., d], weight [d], epsilon
+    log_softmax: Callable[[Tensor], Tensor]  # logits [rows, vocabulary], float32: log-probabilities
+    write_silu_and_mul: Callable[[Tensor, Tensor], None]  # output [N, d], x [N, 2 d]
+    rotary: Any  # a module: `forward_cuda(positions, query, key)` rotates in place, `cos_sin_cache` is its table
+    flash_attention: Callable[..., Tensor]  # flash_attn_varlen_func
+    flash_attention_version: int | None  # as vLLM chooses it for this GPU and head size
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """x [N, 2 d], gate before up: silu(gate) * up, [N, d]."""
         output = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-        self._vllm.silu_and_mul(output, x.contiguous())
+        self.write_silu_and_mul(output, x.contiguous())
         return output
 
     def rotary_table(self) -> Tensor:
         """cos | sin, [positions, head size]."""
-        result: Tensor = self._vllm.rotary.cos_sin_cache
-        return result
+        return cast(Tensor, self.rotary.cos_sin_cache)
 
     def rotate(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """positions [N], query [N, heads, d] and key [N, key heads, d], rotated; the arguments stay as they are."""
-        rotated = self._vllm.rotary.forward_cuda(positions, query.flatten(1).clone(), key.flatten(1).clone())
+        rotated = self.rotary.forward_cuda(positions, query.flatten(1).clone(), key.flatten(1).clone())
         return rotated[0].view_as(query), rotated[1].view_as(key)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
@@ -88,7 +62,7 @@ class CudaKernels:
             tensor.new_zeros(blocks * BLOCK, *tensor.shape[1:]).index_copy_(0, slots, tensor) for tensor in (key, value)
         ]
         key_cache, value_cache = (cache.unflatten(0, (blocks, BLOCK)) for cache in caches)
-        result: Tensor = self._vllm.attention(
+        return self.flash_attention(
             q=query.contiguous(),
             k=key_cache,
             v=value_cache,
@@ -102,11 +76,21 @@ class CudaKernels:
             softcap=0.0,
             block_table=table.to(query.device),
             num_splits=1,
-            fa_version=self._vllm.attention_version,
+            fa_version=self.flash_attention_version,
         )
-        return result
 
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """logits [rows, vocabulary], float32: log-probabilities."""
-        result: Tensor = self._vllm.log_softmax(logits, -1)
-        return result
+
+def vllm_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> CudaKernels:
+    """vLLM's for this Hugging Face configuration. Raises NotInvariant where the environment or vLLM cannot do it."""
+    switch_on(os.environ, cpu=False)  # vLLM's Python and its C++ read VLLM_BATCH_INVARIANT when they are first asked
+    try:
+        from vllm_patching import version
+
+        version.check_version()
+        from vllm_patching import compat
+
+        return CudaKernels(**compat.cuda_kernels(config, dtype, device))
+    except (ImportError, KeyError, RuntimeError) as error:  # not installed, not importable, UnsupportedVllm
+        raise NotInvariant(
+            f"--batch-invariant computes with vLLM's kernels, and vLLM cannot be used here: {error}"
+        ) from error

@@ -14,7 +14,7 @@ way of compat.py:
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -26,15 +26,11 @@ from vllm_patching.batch_invariant.switch import NotInvariant
 from vllm_patching.memory import packed
 
 log = compat.init_logger("vllm.atropos_exact")
-_installed = False
 
 
+@cache
 def install() -> None:
     """Check the model, replace what must be replaced; idempotent."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
     compat.wrap_config_check(check_model)
     if not compat.on_cpu():
         compat.add_before_norm()

@@ -27,5 +27,8 @@ ROUTES = (*session.ROUTES, *single_copy.ROUTES, *adapters.ROUTES, *reload.ROUTES
 def engines_of(serving: Serving) -> dict[type[Offer], Engine]:
     """The engines that this server can run: those for adapters, those for whole weights, or none."""
     wanted = serving.max_lora_rank is not None
-    running = {offer: engine for offer, engine in ENGINES.items() if engine.takes_adapters == wanted}
-    return {offer: engine(serving) for offer, engine in running.items() if wanted or serving.bridge_on}
+    return {
+        offer: engine(serving)
+        for offer, engine in ENGINES.items()
+        if engine.takes_adapters == wanted and (wanted or serving.bridge_on)
+    }

@@ -17,8 +17,9 @@ import torch
 from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 
-from atroposlib.errors import AtroposError, reading
+from atroposlib.errors import reading
 from atroposlib.wire.typed import brief
+from vllm_patching.engines.base import FileFault
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
@@ -26,10 +27,6 @@ NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>[\w.]{1,512})\.lora_(?P<si
 
 Rank = Annotated[int, Meta(ge=1, le=4096)]
 Pairs = dict[str, list[int]]  # by the layer's tensors' common name: rank, in, out
-
-
-class AdapterFault(AtroposError):
-    """A folder that holds no adapter which can be served; the message says why."""
 
 
 class AdapterConfig(msgspec.Struct):
@@ -54,25 +51,23 @@ class AdapterConfig(msgspec.Struct):
 
 
 def read_config(folder: Path) -> AdapterConfig:
-    """Raises AdapterFault."""
+    """Raises FileFault."""
     path = _regular(folder / CONFIG)
-    with path.open("rb") as file:
-        content = file.read(MAX_CONFIG_BYTES + 1)
-    if len(content) > MAX_CONFIG_BYTES:
-        raise AdapterFault(f"{path} has more than {MAX_CONFIG_BYTES} bytes")
-    with reading(str(path), AdapterFault):
-        return msgspec.json.decode(content, type=AdapterConfig)
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise FileFault(f"{path} has more than {MAX_CONFIG_BYTES} bytes")
+    with reading(str(path), FileFault):
+        return msgspec.json.decode(path.read_bytes(), type=AdapterConfig)
 
 
 def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs:
-    """What the tensors adapt, each checked to be finite as `dtype`, in which it is served. Raises AdapterFault."""
+    """What the tensors adapt, each checked to be finite as `dtype`, in which it is served. Raises FileFault."""
     path = _regular(folder / WEIGHTS)
     found: dict[tuple[str, str], torch.Size] = {}
-    with reading(str(path), AdapterFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
+    with reading(str(path), FileFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
         for key in file.keys():  # noqa: SIM118  it is no mapping
             match = NAME.fullmatch(key)
             if match is None:
-                raise AdapterFault(
+                raise FileFault(
                     f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
                 )
             found[key.rpartition(".lora_")[0], match["side"]] = _checked(
@@ -86,26 +81,26 @@ def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs
 def _regular(path: Path) -> Path:
     """Reading a FIFO would wait for ever."""
     if not path.is_file():
-        raise AdapterFault(f"{path} is no regular file")
+        raise FileFault(f"{path} is no regular file")
     return path
 
 
 def _checked(tensor: torch.Tensor, what: str, config: AdapterConfig, dtype: torch.dtype) -> torch.Size:
     if not tensor.is_floating_point() or tensor.ndim != 2:
-        raise AdapterFault(
+        raise FileFault(
             f"{what} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: expected a matrix of floats"
         )
     if not (tensor.to(dtype) * config.largest_scale).isfinite().all():
-        raise AdapterFault(f"{what} holds NaN or infinity, or numbers beyond {str(dtype).removeprefix('torch.')}")
+        raise FileFault(f"{what} holds NaN or infinity, or numbers beyond {str(dtype).removeprefix('torch.')}")
     return tensor.shape
 
 
 def _pair(path: Path, name: str, found: dict[tuple[str, str], Any], config: AdapterConfig) -> list[int]:
     if missing := [side for side in "AB" if (name, side) not in found]:
-        raise AdapterFault(f"{path}: {name} has no lora_{missing[0]}")
+        raise FileFault(f"{path}: {name} has no lora_{missing[0]}")
     (rank, inputs), (outputs, other_rank) = found[name, "A"], found[name, "B"]
     if rank != other_rank or rank not in config.ranks:
-        raise AdapterFault(
+        raise FileFault(
             f"{path}: {name} has lora_A {[rank, inputs]} and lora_B {[outputs, other_rank]}: "
             f"expected [r, in] and [out, r] of rank {' or '.join(map(str, sorted(config.ranks)))}, as {CONFIG} says"
         )
@@ -115,13 +110,13 @@ def _pair(path: Path, name: str, found: dict[tuple[str, str], Any], config: Adap
 def _check_claim(path: Path, names: set[str], config: AdapterConfig) -> None:
     """The layers named by a list in the configuration are those that have tensors."""
     if not names:
-        raise AdapterFault(f"{path} holds no tensors")
+        raise FileFault(f"{path} holds no tensors")
     if isinstance(config.target_modules, str):  # a regular expression, or one of PEFT's own words
         return
     targets = {
         target: {name for name in names if f".{name}".endswith(f".{target}")} for target in config.target_modules
     }
     if without := sorted(target for target, adapted in targets.items() if not adapted):
-        raise AdapterFault(f"{path} has no tensors for {brief(without)}, which {CONFIG} names")
+        raise FileFault(f"{path} has no tensors for {brief(without)}, which {CONFIG} names")
     if others := sorted(names.difference(*targets.values())):
-        raise AdapterFault(f"{path} has tensors for {brief(others)}, which {CONFIG} does not name")
+        raise FileFault(f"{path} has tensors for {brief(others)}, which {CONFIG} does not name")

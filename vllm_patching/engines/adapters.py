@@ -9,7 +9,6 @@ served before.
 """
 
 import asyncio
-import logging
 import re
 import time
 from dataclasses import dataclass
@@ -18,14 +17,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer, Served, ServerStatus
+from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer, Served
 from atroposlib.wire.typed import Name, PolicyVersion, printable
 from vllm_patching import compat
-from vllm_patching.engines.adapter_files import AdapterFault, Pairs, read_config, read_pairs
-from vllm_patching.engines.base import Engine, Refused, Serving, WorkerFailed
+from vllm_patching.engines.adapter_files import Pairs, read_config, read_pairs
+from vllm_patching.engines.base import Engine, FileFault, Refused, Serving, WorkerFailed, log
 from vllm_patching.engines.session import Route, Sessions
-
-log = logging.getLogger("vllm.atropos_bridge")
 
 DEFAULT = "default"  # the policy that is served now, as environments may ask for it
 BASE = "base"  # the model without an adapter
@@ -89,10 +86,6 @@ class AdapterEngine(Engine):
             serving.served_model = self._table.current.lora_name
         serving.policy_version = self._version_of(self._table.current)
 
-    def describe(self, status: ServerStatus) -> None:
-        status.max_lora_rank = self.serving.max_lora_rank
-        status.adapters_in_use = sorted(compat.adapters_in_use(self.serving.client))
-
     def resolve(self, name: str | None) -> tuple[Any, int]:
         """The adapter that a request for model `name` samples from (None: the base model), and its policy version."""
         name = name or DEFAULT
@@ -113,11 +106,15 @@ class AdapterEngine(Engine):
         return Served(self.serving.policy_version)
 
     async def stage(self, version: int, request: Adapter) -> None:
-        self._check_name(request.name)
+        name, models = request.name, self.serving.models
+        if name in self._versions or name in self._table or models.is_base_model(name):
+            raise Refused(
+                f"the adapter name {name!r} was used before on this server: take a new one for every version", 422
+            )
         pairs = await asyncio.to_thread(self._check_folder, request.path)
         start = time.perf_counter()
         log.info("Loading policy version %d from %s", version, request.path)
-        lora_id = self.serving.models.lora_id_counter.inc(1)
+        lora_id = models.lora_id_counter.inc(1)
         try:
             await self.serving.rpc("bridge_add_adapter", request.name, lora_id, request.path, pairs)
         except WorkerFailed as failed:
@@ -139,33 +136,20 @@ class AdapterEngine(Engine):
         needed = {name} | compat.adapters_in_use(self.serving.client)
         if former is not None:
             needed.add(former.lora_name)  # a request may have chosen it a moment ago
-            self._retire(former)
+            del self._table[former.lora_name]
+            self.serving.in_background(self._unload_when_unused(former))
         seconds = time.perf_counter() - staged.start
         log.info("Serving policy version %d as %s after %.1f ms", version, name, seconds * 1e3)
         return AdapterLoaded(version, seconds, sorted(needed))
 
-    def _retire(self, former: Any) -> None:
-        """Unload an adapter that is not current any more: its name at once, its weights when its last request has
-        ended.
-        """
-        del self._table[former.lora_name]
-
-        async def drop_when_unused() -> None:
-            while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM tells nobody
-                await asyncio.sleep(POLL_S)
-            await self.serving.client.remove_lora(former.lora_int_id)
-            log.info("Unloaded %s", former.lora_name)
-
-        self.serving.in_background(drop_when_unused())
+    async def _unload_when_unused(self, former: Any) -> None:
+        while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM tells nobody
+            await asyncio.sleep(POLL_S)
+        await self.serving.client.remove_lora(former.lora_int_id)
+        log.info("Unloaded %s", former.lora_name)
 
     def _version_of(self, adapter: Any) -> int:
         return 0 if adapter is None else self._versions.get(adapter.lora_name, 0)
-
-    def _check_name(self, name: str) -> None:
-        if not name or name in self._versions or name in self._table or self.serving.models.is_base_model(name):
-            raise Refused(
-                f"the adapter name {name!r} was used before on this server: take a new one for every version", 422
-            )
 
     def _check_folder(self, path: str) -> Pairs:
         """What `path` adapts. Raises Refused unless it holds an adapter for this model that fits this server."""
@@ -176,8 +160,8 @@ class AdapterEngine(Engine):
             self._check_rank(max(config.ranks))
             if config.base_model_name_or_path is not None:
                 self._check_base(config.base_model_name_or_path, path)
-            return read_pairs(Path(path), config, compat.served_torch_dtype(self.serving.client))
-        except (AdapterFault, OSError, ValueError) as error:  # ValueError: a path with a zero byte
+            return read_pairs(Path(path), config, compat.served_dtype(self.serving.client))
+        except (FileFault, OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise Refused(
                 f"{printable(path, 300)} cannot be read as a PEFT adapter folder ({printable(str(error), 900)}): "
                 "trainer and vLLM must see it under the same path",
@@ -204,8 +188,15 @@ class AdapterEngine(Engine):
             )
 
 
-def _load(sessions: Sessions, body: Adapter) -> Any:
-    return sessions.hand_over(body.session, AdapterOffer, body.policy_version, body)
+async def _load(sessions: Sessions, body: Adapter) -> Served:
+    """For a session's trainer, or by hand while no trainer holds the server."""
+    if body.session is not None:
+        return await sessions.commit(body.session, body.policy_version, body)
+    async with sessions.lock:
+        await sessions.refuse_second_trainer()
+        engine = sessions.engine_for(AdapterOffer)
+        await engine.stage(body.policy_version, body)
+        return await engine.apply(body.policy_version)
 
 
 ROUTES = (

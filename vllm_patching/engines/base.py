@@ -16,20 +16,20 @@ from typing import Any, ClassVar
 import msgspec
 import torch
 
+from atroposlib.errors import AtroposError
 from atroposlib.wire.bridge import (
     Bucket,
     Committed,
     Manifest,
     Opened,
     Served,
-    ServerStatus,
     WorkerStatus,
     read_policy_version,
 )
 from vllm_patching import compat
 from vllm_patching.http.gate import Gate
 
-log = logging.getLogger("vllm.atropos_bridge")
+log = logging.getLogger("vllm.atropos_bridge")  # of all engines and receivers
 
 RPC_DEADLINE_S = 60.0
 WEIGHTS = "weights"  # the gate's cause while the live weights are half updated
@@ -42,6 +42,10 @@ class Refused(RuntimeError):
     def __init__(self, message: str, status: int = 409) -> None:
         super().__init__(message)
         self.status = status
+
+
+class FileFault(AtroposError):
+    """A directory that cannot be served; the message names the file and why."""
 
 
 class WorkerFailed(Refused):
@@ -231,9 +235,6 @@ class Engine:
     async def abandoned(self) -> bool:
         """Whether every worker has lost the trainer, so that another one may come before its lease ends."""
         return False
-
-    def describe(self, status: ServerStatus) -> None:
-        """Add to the server's status what only this mode knows."""
 
 
 class StagingEngine(Engine):

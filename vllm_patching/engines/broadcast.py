@@ -7,7 +7,6 @@ trainer                          worker r: BroadcastReceiver on WeightUpdater_TP
    │ POST /v1/bridge/commit    ───▶ BroadcastEngine.apply: all ranks between the same two forward passes
 """
 
-import logging
 import time
 from datetime import timedelta
 
@@ -16,9 +15,7 @@ import torch.distributed as dist
 
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, ack_key, go_key
 from vllm_patching import transport
-from vllm_patching.engines.base import Receiver, Refused, StagingEngine
-
-log = logging.getLogger("vllm.atropos_bridge")
+from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
 
 
 class BroadcastEngine(StagingEngine):

@@ -24,7 +24,7 @@ import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
-from atroposlib.errors import AtroposError, reading
+from atroposlib.errors import reading
 from atroposlib.wire.bridge import (
     POLICY_FILE,
     Bucket,
@@ -35,9 +35,9 @@ from atroposlib.wire.bridge import (
     compare,
     read_policy_version,
 )
-from atroposlib.wire.typed import MAX_LEASE_S, Name, PolicyVersion, brief, printable
-from vllm_patching.engines.base import Receiver, Refused, StagingEngine, WorkerFailed
-from vllm_patching.engines.session import Route, Sessions
+from atroposlib.wire.typed import MAX_LEASE_S, PolicyVersion, brief, printable
+from vllm_patching.engines.base import FileFault, Receiver, Refused, StagingEngine, WorkerFailed
+from vllm_patching.engines.session import Commit, Route, Sessions
 
 MANIFEST = "manifest.json"  # size and SHA-256 of every file, written last by who writes a directory in one piece
 BY_HAND_S = 3600.0  # to read a directory, by hand
@@ -47,15 +47,9 @@ DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them; cast to what is se
 Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
-class FileFault(AtroposError):
-    """A directory that cannot be served; the message names the file and why."""
-
-
-class Reload(Struct):
+class Reload(Commit):
     """A trainer's next version, and the directory that holds it."""
 
-    session: Name
-    policy_version: PolicyVersion
     path: Directory
 
 
@@ -83,12 +77,14 @@ class ReloadEngine(StagingEngine):
         return await super().open(offer)
 
     async def stage(self, version: int, request: Reload | ReloadWeights) -> None:
-        written = isinstance(request, Reload)
         try:
-            files = await asyncio.to_thread(tensor_files, Path(request.path), self.manifest, written=written)
+            files = await asyncio.to_thread(
+                tensor_files, Path(request.path), self.manifest, written=isinstance(request, Reload)
+            )
         except (OSError, ValueError, FileFault) as fault:
-            where, why = printable(request.path, 300), printable(str(fault), 900)
-            raise Refused(f"{where} cannot be served: {why}", 422) from fault
+            raise Refused(
+                f"{printable(request.path, 300)} cannot be served: {printable(str(fault), 900)}", 422
+            ) from fault
         await self.serving.rpc("bridge_request", self.offer.session, version, files)
         deadline = time.monotonic() + self.offer.timeout_s
         while not await self._staged(version):
@@ -124,11 +120,10 @@ class ReloadReceiver(Receiver):
         self._requests.put((version, request))
 
     def next_version(self, wait_s: float) -> int | None:
-        try:
+        with contextlib.suppress(queue.Empty):
             version, self._files = self._requests.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-        return version
+            return version
+        return None
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
         for tensor in bucket.tensors:
@@ -201,15 +196,15 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-async def _reload(sessions: Sessions, body: Reload) -> Served:
-    return await sessions.hand_over(body.session, ReloadOffer, body.policy_version, body)
-
-
 async def _reload_by_hand(sessions: Sessions, body: ReloadWeights) -> Served:
     """A session of its own, for this one version."""
     version = body.policy_version
-    if version is None:
-        version = _labelled(body.path, sessions.serving.policy_version + 1)
+    if version is None and (Path(body.path) / POLICY_FILE).is_file():
+        damaged = f"{printable(body.path, 300)} has a damaged {POLICY_FILE}"
+        with reading(damaged, partial(Refused, status=422), also=(KeyError, TypeError)):
+            version = read_policy_version(body.path)
+    elif version is None:
+        version = sessions.serving.policy_version + 1
     offer = ReloadOffer(
         session=uuid.uuid4().hex,
         trainer="POST /reload_weights",
@@ -219,23 +214,13 @@ async def _reload_by_hand(sessions: Sessions, body: ReloadWeights) -> Served:
     )
     await sessions.open(offer)
     try:
-        return await sessions.hand_over(offer.session, ReloadOffer, version, body)
+        return await sessions.commit(offer.session, version, body)
     finally:
         with contextlib.suppress(Refused):  # a trainer may have taken over when its lease was up
             await sessions.close(offer.session)
 
 
-def _labelled(path: str, otherwise: int) -> int:
-    """The policy version that the directory names, if it names one. Raises Refused for a damaged label."""
-    if not (Path(path) / POLICY_FILE).is_file():
-        return otherwise
-    with reading(
-        f"{printable(path, 300)} has a damaged {POLICY_FILE}", partial(Refused, status=422), also=(KeyError, TypeError)
-    ):
-        return read_policy_version(path)
-
-
 ROUTES = (
-    Route("/v1/bridge/reload", ReloadOffer, Reload, _reload),
+    Route("/v1/bridge/reload", ReloadOffer, Reload, lambda s, b: s.commit(b.session, b.policy_version, b)),
     Route("/reload_weights", ReloadOffer, ReloadWeights, _reload_by_hand),
 )

@@ -5,7 +5,6 @@ trainer is known to be gone: its process, where it is on this machine, has ended
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -27,9 +26,7 @@ from atroposlib.wire.processes import is_alive, this_process
 from atroposlib.wire.typed import Name, PolicyVersion, printable, typed_body
 from vllm_patching import compat
 from vllm_patching.batch_invariant import switch
-from vllm_patching.engines.base import FENCE, WEIGHTS, Engine, Refused, Serving
-
-log = logging.getLogger("vllm.atropos_bridge")
+from vllm_patching.engines.base import FENCE, WEIGHTS, Engine, Refused, Serving, log
 
 
 @dataclass
@@ -67,11 +64,12 @@ class Sessions:
 
     async def status(self) -> ServerStatus:
         serving, session = self.serving, self._session
-        status = ServerStatus(
+        takes_adapters = serving.max_lora_rank is not None
+        return ServerStatus(
             enabled=serving.bridge_on,
             model=serving.model,
             served_model=serving.served_model,
-            dtype=compat.served_dtype(serving.client),
+            dtype=str(compat.served_dtype(serving.client)).removeprefix("torch."),
             tp_size=serving.tp_size,
             batch_invariant=switch.is_on(),
             policy_version=serving.policy_version,
@@ -82,10 +80,9 @@ class Sessions:
             trainer=session.offer.trainer if session else None,
             lease_left_s=round(session.lease_left(), 1) if session else None,
             workers=await serving.workers() if serving.bridge_on else [],
+            max_lora_rank=serving.max_lora_rank,
+            adapters_in_use=sorted(compat.adapters_in_use(serving.client)) if takes_adapters else [],
         )
-        for engine in self.engines.values():
-            engine.describe(status)
-        return status
 
     async def manifest(self) -> Manifest:
         """What the workers hold of whole weights. Raises Refused on a server without a bridge for these."""
@@ -126,11 +123,13 @@ class Sessions:
             await self.end(current)
             return Served(version)
 
-    async def commit(self, session: str, version: int) -> Served:
-        """Serve the version that this session's engine has staged."""
+    async def commit(self, session: str, version: int, request: Any = None) -> Served:
+        """Serve the version that this session's engine has staged, or stages now because `request` names it."""
         async with self.lock:
             current = self.current(session)
             current.check_next(version)
+            if request is not None:
+                await current.engine.stage(version, request)
             return await self.apply(current, version)
 
     async def fence(self, session: str, reason: str) -> Served:
@@ -148,21 +147,6 @@ class Sessions:
         )
         return Served(self.serving.policy_version)
 
-    async def hand_over(self, session: str | None, mode: type[Offer], version: int, request: Any) -> Served:
-        """Stage what `request` names and serve it at once, for a session's trainer; without one, for `mode`, and only
-        while no trainer holds the server.
-        """
-        async with self.lock:
-            if session is None:
-                await self.refuse_second_trainer()
-                engine = self.engine_for(mode)
-                await engine.stage(version, request)
-                return await engine.apply(version)
-            current = self.current(session)
-            current.check_next(version)
-            await current.engine.stage(version, request)
-            return await self.apply(current, version)
-
     async def apply(self, session: Session, version: int) -> Served:
         """Have the session's engine serve `version`. The caller holds the lock."""
         applied = await session.engine.apply(version)
@@ -178,14 +162,13 @@ class Sessions:
         await session.engine.close()
 
     def current(self, session: str) -> Session:
-        if self._session is None or self._session.offer.session != session:
-            holder = "no session"
-            if self._session is not None:
-                holder = f"session {self._session.offer.session} of {self._session.offer.trainer}"
-            raise Refused(
-                f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404
-            )
-        return self._session
+        held = self._session
+        if held is not None and held.offer.session == session:
+            return held
+        holder = "no session" if held is None else f"session {held.offer.session} of {held.offer.trainer}"
+        raise Refused(
+            f"session {printable(session, 128)} is not the current one ({holder} is): open a new session", 404
+        )
 
     def engine_for(self, offer: type[Offer]) -> Engine:
         """The engine that takes such offers. Raises Refused where the server was started without what it needs."""

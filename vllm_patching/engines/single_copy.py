@@ -9,7 +9,6 @@ on.
 """
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
 from typing import Annotated
@@ -21,10 +20,8 @@ from atroposlib.wire.bridge import Attached, Paused, Resumed, Served, SharedRank
 from atroposlib.wire.processes import Process, is_alive, this_process
 from atroposlib.wire.typed import Name, PolicyVersion
 from vllm_patching import compat
-from vllm_patching.engines.base import Engine, Refused, Serving
-from vllm_patching.engines.session import Route, Session, Sessions
-
-log = logging.getLogger("vllm.atropos_bridge")
+from vllm_patching.engines.base import Engine, Refused, Serving, log
+from vllm_patching.engines.session import Commit, Route, Session, Sessions
 
 WATCH_S = 0.1  # how often the holder of a pause is looked at
 
@@ -113,9 +110,6 @@ class SingleCopyEngine(Engine):
                 return
             await asyncio.sleep(WATCH_S)
 
-    async def apply(self, version: int) -> Resumed:
-        return await self.resume(version)
-
     async def close(self) -> None:
         if (pause := self._pause) is None:
             return
@@ -127,16 +121,16 @@ class SingleCopyEngine(Engine):
         )
 
     async def keep_out(self) -> None:
-        writer, refused = self._late_writer, []
+        writer = self._late_writer
         if writer is not None and is_alive(writer):
             refused = [why for why in await self.serving.rpc("bridge_renew") if why is not None]
-        if writer is not None and refused:
-            raise Refused(
-                f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})"
-            )
+            if refused:
+                raise Refused(
+                    f"process {writer.pid} was in the middle of an update and still runs; end it first ({refused[0]})"
+                )
         self._late_writer = None
 
-    async def resume(self, version: int | None) -> Resumed:
+    async def apply(self, version: int | None) -> Resumed:
         """End the pause: the trainer has written `version`, which is served now, or nothing (None)."""
         pause = self._pause
         if pause is None or version not in (None, pause.version):
@@ -153,9 +147,7 @@ class SingleCopyEngine(Engine):
         return Resumed(self.serving.policy_version, done - pause.asked, pause.still - pause.asked, done - pause.still)
 
 
-class Pause(Struct):
-    session: Name
-    policy_version: PolicyVersion
+class Pause(Commit):
     deadline_s: Annotated[float, Meta(gt=0, le=86400)]
 
 
@@ -184,7 +176,7 @@ async def _resume(sessions: Sessions, body: Resume) -> Served:
     async with sessions.lock:
         session = sessions.current(body.session)
         if body.policy_version is None:
-            return await _attached(session).resume(None)
+            return await _attached(session).apply(None)
         return await sessions.apply(session, body.policy_version)
 
 

@@ -6,11 +6,9 @@ failed session is dropped with its buffer; if its thread hangs in a collective, 
 the next session and the old one ends at its deadline without touching anything.
 """
 
-import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,19 +16,10 @@ import torch
 
 from atroposlib.wire.bridge import WorkerStatus
 from vllm_patching import transport
-from vllm_patching.engines.base import Receiver
+from vllm_patching.engines.base import Receiver, log
 from vllm_patching.memory.arena import Arena, Staging
 
-log = logging.getLogger("vllm.atropos_bridge")
-
 IDLE_POLL_S = 5.0
-
-
-@dataclass
-class _Staged:
-    session: str
-    version: int
-    staging: Staging
 
 
 class WeightUpdater:
@@ -39,55 +28,52 @@ class WeightUpdater:
     def __init__(self, arena: Arena, rank: int) -> None:
         self._arena = arena
         self._lock = threading.Lock()
-        self._staged: _Staged | None = None
+        self._staged: Staging | None = None  # holds the version of `status`
         self._receiver: Receiver | None = None
-        self._status = WorkerStatus(rank)
+        self.status = WorkerStatus(rank)
         self._start_thread()
 
     @property
     def thread_name(self) -> str:
-        return f"WeightUpdater_TP{self._status.rank}"
-
-    def status(self) -> WorkerStatus:
-        return self._status
+        return f"WeightUpdater_TP{self.status.rank}"
 
     def open(self, receiver: Receiver) -> None:
         """Join a session in the background; whatever an earlier session had staged is dropped."""
         with self._lock:
             self._leave_current()
-            self._status = WorkerStatus(self._status.rank, "joining", receiver.offer.session)
+            self.status = WorkerStatus(self.status.rank, "joining", receiver.offer.session)
             self._receiver = receiver
             self._sessions.put(receiver)
 
     def request(self, session: str, version: int, request: Any) -> None:
         """Hand `session`'s receiver what the server was asked to stage. Raises RuntimeError if it is not current."""
         receiver = self._receiver
-        if receiver is None or receiver.offer.session != session or self._status.state == "failed":
-            raise RuntimeError(f"session {session} is not open on rank {self._status.rank}: {self._status.error}")
+        if receiver is None or receiver.offer.session != session or self.status.state == "failed":
+            raise RuntimeError(f"session {session} is not open on rank {self.status.rank}: {self.status.error}")
         receiver.request(version, request)
 
     def leave(self) -> None:
         """Forget the session, if any; its thread drops the staging buffer within IDLE_POLL_S."""
         with self._lock:
             self._leave_current()
-            self._status = WorkerStatus(self._status.rank)
+            self.status = WorkerStatus(self.status.rank)
 
     def take(self, session: str, version: int) -> Staging | None:
         """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
         with self._lock:
-            staged = self._staged
-            return staged.staging if staged and (staged.session, staged.version) == (session, version) else None
+            asked_for = (self.status.session, self.status.staged_version) == (session, version)
+            return self._staged if asked_for else None
 
     def committed(self) -> None:
         with self._lock:
             self._staged = None
-            if self._status.state == "staged":
-                self._status.state = "joined"
+            if self.status.state == "staged":
+                self.status.state = "joined"
 
     def _leave_current(self) -> None:
         self._staged = self._receiver = None
-        if self._status.state in ("joining", "joined", "receiving", "staged"):
-            log.info("Session %s is replaced", self._status.session)
+        if self.status.state in ("joining", "joined", "receiving", "staged"):
+            log.info("Session %s is replaced", self.status.session)
             self._start_thread()
 
     def _start_thread(self) -> None:
@@ -108,7 +94,7 @@ class WeightUpdater:
         receiver.join()
         self._show(receiver, "joined")
         transfers = 0
-        while not receiver.over and self._status.session == offer.session:
+        while not receiver.over and self.status.session == offer.session:
             version = receiver.next_version(IDLE_POLL_S)
             if version is not None:
                 self._receive(receiver, staging, version)
@@ -118,9 +104,11 @@ class WeightUpdater:
         self._show(receiver, "idle")
 
     def _receive(self, receiver: Receiver, staging: Staging, version: int) -> None:
-        offer, rank = receiver.offer, self._status.rank
+        offer, rank = receiver.offer, self.status.rank
         buckets = self._arena.manifest.buckets(receiver.bucket_bytes)
-        self._begin_receiving(receiver)
+        with self._lock:  # what the staging buffer holds is about to be overwritten
+            self._staged = None
+        self._show(receiver, "receiving")
         log.info(
             "Receiving policy version %d (%.1f MB, %d buckets) of trainer %s",
             version,
@@ -135,23 +123,17 @@ class WeightUpdater:
             torch.cuda.current_stream(staging.buffer.device).synchronize()
         seconds = time.perf_counter() - begun
         with self._lock:
-            if self._status.session != offer.session:
+            if self.status.session != offer.session:
                 raise RuntimeError(f"session {offer.session} was replaced while it was receiving")
-            self._staged = _Staged(offer.session, version, staging)
-            self._status = WorkerStatus(rank, "staged", offer.session, version, round(seconds, 4))
+            self._staged = staging
+            self.status = WorkerStatus(rank, "staged", offer.session, version, round(seconds, 4))
         log.info("Staged policy version %d after %.3f s", version, seconds)
         receiver.staged(seconds)
 
-    def _begin_receiving(self, receiver: Receiver) -> None:
-        """What the staging buffer holds is about to be overwritten."""
-        with self._lock:
-            self._staged = None
-        self._show(receiver, "receiving")
-
     def _show(self, receiver: Receiver, state: str) -> None:
         with self._lock:
-            if self._status.session == receiver.offer.session:
-                self._status.state = state
+            if self.status.session == receiver.offer.session:
+                self.status.state = state
 
     def _fail(self, receiver: Receiver, error: Exception) -> None:
         message, offer = transport.describe(error), receiver.offer
@@ -164,6 +146,6 @@ class WeightUpdater:
         )
         with self._lock:
             # a version that is staged whole stays: its commit may be under way
-            if self._status.session == offer.session:
-                self._status.state = "failed"
-                self._status.error = message
+            if self.status.session == offer.session:
+                self.status.state = "failed"
+                self.status.error = message

@@ -8,11 +8,12 @@ waiting for ever. Calls wait for the step that is under way, so the deadline is 
 import asyncio
 import signal
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.types import Scope
+
 from vllm_patching import compat
-from vllm_patching.http.gate import App, Message, generates, unavailable
+from vllm_patching.http.gate import generates
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -44,6 +45,11 @@ class EngineWatch:
             )
         return self._silent
 
+    def why_not(self, request: Scope) -> str | None:
+        """Why `request` cannot be answered now: `reason`, if it needs the engine."""
+        needed = request["type"] == "http" and (request["path"] in HEALTH or request["path"].startswith("/v1/bridge/"))
+        return self.reason if needed or generates(request) else None
+
     async def _watch(self, engine: Any, deadline_s: float) -> None:
         while not engine.errored:
             call, asked = asyncio.create_task(engine.is_paused()), time.monotonic()
@@ -64,26 +70,3 @@ class EngineWatch:
         log.error("%s. This server ends in %.0f s", self.reason, LAST_WORDS_S)
         await asyncio.sleep(LAST_WORDS_S)
         signal.raise_signal(signal.SIGTERM)
-
-
-class EngineWatchMiddleware:
-    """ASGI middleware: 503 with the watch's reason for what needs the engine."""
-
-    def __init__(self, app: App, watch: EngineWatch) -> None:
-        self._app = app
-        self._watch = watch
-
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
-        reason = self._watch.reason
-        if reason is None or not _needs_the_engine(scope):
-            await self._app(scope, receive, send)
-        else:
-            await unavailable(reason, scope, send)
-
-
-def _needs_the_engine(scope: Message) -> bool:
-    if generates(scope):
-        return True
-    return scope["type"] == "http" and (scope["path"] in HEALTH or scope["path"].startswith("/v1/bridge/"))

@@ -5,12 +5,12 @@ Inside vLLM's own authentication. /health, /metrics and everything that only rea
 must not be restarted by whoever watches it; a trainer's next complete sync puts it right.
 """
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-Message = MutableMapping[str, Any]
-App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 # POST routes that do not generate; whatever vLLM adds to the others is refused too
 OPEN_PREFIXES = ("/v1/bridge/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/ping")
@@ -22,7 +22,8 @@ TRY_AGAIN_LATER = 1013  # WebSocket close code
 class Gate:
     """The reasons not to generate, each under the name of its cause; open while there is none."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_paths: tuple[str, ...] = ()) -> None:
+        self._open_paths = open_paths  # that do not generate, beside OPEN_PREFIXES
         self._reasons: dict[str, str] = {}
 
     def close(self, cause: str, reason: str) -> None:
@@ -37,38 +38,31 @@ class Gate:
             return self._reasons.get(cause)
         return "; ".join(self._reasons.values()) or None
 
+    def why_not(self, request: Scope) -> str | None:
+        """Why `request` is refused, if it is."""
+        return self.reason() if generates(request) and request["path"] not in self._open_paths else None
 
-class GateMiddleware:
-    """ASGI middleware in front of every route."""
 
-    def __init__(self, app: App, gate: Gate, open_paths: tuple[str, ...] = ()) -> None:
-        self._app = app
-        self._gate = gate
-        self._open_paths = open_paths  # that do not generate, beside OPEN_PREFIXES
+@dataclass
+class Unavailable:
+    """ASGI middleware in front of every route: 503, or the end of a WebSocket, where `why` gives a reason."""
 
-    async def __call__(
-        self, scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
-    ) -> None:
-        reason = self._gate.reason()
-        if reason is None or not generates(scope) or scope.get("path") in self._open_paths:
-            await self._app(scope, receive, send)
+    app: ASGIApp
+    why: Callable[[Scope], str | None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = self.why(scope)
+        if reason is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await WebSocketClose(TRY_AGAIN_LATER, reason[:120])(scope, receive, send)
         else:
-            await unavailable(reason, scope, send)
+            error = {"message": reason, "type": "ServiceUnavailableError", "code": 503}
+            await JSONResponse({"error": error}, 503, {"retry-after": str(RETRY_AFTER_S)})(scope, receive, send)
 
 
-def generates(scope: Message) -> bool:
+def generates(scope: Scope) -> bool:
     """Whether a request, as ASGI describes it, may make the engine generate."""
     if scope["type"] == "websocket":
         return True
     return scope["type"] == "http" and scope["method"] == "POST" and not scope["path"].startswith(OPEN_PREFIXES)
-
-
-async def unavailable(reason: str, scope: Message, send: Callable[[Message], Awaitable[None]]) -> None:
-    """Refuse a request with 503, or a WebSocket, for `reason`."""
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": TRY_AGAIN_LATER, "reason": reason[:120]})
-        return
-    body = json.dumps({"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"retry-after", str(RETRY_AFTER_S).encode())]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -12,7 +12,6 @@ Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_
 import asyncio
 import math
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request
@@ -44,32 +43,31 @@ class Reply(Struct):
     prompt_logprobs: list[Logprobs | None] | UnsetType = UNSET
 
 
-async def run_generate(request: Request, body: Body) -> Reply:
+async def run_generate(request: Request, sessions: Sessions, body: Body) -> Reply:
     """Sample until done or until the client hangs up (which aborts the request in the engine). Raises Refused,
     WrongValue.
     """
-    sessions: Sessions = request.app.state.sessions
     serving = sessions.serving
     prompt = _prompt(body, compat.vocabulary_size(serving.client))
     params = sampling_params({key: value for key, value in body.items() if key not in _OWN_KEYS})
-    adapter, adapter_version = _adapter(sessions, body)
+    model = typed_value("model", body.get("model"), str | None)
+    lora = sessions.engines.get(AdapterOffer)
+    adapter, adapter_version = lora.resolve(model) if isinstance(lora, AdapterEngine) else (None, None)
     started = serving.policy_version
     generating = asyncio.create_task(_final_output(serving.client, prompt, params, adapter))
     hung_up = asyncio.create_task(_disconnected(request))
     try:
-        done, _ = await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:  # uvicorn's, at the end of its grace: the engine is gone
-        generating.cancel()
-        hung_up.cancel()
-        raise Refused("the server is shutting down", 503) from None
-    if generating not in done:
-        generating.cancel()
-        raise Refused("the client closed the connection", 499)
-    hung_up.cancel()
-    try:
+        await asyncio.wait({generating, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if not generating.done():
+            raise Refused("the client closed the connection", 499)
         output = generating.result()
+    except asyncio.CancelledError:  # uvicorn's, at the end of its grace: the engine is gone
+        raise Refused("the server is shutting down", 503) from None
     except (ValueError, compat.VLLMValidationError, compat.EngineGenerateError, compat.EngineDeadError) as error:
         raise _refusal(error) from error
+    finally:
+        generating.cancel()
+        hung_up.cancel()
     refusal = serving.gate.reason()
     if refusal and any(sequence.finish_reason == "abort" for sequence in output.outputs):
         raise Refused(refusal, 503)
@@ -89,13 +87,6 @@ def _refusal(error: BaseException) -> Refused:
     return Refused(f"vLLM cannot generate: {printable(str(error), 500)}", 400 if of_the_request else 500)
 
 
-def _adapter(sessions: Sessions, body: Body) -> tuple[Any, int | None]:
-    """The adapter that the request samples from, and its policy version; nothing and None on a server without LoRA."""
-    model = typed_value("model", body.get("model"), str | None)
-    engine = sessions.engines.get(AdapterOffer)
-    return engine.resolve(model) if isinstance(engine, AdapterEngine) else (None, None)
-
-
 def _prompt(body: Body, vocabulary: int | None) -> Any:
     prompt = body.get("prompt", body)
     if isinstance(prompt, str):
@@ -113,8 +104,9 @@ def _prompt(body: Body, vocabulary: int | None) -> Any:
 
 
 async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:
-    request_id = f"generate-{uuid.uuid4().hex}"
-    outputs = [output async for output in engine.generate(prompt, params, request_id, lora_request=adapter)]
+    outputs = [
+        output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)
+    ]
     return outputs[-1]
 
 
@@ -134,28 +126,23 @@ def _reply(output: Any, params: Any, started: int, finished: int) -> Reply:
     )
     if params.logprobs is not None:
         reply.logprobs = [
-            [[{str(token): entry.logprob}] for token, entry in _sampled(sequence)] for sequence in output.outputs
+            [
+                [{str(token): _finite(position[token].logprob)}]
+                for token, position in zip(sequence.token_ids, sequence.logprobs, strict=True)
+            ]
+            for sequence in output.outputs
         ]
     if params.prompt_logprobs is not None:
         reply.prompt_logprobs = [
-            None if position is None else {str(token): entry.logprob for token, entry in position.items()}
+            None if position is None else {str(token): _finite(entry.logprob) for token, entry in position.items()}
             for position in output.prompt_logprobs
         ]
-    found = [value for position in _maps(reply) for value in position.values() if not math.isfinite(value)]
-    if found:
-        raise Refused(
-            f"the model's log-probabilities are not finite ({found[0]}): its weights or adapter hold such numbers", 500
-        )
     return reply
 
 
-def _maps(reply: Reply) -> Iterator[Logprobs]:
-    """All log-probabilities of a reply."""
-    for sequence in reply.logprobs or []:
-        for (position,) in sequence:
-            yield position
-    yield from filter(None, reply.prompt_logprobs or [])
-
-
-def _sampled(sequence: Any) -> list[tuple[int, Any]]:
-    return [(token, position[token]) for token, position in zip(sequence.token_ids, sequence.logprobs, strict=True)]
+def _finite(logprob: float) -> float:
+    if not math.isfinite(logprob):
+        raise Refused(
+            f"the model's log-probabilities are not finite ({logprob}): its weights or adapter hold such numbers", 500
+        )
+    return logprob

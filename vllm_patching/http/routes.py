@@ -17,11 +17,11 @@ blotted out.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Body, HTTPException, Request, Response
+from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request, Response
 from msgspec import Struct
 from starlette.types import Scope
 
@@ -31,89 +31,88 @@ from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Route, Sessions
 from vllm_patching.http.generate import run_generate
 
-SESSION_PATHS = ("/v1/bridge/session", "/v1/bridge/adapter/session")
 
-
-def bridge_routes() -> APIRouter:
-    """Routes of the bridge; `app.state.sessions` is the server's Sessions."""
-    router = APIRouter(tags=["bridge"])
-
-    @router.get("/v1/bridge/status")
-    async def status(request: Request) -> Response:
-        reply = msgspec.to_builtins(await _sessions(request).status())
-        if reply["max_lora_rank"] is None:  # by its presence a server that takes adapters is known
-            del reply["max_lora_rank"], reply["adapters_in_use"]
-        return _json(reply)
-
-    @router.get("/v1/bridge/manifest")
-    async def manifest(request: Request) -> Response:
-        return await answer(_sessions(request).manifest())
-
-    for path in SESSION_PATHS:
-
-        @router.post(f"{path}/{{session}}/heartbeat")
-        async def heartbeat(request: Request, session: str) -> Response:
-            return await answer(_sessions(request).heartbeat(session))
-
-        @router.delete(f"{path}/{{session}}")
-        async def close_session(request: Request, session: str) -> Response:
-            return await answer(_whole(_sessions(request).close(session)))
-
-    for route in ROUTES:
-        _mount(router, route)
-    return router
-
-
-def _mount(router: APIRouter, route: Route) -> None:
-    @router.post(route.path)
-    async def act(request: Request, body: Annotated[Any, Body()]) -> Response:
-        if not route.path.startswith("/v1/"):
-            check_key(request)
-        return await answer(_whole(route.answer(_sessions(request), body)))
-
-
-def generate_routes() -> APIRouter:
-    """The ancestor's /generate, also under /v1."""
-    router = APIRouter(tags=["generate"])
-
-    @router.post("/generate")
-    @router.post("/v1/generate")
-    async def generate(request: Request, body: Annotated[dict[str, Any], Body()]) -> Response:
-        check_key(request)
-        return await answer(run_generate(request, body))
-
-    return router
-
-
-async def answer(act: Awaitable[Any]) -> Response:
-    """What `act` returns, or why it was refused."""
-    try:
-        return _json(await act)
-    except Refused as refused:
-        return _json({"error": {"message": str(refused), "code": refused.status}}, refused.status)
-    except WrongValue as error:
-        return _json({"error": {"message": str(error), "code": 400}}, 400)
-
-
-async def _whole(act: Coroutine[Any, Any, Struct]) -> Struct:
-    """`act` to its end, also for a trainer that hangs up: the engine must not be left paused in the middle of it."""
-    return await asyncio.shield(asyncio.create_task(act))
-
-
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
-
-
-def _sessions(request: Request) -> Sessions:
-    sessions: Sessions = request.app.state.sessions
-    return sessions
-
-
-def check_key(request: Request) -> None:
+async def check_key(request: Request) -> None:
     """Raise the 401 that vLLM's own middleware gives for /v1."""
     keys: list[str] = request.app.state.generate_keys
     if keys and not bears_key(request.scope, keys):
         raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")
+
+
+async def _sessions(request: Request) -> Any:
+    return request.app.state.sessions
+
+
+Server = Annotated[Sessions, Depends(_sessions)]
+KEY_CHECKED = Depends(check_key)
+
+bridge = APIRouter(tags=["bridge"])
+sampling = APIRouter(tags=["generate"], dependencies=[KEY_CHECKED])  # the ancestor's /generate, also under /v1
+
+
+def add_routes(app: FastAPI) -> None:
+    """Answer for the bridge and under /generate; `app.state.sessions` is the server's Sessions."""
+    app.include_router(bridge)
+    app.include_router(sampling)
+    app.add_exception_handler(Refused, _refusal)
+    app.add_exception_handler(WrongValue, _refusal)
+
+
+@bridge.get("/v1/bridge/status")
+async def status(sessions: Server) -> Response:
+    reply = msgspec.to_builtins(await sessions.status())
+    if reply["max_lora_rank"] is None:  # by its presence a server that takes adapters is known
+        del reply["max_lora_rank"], reply["adapters_in_use"]
+    return _json(reply)
+
+
+@bridge.get("/v1/bridge/manifest")
+async def manifest(sessions: Server) -> Response:
+    return _json(await sessions.manifest())
+
+
+@bridge.post("/v1/bridge/session/{session}/heartbeat")
+@bridge.post("/v1/bridge/adapter/session/{session}/heartbeat")
+async def heartbeat(sessions: Server, session: str) -> Response:
+    return _json(await sessions.heartbeat(session))
+
+
+@bridge.delete("/v1/bridge/session/{session}")
+@bridge.delete("/v1/bridge/adapter/session/{session}")
+async def close_session(sessions: Server, session: str) -> Response:
+    return await _whole(sessions.close(session))
+
+
+def _mount(route: Route) -> None:
+    @bridge.post(route.path, dependencies=[] if route.path.startswith("/v1/") else [KEY_CHECKED])
+    async def act(sessions: Server, body: Annotated[Any, Body()]) -> Response:
+        return await _whole(route.answer(sessions, body))
+
+
+for route in ROUTES:
+    _mount(route)
+
+
+@sampling.post("/generate")
+@sampling.post("/v1/generate")
+async def generate(request: Request, sessions: Server, body: Annotated[dict[str, Any], Body()]) -> Response:
+    return _json(await run_generate(request, sessions, body))
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    status = error.status if isinstance(error, Refused) else 400
+    return _json({"error": {"message": str(error), "code": status}}, status)
+
+
+async def _whole(act: Coroutine[Any, Any, Struct]) -> Response:
+    """The reply of `act`, which comes to its end even if the trainer hangs up: the engine must not be left paused in
+    the middle of it.
+    """
+    return _json(await asyncio.shield(asyncio.create_task(act)))
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
 def bears_key(scope: Scope, keys: list[str]) -> bool:

@@ -102,11 +102,11 @@ class Arena:
         return views
 
     def _copy_of_live(self) -> SharedBuffer | DeviceBuffer:
-        memory: SharedBuffer | DeviceBuffer
-        if self.device.type == "cpu":
-            memory = SharedBuffer(self.nbytes)
-        else:
-            memory = DeviceBuffer(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
+        memory: SharedBuffer | DeviceBuffer = (
+            SharedBuffer(self.nbytes)
+            if self.device.type == "cpu"
+            else DeviceBuffer(torch.empty(self.nbytes, dtype=torch.uint8, device=self.device))
+        )
         for name, view in self.views(memory.tensor).items():
             view.copy_(self._parameters[name].data)
         return memory
@@ -116,14 +116,14 @@ class Arena:
             self._parameters[name].data = view
 
 
+@dataclass
 class Staging:
     """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no
     other.
     """
 
-    def __init__(self, arena: Arena, memory: SharedBuffer | DeviceBuffer) -> None:
-        self._arena = arena
-        self.memory = memory
+    arena: Arena
+    memory: SharedBuffer | DeviceBuffer
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -137,9 +137,9 @@ class Staging:
             return
         scratch = torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=self.buffer.device)
         broadcast(scratch)
-        views = self._arena.views(self.buffer)
+        views = self.arena.views(self.buffer)
         for tensor in bucket.tensors:
-            shard = self._arena.shards[tensor.name]
+            shard = self.arena.shards[tensor.name]
             target = views[shard.vllm_name]
             offset = tensor.offset - bucket.start
             whole = scratch[offset : offset + tensor.nbytes].view(target.dtype).view(tensor.shape)
@@ -151,9 +151,9 @@ class Staging:
         """Where in the arena the whole bucket lands byte for byte, or None if it must be taken apart."""
         places = set()
         for tensor in bucket.tensors:
-            shard = self._arena.shards[tensor.name]
-            if not shard.whole or shard.vllm_name in self._arena.padded:
+            shard = self.arena.shards[tensor.name]
+            if not shard.whole or shard.vllm_name in self.arena.padded:
                 return None
             row_bytes = tensor.nbytes // tensor.shape[0]
-            places.add(self._arena.offsets[shard.vllm_name] + shard.start * row_bytes - (tensor.offset - bucket.start))
+            places.add(self.arena.offsets[shard.vllm_name] + shard.start * row_bytes - (tensor.offset - bucket.start))
         return places.pop() if len(places) == 1 else None

@@ -1,18 +1,14 @@
-"""One GPU allocation seen by two processes: the arena's CUDA IPC handle as JSON, no pickle.
+"""One GPU allocation seen by two processes, by the arena's CUDA IPC handle; no pickle.
 
 Same machine and same physical GPU, matched by its UUID (each process may number them differently). The exporter must
 outlive the importer's use. PyTorch keeps a small counter file for it in /dev/shm while the exporter runs.
 """
 
-import base64
-
+import msgspec
 import torch
 
 from atroposlib.wire.bridge import IpcHandle
-
-
-class CudaIpcError(RuntimeError):
-    """An allocation that cannot be opened; the message says why and what to do."""
+from vllm_patching.memory.shared_buffer import SharedBufferError
 
 
 def refusal(buffer: torch.Tensor) -> str | None:
@@ -30,41 +26,22 @@ def refusal(buffer: torch.Tensor) -> str | None:
 def export(buffer: torch.Tensor) -> IpcHandle:
     """The handle of a flat uint8 buffer that is a whole storage."""
     _, handle, size, offset, counter, counter_offset, event, sync = buffer.untyped_storage()._share_cuda_()
-    return IpcHandle(
-        gpu_uuid(buffer.device), _text(handle), size, offset, _text(counter), counter_offset, _text(event), sync
-    )
+    return IpcHandle(gpu_uuid(buffer.device), handle, size, offset, counter, counter_offset, event, sync)
 
 
 def open_handle(ipc: IpcHandle) -> torch.Tensor:
-    """The exporter's buffer, flat uint8, on whatever number its GPU has here. Raises CudaIpcError."""
+    """The exporter's buffer, flat uint8, on whatever number its GPU has here. Raises SharedBufferError."""
     here = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     if ipc.gpu not in here:
-        raise CudaIpcError(
+        raise SharedBufferError(
             f"vLLM's weights are on GPU {ipc.gpu}, the trainer sees {', '.join(here) or 'none'}: "
             "give both the same GPUs in CUDA_VISIBLE_DEVICES"
         )
-    device = here[ipc.gpu]
     torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(
-        device,
-        _bytes(ipc.handle),
-        ipc.size,
-        ipc.offset,
-        _bytes(ipc.counter_handle),
-        ipc.counter_offset,
-        _bytes(ipc.event_handle),
-        ipc.event_sync,
-    )
-    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", device)).set_(storage)
+    _, *handle = msgspec.structs.astuple(ipc)  # in the order in which PyTorch gave and takes it
+    storage = torch.UntypedStorage._new_shared_cuda(here[ipc.gpu], *handle)
+    return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", here[ipc.gpu])).set_(storage)
 
 
 def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)

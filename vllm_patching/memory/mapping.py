@@ -25,17 +25,18 @@ class UnsupportedModel(RuntimeError):
 
 def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
     """Every shard of this rank in vLLM's parameter order. Raises UnsupportedModel."""
-    packed: Any = model.packed_modules_mapping  # {fused leaf: [Hugging Face leaves]}
     found: list[Shard] = []
-    seen: set[int] = set()
-    for module_name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            full_name = f"{module_name}.{leaf}" if module_name else leaf
-            _check(full_name, parameter)
-            found.extend(_shards(full_name, module_name, leaf, module, parameter, packed, tp_rank, tp_size))
+    for name, parameter in model.named_parameters():  # a tied one once
+        if _dtype(parameter) not in DTYPE_BYTES:
+            raise UnsupportedModel(
+                f"{name} is {_dtype(parameter)}: the bridge carries {sorted(DTYPE_BYTES)} only; serve an unquantised"
+                " model"
+            )
+        if parameter.numel() == 0:
+            raise UnsupportedModel(
+                f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py"
+            )
+        found.extend(_shards(model, name, parameter, tp_rank, tp_size))
     return found
 
 
@@ -83,50 +84,27 @@ def _dtype(parameter: torch.Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
-    if _dtype(parameter) not in DTYPE_BYTES:
-        raise UnsupportedModel(
-            f"{name} is {_dtype(parameter)}: the bridge carries {sorted(DTYPE_BYTES)} only; serve an unquantised model"
-        )
-    if parameter.numel() == 0:
-        raise UnsupportedModel(
-            f"{name} is empty: vLLM has packed it away; start the server through example_trainer/vllm_api_server.py"
-        )
-
-
-def _shards(
-    full_name: str,
-    module_name: str,
-    leaf: str,
-    module: nn.Module,
-    parameter: torch.Tensor,
-    packed: dict[str, list[str]],
-    tp_rank: int,
-    tp_size: int,
-) -> Iterator[Shard]:
+def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, tp_size: int) -> Iterator[Shard]:
     shape = tuple(parameter.shape)
+    module_name, _, leaf = full_name.rpartition(".")
+    module = model.get_submodule(module_name)
     parent, _, module_leaf = module_name.rpartition(".")
 
     def rows(name: str, start: int, length: int, full_length: int, full_start: int) -> Shard:
         return Shard(name, full_name, 0, start, length, full_start, (full_length, *shape[1:]))
 
+    blocks: list[tuple[int, int, int]] = []  # of fused layers: this rank's length, the whole one, which block of it
     if isinstance(module, compat.QKVParallelLinear):
         size = module.head_size
         kv_rank = tp_rank // module.num_kv_head_replicas
-        blocks = (
-            (module.num_heads * size, module.total_num_heads * size, tp_rank),
-            (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank),
-            (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank),
-        )
-        start = 0
-        for part, (length, full_length, block) in zip(packed[module_leaf], blocks, strict=True):
-            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, block * length)
-            start += length
+        kv_block = (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank)
+        blocks = [(module.num_heads * size, module.total_num_heads * size, tp_rank), kv_block, kv_block]
     elif isinstance(module, compat.MergedColumnParallelLinear):
+        blocks = [(full_length // tp_size, full_length, tp_rank) for full_length in module.output_sizes]
+    if blocks:
         start = 0
-        for part, full_length in zip(packed[module_leaf], module.output_sizes, strict=True):
-            length = full_length // tp_size
-            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, tp_rank * length)
+        for part, (length, full_length, block) in zip(model.packed_modules_mapping[module_leaf], blocks, strict=True):
+            yield rows(f"{parent}.{part}.{leaf}", start, length, full_length, block * length)
             start += length
     elif isinstance(module, compat.ColumnParallelLinear):
         yield rows(full_name, 0, shape[0], shape[0] * tp_size, tp_rank * shape[0])

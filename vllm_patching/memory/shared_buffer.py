@@ -7,7 +7,6 @@ A memfd lives as long as someone has it open or mapped: whoever is killed, nothi
 /dev/shm (64 MB in a container) applies to the weights. Its size is sealed, so no one can shrink it under a reader.
 """
 
-import errno
 import fcntl
 import mmap
 import os
@@ -16,6 +15,7 @@ import weakref
 import psutil
 import torch
 
+from atroposlib.errors import reading
 from atroposlib.wire.processes import Process, is_alive
 
 
@@ -36,16 +36,11 @@ class SharedBuffer:
             )
         self.nbytes = nbytes
         self.fd = os.memfd_create("atropos-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._closed = weakref.finalize(self, os.close, self.fd)
-        try:
+        weakref.finalize(self, os.close, self.fd)
+        with reading(f"cannot allocate {nbytes / 1e6:.0f} MB of shared memory", SharedBufferError):
             os.ftruncate(self.fd, nbytes)
             # else a page that is missing later would be a SIGBUS in the middle of a step
             os.posix_fallocate(self.fd, 0, nbytes)
-        except OSError as error:
-            self._closed()
-            raise SharedBufferError(
-                f"cannot allocate {nbytes / 1e6:.0f} MB of shared memory: {error.strerror}"
-            ) from error
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.tensor = _map(self.fd, nbytes)
 
@@ -58,18 +53,12 @@ def open_buffer(owner: Process, fd: int, nbytes: int) -> torch.Tensor:
     try:
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        hint = (
-            " (it runs as another user: start both as the same one)"
-            if error.errno in (errno.EACCES, errno.EPERM)
-            else ""
-        )
+        hint = " (it runs as another user: start both as the same one)" if isinstance(error, PermissionError) else ""
         raise SharedBufferError(f"cannot open {path}: {error.strerror}{hint}") from error
-    try:
-        if (size := os.fstat(mine).st_size) != nbytes:
+    with open(mine, "r+b", buffering=0) as file:
+        if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise SharedBufferError(f"{path} has {size} bytes, not the {nbytes} that its owner told")
-        return _map(mine, nbytes)
-    finally:
-        os.close(mine)
+        return _map(file.fileno(), nbytes)
 
 
 def _map(fd: int, nbytes: int) -> torch.Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vllm_patching.engines.adapter_files import CONFIG, WEIGHTS, AdapterFault, read_config, read_pairs
+from vllm_patching.engines.adapter_files import CONFIG, WEIGHTS, read_config, read_pairs
+from vllm_patching.engines.base import FileFault
 
 LAYER = "base_model.model.model.layers.0.self_attn"
 Q, OUT = f"{LAYER}.q_proj", f"{LAYER}.o_proj"
@@ -65,7 +66,7 @@ def test_a_whole_adapter_is_read_as_rank_and_sizes_of_its_layers(tmp_path: Path)
     ],
 )
 def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(AdapterFault, match=f"Expected .*{next(iter(settings))}"):
+    with pytest.raises(FileFault, match=f"Expected .*{next(iter(settings))}"):
         read(adapter(tmp_path, **settings))
 
 
@@ -85,7 +86,7 @@ def test_a_setting_of_another_type_is_refused_by_name(tmp_path: Path, settings: 
 )
 def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     (adapter(tmp_path) / CONFIG).write_bytes(content)
-    with pytest.raises(AdapterFault) as refused:
+    with pytest.raises(FileFault) as refused:
         read(tmp_path)
     assert len(str(refused.value)) < 600
     assert str(refused.value).isprintable()
@@ -95,7 +96,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     for name in (CONFIG, WEIGHTS):
         (adapter(tmp_path) / name).unlink()
         os.mkfifo(tmp_path / name)  # to read it would wait for ever
-        with pytest.raises(AdapterFault, match="is no regular file"):
+        with pytest.raises(FileFault, match="is no regular file"):
             read(tmp_path)
         (tmp_path / name).unlink()
 
@@ -128,7 +129,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 def test_tensors_that_are_not_what_the_configuration_says_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], reason: str
 ) -> None:
-    with pytest.raises(AdapterFault, match=reason) as refused:
+    with pytest.raises(FileFault, match=reason) as refused:
         read(adapter(tmp_path, tensors))
     assert str(refused.value).isprintable()
 
@@ -148,7 +149,7 @@ def test_numbers_that_are_not_finite_as_they_are_served_are_refused(
 ) -> None:
     tensors = pair(Q) | pair(OUT)
     tensors[f"{OUT}.lora_B.weight"][-1, -1] = value
-    with pytest.raises(AdapterFault, match=r"o_proj.lora_B.weight holds NaN or infinity"):
+    with pytest.raises(FileFault, match=r"o_proj.lora_B.weight holds NaN or infinity"):
         read(adapter(tmp_path, tensors), dtype)
 
 
@@ -156,8 +157,8 @@ def test_every_cut_of_the_weights_is_refused(tmp_path: Path) -> None:
     whole = (adapter(tmp_path) / WEIGHTS).read_bytes()
     for size in range(0, len(whole), 37):
         (tmp_path / WEIGHTS).write_bytes(whole[:size])
-        with pytest.raises(AdapterFault):
+        with pytest.raises(FileFault):
             read(tmp_path)
     (tmp_path / WEIGHTS).write_bytes((2**64 - 1).to_bytes(8, "little") + whole[8:])
-    with pytest.raises(AdapterFault):
+    with pytest.raises(FileFault):
         read(tmp_path)

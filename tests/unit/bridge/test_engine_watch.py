@@ -10,7 +10,8 @@ from fastapi import FastAPI
 from tests.waiting import until
 from vllm_patching import compat
 from vllm_patching.http import engine_watch
-from vllm_patching.http.engine_watch import EngineWatch, EngineWatchMiddleware
+from vllm_patching.http.engine_watch import EngineWatch
+from vllm_patching.http.gate import Unavailable
 
 ROUTES = ("/generate", "/v1/completions", "/v1/bridge/session/s/heartbeat", "/v1/bridge/commit")
 
@@ -43,7 +44,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def client_of(watch: EngineWatch) -> httpx.AsyncClient:
     app = FastAPI()
-    app.add_middleware(EngineWatchMiddleware, watch=watch)
+    app.add_middleware(Unavailable, why=watch.why_not)
     for path in (*ROUTES, "/tokenize"):
         app.post(path)(lambda: {"served": True})
     for path in ("/health", "/metrics"):

@@ -7,7 +7,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from vllm_patching.http.gate import Gate, GateMiddleware
+from vllm_patching.http.gate import Gate, Unavailable
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/pooling")
 OPEN = (
@@ -26,7 +26,7 @@ gate = Gate()
 @pytest.fixture
 def client() -> Iterator[TestClient]:
     app = FastAPI()
-    app.add_middleware(GateMiddleware, gate=gate)
+    app.add_middleware(Unavailable, why=gate.why_not)
 
     for path in (*GENERATING, *OPEN):
         app.post(path)(lambda: {"served": True})

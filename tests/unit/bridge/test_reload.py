@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.unit.bridge.engine_with_workers import HERE, EngineWithWorkers, make_sessions
 from tests.unit.bridge.test_arena import HF_SHAPES, expected, manifest
-from vllm_patching.http.routes import bridge_routes
+from vllm_patching.http.routes import add_routes
 
 TP_SIZE = 2
 Weights = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ def server(tmp_path: Path) -> Iterator[TestClient]:
     app = FastAPI()
     app.state.sessions, app.state.engine = make_sessions(tmp_path, TP_SIZE)
     app.state.generate_keys = ["secret"]
-    app.include_router(bridge_routes())
+    add_routes(app)
     with TestClient(app, headers={"Authorization": "Bearer secret"}) as client:
         yield client
 

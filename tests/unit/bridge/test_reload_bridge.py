@@ -21,7 +21,7 @@ from example_trainer.weights.written import TrainedModel
 from tests.unit.bridge.engine_with_workers import EngineWithWorkers, make_sessions
 from tests.unit.trainer.fakes import model_folder
 from vllm_patching.engines.updater import WeightUpdater
-from vllm_patching.http.routes import bridge_routes
+from vllm_patching.http.routes import add_routes
 from vllm_patching.memory.arena import Arena
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ def server(served: PreTrainedModel, tmp_path: Path) -> Iterator[FastAPI]:
     app = FastAPI()
     app.state.sessions, app.state.engine = make_sessions(tmp_path)
     app.state.generate_keys = []
-    app.include_router(bridge_routes())
+    add_routes(app)
     serve_model(app.state.engine, served)
     http = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=http.run)
@@ -125,6 +125,18 @@ def test_what_cannot_be_written_or_read_leaves_the_last_version_served(
         bridge.sync(5, lambda: None)
     assert not same(served, model)
     assert server.state.sessions.serving.policy_version == 0
+    bridge.close()
+
+
+def test_a_former_version_that_cannot_be_removed_is_named(server: FastAPI, source: str, tmp_path: Path) -> None:
+    bridge, _ = connect(server, source, tmp_path / "out")
+    bridge.sync(0, lambda: None)
+    (tmp_path / "out" / "reload" / "policy-v0-of-another-run").write_text("no directory")
+    with pytest.raises(
+        BridgeError, match=r"cannot remove .*policy-v0-of-another-run: Not a directory; policy version 1"
+    ):
+        bridge.sync(1, lambda: None)
+    assert server.state.sessions.serving.policy_version == 1
     bridge.close()
 
 

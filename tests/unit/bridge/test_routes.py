@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from tests.unit.bridge.engine_with_workers import broadcast_offer, make_sessions, single_copy_offer
 from vllm_patching.engines import engines_of
 from vllm_patching.engines.session import Sessions
-from vllm_patching.http.routes import bridge_routes
+from vllm_patching.http.routes import add_routes
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
     app = FastAPI()
     app.state.sessions, app.state.fake = make_sessions(tmp_path)
     app.state.generate_keys = []
-    app.include_router(bridge_routes())
+    add_routes(app)
     with TestClient(app) as client:
         yield client
 

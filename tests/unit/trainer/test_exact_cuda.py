@@ -5,6 +5,7 @@ bits are vLLM's is for scripts/gpu_check.sh, on a GPU.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_
 from vllm_patching import version
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.attention import BLOCK
-from vllm_patching.batch_invariant.cuda import CudaKernels, vllm_functions
+from vllm_patching.batch_invariant.cuda import CudaKernels, vllm_kernels
 from vllm_patching.batch_invariant.switch import NotInvariant
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -221,10 +222,15 @@ def test_the_kernels_get_what_vllm_gives_them() -> None:
         return query, key
 
     rotary = SimpleNamespace(forward_cuda=rotate_in_place, cos_sin_cache=PLAIN.table)
-    functions = SimpleNamespace(
-        silu_and_mul=silu_and_mul, rotary=rotary, attention=flash_attention, attention_version=3
+    found = CudaKernels(
+        linear=F.linear,
+        rms_norm=PLAIN.rms_norm,
+        log_softmax=partial(torch.log_softmax, dim=-1),
+        write_silu_and_mul=silu_and_mul,
+        rotary=rotary,
+        flash_attention=flash_attention,
+        flash_attention_version=3,
     )
-    found = CudaKernels(functions)
     torch.manual_seed(0)
     lengths = (BLOCK + 3, 1, BLOCK, 2 * BLOCK + 1)
     query, key, value = (torch.randn(sum(lengths), heads, 32) for heads in (4, 2, 2))
@@ -255,8 +261,7 @@ def test_log_softmax_is_the_modes_kernel_while_it_is_overridden() -> None:
 def on_cuda(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     """A model that says it is on a GPU, with plain functions for vLLM's."""
     monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    monkeypatch.setattr(exact_model, "vllm_functions", lambda config, dtype, device: config)
-    monkeypatch.setattr(exact_model, "CudaKernels", PlainKernels)
+    monkeypatch.setattr(exact_model, "vllm_kernels", lambda config, dtype, device: PlainKernels(config))
     monkeypatch.setattr(exact_model, "_overrides", ["taken"])
     return model
 
@@ -297,7 +302,7 @@ def test_a_vllm_that_was_not_read_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, "0" if "V2" in name else "1")
     monkeypatch.setattr(version, "VERSION", Version("0.25.1"))
     with pytest.raises(NotInvariant, match=r"vLLM cannot be used here: vLLM 0.25.1 is outside the supported 0.26"):
-        vllm_functions(CONFIG, torch.bfloat16, torch.device("cuda"))
+        vllm_kernels(CONFIG, torch.bfloat16, torch.device("cuda"))
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(NotInvariant, match="VLLM_USE_V2_MODEL_RUNNER=1 contradicts --batch-invariant"):
-        vllm_functions(CONFIG, torch.bfloat16, torch.device("cuda"))
+        vllm_kernels(CONFIG, torch.bfloat16, torch.device("cuda"))
