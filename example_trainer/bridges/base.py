@@ -9,12 +9,12 @@ prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM
     close()                      at the end
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from example_trainer.errors import TrainerError
-from example_trainer.weights.shared import SharedTensor
+from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import TrainedModel
 
 
@@ -69,4 +69,4 @@ class Prepared:
 
     connect: Callable[[TrainedModel], WeightBridge]
     close: Callable[[], None]
-    storage: Mapping[str, SharedTensor] | None = None
+    storage: SharedWeights | None = None

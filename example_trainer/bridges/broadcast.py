@@ -32,6 +32,7 @@ from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Broadcast
 from example_trainer.weights.flat import FlatWeights
+from example_trainer.weights.source import WeightSource, shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport
 
@@ -64,8 +65,8 @@ class BroadcastBridge(WeightBridge):
         give_up = time.monotonic() + config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
-        self._manifest = matching_manifest(self._servers[0], self._model)
-        self._weights = FlatWeights(self._manifest, dict(self._model.named_parameters()))
+        self._manifest = matching_manifest(self._servers[0], shapes_of(self._model))
+        self._source: WeightSource = FlatWeights(self._manifest, dict(self._model.named_parameters()))
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:
@@ -82,7 +83,7 @@ class BroadcastBridge(WeightBridge):
         update()
         updated = time.perf_counter()
         # several NCCL communicators of one device take turns; Gloo's groups are sockets of their own
-        self._on_each(lambda link: link.transfer(policy_version, self._weights.bucket), at_once=self._backend == "gloo")
+        self._on_each(lambda link: link.transfer(policy_version, self._source.bucket), at_once=self._backend == "gloo")
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.vllm.commit(link.session.id, policy_version))
         stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
@@ -182,7 +183,7 @@ class BroadcastBridge(WeightBridge):
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:
         """What `vllm` holds. Raises BridgeError unless it is the trainer's model, laid out as on the first server."""
-        manifest = matching_manifest(vllm, self._model)
+        manifest = matching_manifest(vllm, self._source.shapes())
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
                 f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url}"

@@ -22,6 +22,7 @@ from example_trainer.bridges.session import Session, SessionBridge, matching_man
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Reload
+from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
@@ -38,7 +39,7 @@ class ReloadBridge(SessionBridge):
     """Trainer side of the files; one session for its life."""
 
     def __init__(self, config: TrainerConfig, vllm: VllmClient, trained: TrainedModel) -> None:
-        manifest = matching_manifest(vllm, trained.model)
+        manifest = matching_manifest(vllm, shapes_of(trained.model))
         offer = ReloadOffer(
             **offered_by_us(config.mode(Reload).lease_s),
             manifest_digest=manifest.digest(),

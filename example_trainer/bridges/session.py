@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from atroposlib.clients.heartbeat import Heartbeat
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
@@ -114,11 +112,11 @@ def told(otherwise: str) -> Iterator[None]:
         log.warning("[Bridge] %s: %s", otherwise, error)
 
 
-def matching_manifest(vllm: VllmClient, model: nn.Module) -> Manifest:
-    """What `vllm` holds. Raises BridgeError unless it is exactly the tensors of `model`, by name and shape."""
+def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> Manifest:
+    """What `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by name and shape."""
     manifest = vllm.manifest()
     with reading(f"trainer and the vLLM server at {vllm.url} do not hold the same model", BridgeError):
-        compare(manifest, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        compare(manifest, shapes)
     count = len(manifest.tensors)
     log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
     return manifest

@@ -28,7 +28,8 @@ from example_trainer.config import TrainerConfig
 from example_trainer.memory import check_memory, needs
 from example_trainer.model import check_packed_forward, meta_model
 from example_trainer.modes import SingleCopy
-from example_trainer.weights.shared import StartWeights, copy_replicas, shared_tensors
+from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
+from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching.memory import cuda_ipc
 from vllm_patching.memory.shared_buffer import SharedBufferError, open_buffer
@@ -44,7 +45,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
     """
     (vllm,) = vllm_clients(config)
     vllm.wait_until_ready(config.vllm_start_timeout)
-    manifest = matching_manifest(vllm, meta_model(source))
+    manifest = matching_manifest(vllm, shapes_of(meta_model(source)))
     if any(tensor.dtype == "float16" for tensor in manifest.tensors):
         raise BridgeError(
             "vLLM serves float16, in which weights cannot be trained in place: serve with --dtype float32 or bfloat16"
@@ -61,8 +62,8 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
                 f"--device {device}: vLLM's weights are on {buffers[0].device}; give --device {buffers[0].device.type}"
             )
         _check_memory(config, buffers, manifest)
-        storage = shared_tensors(workers, buffers, partial(_as_parameter, mode.bf16_update))
-        start = StartWeights(source, storage.values())
+        storage = SharedWeights(shared_tensors(workers, buffers, partial(_as_parameter, mode.bf16_update)))
+        start = StartWeights(source, storage.tensors.values())
         undo.pop_all()
     return Prepared(partial(SingleCopyBridge, config, session, manifest, start), session.close, storage)
 

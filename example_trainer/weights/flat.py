@@ -1,5 +1,4 @@
-"""Weights of one device, as bytes bucket by bucket. For a float32 server they are views into one flat buffer in wire
-order.
+"""Weights of one device. For a float32 server they are views into one flat buffer in wire order.
 
 Then a bucket is a view of that buffer, so nothing is packed or copied. For another dtype each bucket is cast on the way
 and the parameters stay where they are.
@@ -9,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from atroposlib.wire.bridge import Bucket, Manifest
+from example_trainer.weights.source import WeightSource, pack
 
 
-class FlatWeights:
-    """Of `parameters` by their Hugging Face names, tied ones once, which must be exactly the manifest's."""
+class FlatWeights(WeightSource):
+    """Of `parameters`, which must be exactly the manifest's."""
 
     def __init__(self, manifest: Manifest, parameters: dict[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -27,18 +27,10 @@ class FlatWeights:
                 view.copy_(parameter.data)
                 parameter.data = view
 
-    def bucket(self, bucket: Bucket) -> Tensor:
-        """Flat uint8 [end - start]: the bucket's tensors at their offsets, cast to the dtype that vLLM serves, with
-        zeros in the gaps.
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
 
-        It may be a view of the weights themselves, so nobody writes to it, and it is sent before they change. Threads
-        that feed several servers may call it at once.
-        """
+    def bucket(self, bucket: Bucket) -> Tensor:
         if self._image is not None:
             return self._image[bucket.start : bucket.end]
-        packed = torch.zeros(bucket.end - bucket.start, dtype=torch.uint8, device=self._device)
-        for tensor in bucket.tensors:
-            start = tensor.offset - bucket.start
-            target = packed[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype))
-            target.copy_(self._parameters[tensor.name].detach().reshape(-1))
-        return packed
+        return pack(bucket, self._parameters.__getitem__, self._device)

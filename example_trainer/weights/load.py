@@ -1,18 +1,16 @@
 """The model that a run trains, loaded: whole, with an adapter, or over memory that vLLM shares."""
 
-from collections.abc import Mapping
-
 import torch
 
 from example_trainer.adapters import ADAPTER, load_adapted_model
 from example_trainer.config import TrainerConfig
 from example_trainer.model import load_model, load_tokenizer, meta_model
-from example_trainer.weights.shared import SharedTensor, bind
+from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
 
 
 def load_trained(
-    config: TrainerConfig, source: str, device: torch.device, storage: Mapping[str, SharedTensor] | None = None
+    config: TrainerConfig, source: str, device: torch.device, storage: SharedWeights | None = None
 ) -> TrainedModel:
     """The model of `source` (hub id or directory) in training mode; over `storage`, where one is given, whose values
     stay as they are. Raises ModelError or AdapterError.
@@ -24,5 +22,5 @@ def load_trained(
         model = load_model(source, device, gradient_checkpointing=checkpointing)
     else:
         model = meta_model(source)
-        bind(model, storage, gradient_checkpointing=checkpointing)
+        bind(model, storage.tensors, gradient_checkpointing=checkpointing)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)

@@ -20,11 +20,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from atroposlib.wire.bridge import Shard, SharedRank
+from atroposlib.wire.bridge import Bucket, Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError, prepare_for_training, reading_model
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
+from example_trainer.weights.source import WeightSource, pack
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,26 @@ class SharedTensor:
     dim: int
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+class SharedWeights(WeightSource):
+    """The shared weights as one process sees them: pieces in the memory of every rank, put together on demand."""
+
+    def __init__(self, tensors: Mapping[str, SharedTensor]) -> None:
+        self.tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    def bucket(self, bucket: Bucket) -> Tensor:
+        device = self.tensors[bucket.tensors[0].name].pieces[0].parameter.device
+
+        def whole(name: str) -> Tensor:
+            tensor = self.tensors[name]
+            parts = [piece.parameter.detach().to(device) for piece in tensor.pieces]
+            return torch.cat(parts, tensor.dim) if tensor.shape else parts[0]
+
+        return pack(bucket, whole, device)
 
 
 def shared_tensors(

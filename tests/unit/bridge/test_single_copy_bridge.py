@@ -93,7 +93,7 @@ def connected(
     prepared = single_copy.prepare(config, str(tmp_path), torch.device("cpu"))
     assert prepared.storage is not None
     model = meta_model(str(tmp_path))
-    bind(model, prepared.storage, gradient_checkpointing=False)
+    bind(model, prepared.storage.tensors, gradient_checkpointing=False)
     yield prepared.connect(TrainedModel(model)), model
     prepared.close()
 

@@ -1,41 +1,34 @@
-"""What the trainer's weights are on the wire, whatever their layout: names and shapes, tied ones once, and the bytes of
-each bucket.
-"""
+"""The contract of every WeightSource: names and shapes as on the wire, tied ones once, and the bytes of each bucket."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Manifest, compare, lay_out
 from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.sharded import whole_parameters
-from example_trainer.weights.shared import bind, shared_tensors
+from example_trainer.weights.shared import SharedWeights, shared_tensors
+from example_trainer.weights.source import WeightSource
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import tiny_model
 
-Parameters = dict[str, nn.Parameter]
-Layout = Callable[[PreTrainedModel], Parameters]
+Make = Callable[[PreTrainedModel, Manifest], WeightSource]
 
 
-def flat(model: PreTrainedModel) -> Parameters:
-    return dict(model.named_parameters())
+def flat(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
+    return FlatWeights(manifest, dict(model.named_parameters()))
 
 
-def shared(tp: int) -> Layout:
-    def whole(model: PreTrainedModel) -> Parameters:
-        """Of a model over the memory of `tp` ranks, whole."""
-        with torch.device("meta"):
-            bound = AutoModelForCausalLM.from_config(model.config)
-        bind(bound, shared_tensors(*ranks_of(model, tp), nn.Parameter), gradient_checkpointing=False)
-        return {name: nn.Parameter(value) for name, value in whole_parameters(bound)}
+def shared(tp: int) -> Make:
+    def make(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
+        return SharedWeights(shared_tensors(*ranks_of(model, tp), torch.nn.Parameter))
 
-    return whole
+    return make
 
 
-LAYOUTS = pytest.mark.parametrize("layout", [flat, shared(1), shared(2), shared(4)], ids=["flat", "tp1", "tp2", "tp4"])
+SOURCES = pytest.mark.parametrize("make", [flat, shared(1), shared(2), shared(4)], ids=["flat", "tp1", "tp2", "tp4"])
 
 
 def served_as(model: PreTrainedModel, dtype: str) -> Manifest:
@@ -50,23 +43,23 @@ def values(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@LAYOUTS
-def test_names_are_hugging_faces_tied_ones_once_with_whole_shapes(layout: Layout) -> None:
+@SOURCES
+def test_names_are_hugging_faces_tied_ones_once_with_whole_shapes(make: Make) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=True)
     manifest = served_as(model, "float32")
-    shapes = {name: tuple(parameter.shape) for name, parameter in layout(model).items()}
+    shapes = make(model, manifest).shapes()
     compare(manifest, shapes)
     assert "model.embed_tokens.weight" in shapes
     assert "lm_head.weight" not in shapes
 
 
-@LAYOUTS
+@SOURCES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
-def test_buckets_in_wire_order_are_the_whole_image(layout: Layout, dtype: str, bucket_bytes: int) -> None:
+def test_buckets_in_wire_order_are_the_whole_image(make: Make, dtype: str, bucket_bytes: int) -> None:
     model = tiny_model("qwen2", tie_word_embeddings=True)
     manifest, before = served_as(model, dtype), values(model)
-    source = FlatWeights(manifest, layout(model))
+    source = make(model, manifest)
     image = torch.zeros(manifest.nbytes, dtype=torch.uint8)
     for bucket in manifest.buckets(bucket_bytes):
         sent = source.bucket(bucket)
@@ -80,7 +73,7 @@ def test_buckets_in_wire_order_are_the_whole_image(layout: Layout, dtype: str, b
 def test_flat_float32_buckets_are_the_parameters_memory() -> None:
     model = tiny_model()
     manifest = served_as(model, "float32")
-    source = FlatWeights(manifest, flat(model))
+    source = flat(model, manifest)
     parameters = dict(model.named_parameters())
     for bucket in manifest.buckets(1 << 30):
         sent = source.bucket(bucket)
