@@ -6,7 +6,7 @@ A request for more completions than `max_n_completions` is sent as several and m
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.envs.server_handling.errors import PermanentServerError
@@ -15,36 +15,18 @@ from atroposlib.envs.server_handling.sampling import (
     PromptLogprobs,
     SampledTokens,
     TokensAndLogprobs,
-    merge_samples,
 )
-from atroposlib.groups import Untrainable, check_sampled
+from atroposlib.errors import reading
+from atroposlib.groups import check_sampled
 
 if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
     from openai.types import Completion
     from openai.types.chat import ChatCompletion
-    from openai.types.completion_usage import CompletionUsage
+
+    from atroposlib.envs.server_handling.server_baseline import APIServer
 
 T = TypeVar("T")
-
-
-class Backend(Protocol):
-    """One attempt at each kind of request, of one server; errors from `errors.py`."""
-
-    @property
-    def name(self) -> str:
-        """The address, as it appears in logs and errors."""
-
-    async def request_chat(self, arguments: Arguments) -> "ChatCompletion":
-        """One chat completion request."""
-
-    async def request_completion(self, arguments: Arguments) -> "Completion":
-        """One text completion request."""
-
-    async def request_tokens(self, arguments: Arguments) -> SampledTokens:
-        """One request for sampled token ids. Raises NotImplementedError where the protocol has none."""
-
-    async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
-        """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
+Reply = TypeVar("Reply", "ChatCompletion", "Completion")
 
 
 class InferenceCalls(ABC):
@@ -69,32 +51,37 @@ class InferenceCalls(ABC):
         """Name that the server knows the model by."""
 
     @abstractmethod
-    async def _run(self, what: str, operation: Callable[[Backend], Awaitable[T]], split: Split) -> T:
+    async def _run(self, what: str, operation: Callable[["APIServer"], Awaitable[T]], split: Split) -> T:
         """Choose a server, hold a slot of it, run `operation` on it, with retries."""
 
     async def chat_completion(self, *, split: Split = "train", **arguments: Any) -> "ChatCompletion":
         """Arguments as for OpenAI's chat completions; `model` is filled in."""
-        parts = await self._in_parts(
-            arguments, "chat completion", lambda server, part: server.request_chat(part), split
+        return merge_replies(
+            await self._in_parts(arguments, "chat completion", lambda server, part: server.request_chat(part), split)
         )
-        return merge_chat(parts)
 
     async def completion(self, *, split: Split = "train", **arguments: Any) -> "Completion":
         """Arguments as for OpenAI's completions; `model` is filled in."""
-        parts = await self._in_parts(
-            arguments, "completion", lambda server, part: server.request_completion(part), split
+        return merge_replies(
+            await self._in_parts(arguments, "completion", lambda server, part: server.request_completion(part), split)
         )
-        return merge_completions(parts)
 
     async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
         """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop,
         ...
         """
-        return merge_samples(await self._in_parts(arguments, "token sampling", _sampled, split))
+        parts = await self._in_parts(arguments, "token sampling", _sampled, split)
+        return SampledTokens(parts[0].prompt_token_ids, [sequence for part in parts for sequence in part.sequences])
 
     async def tokens_and_logprobs_completion(self, *, split: Split = "train", **arguments: Any) -> TokensAndLogprobs:
         """`sample_tokens` as (prompt tokens, output tokens, log-probabilities, finish reasons)."""
-        return (await self.sample_tokens(split=split, **arguments)).as_tuple()
+        sampled = await self.sample_tokens(split=split, **arguments)
+        return (
+            sampled.prompt_token_ids,
+            [sequence.token_ids for sequence in sampled.sequences],
+            [sequence.logprobs for sequence in sampled.sequences],
+            [sequence.finish_reason for sequence in sampled.sequences],
+        )
 
     async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> PromptLogprobs:
         """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
@@ -111,59 +98,39 @@ class InferenceCalls(ABC):
         self,
         arguments: Arguments,
         what: str,
-        request: Callable[[Backend, Arguments], Awaitable[T]],
+        request: Callable[["APIServer", Arguments], Awaitable[T]],
         split: Split,
     ) -> list[T]:
         async def one_part(part: Arguments) -> T:
             return await self._run(what, lambda server: request(server, part), split)
 
-        sizes = split_count(arguments.get("n") or 1, self.max_n_completions)
-        if len(sizes) == 1:
+        n = arguments.get("n") or 1
+        limit = self.max_n_completions
+        if limit is None or n <= limit:
             return [await one_part(arguments)]
+        sizes = [min(limit, n - done) for done in range(0, n, limit)]  # 20 under 8 is [8, 8, 4]
         return await gather_or_cancel([one_part({**arguments, "n": size}) for size in sizes])
 
 
-async def _sampled(server: Backend, arguments: Arguments) -> SampledTokens:
+async def _sampled(server: "APIServer", arguments: Arguments) -> SampledTokens:
     """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
     samples = await server.request_tokens(arguments)
-    for sequence in samples.sequences:
-        try:
+    with reading(f"{server.name} gave what no model samples", PermanentServerError):
+        for sequence in samples.sequences:
             check_sampled(sequence.token_ids, sequence.logprobs)
-        except Untrainable as error:
-            raise PermanentServerError(f"{server.name} gave what no model samples: {error}") from error
     return samples
 
 
-def split_count(n: int, limit: int | None) -> list[int]:
-    """`n` as a list of counts, none above `limit`: 20 under 8 is [8, 8, 4]."""
-    if limit is None or n <= limit:
-        return [n]
-    return [min(limit, n - done) for done in range(0, n, limit)]
-
-
-def merge_chat(parts: Sequence["ChatCompletion"]) -> "ChatCompletion":
+def merge_replies(parts: Sequence[Reply]) -> Reply:
     """One reply with the choices of all, numbered anew, and their token counts added up."""
     if len(parts) == 1:
         return parts[0]
-    choices = [choice for part in parts for choice in part.choices]
-    numbered = [choice.model_copy(update={"index": index}) for index, choice in enumerate(choices)]
-    return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
-
-
-def merge_completions(parts: Sequence["Completion"]) -> "Completion":
-    """As `merge_chat`, for text completions."""
-    if len(parts) == 1:
-        return parts[0]
-    choices = [choice for part in parts for choice in part.choices]
-    numbered = [choice.model_copy(update={"index": index}) for index, choice in enumerate(choices)]
-    return parts[0].model_copy(update={"choices": numbered, "usage": _total_usage([part.usage for part in parts])})
-
-
-def _total_usage(usages: "Sequence[CompletionUsage | None]") -> "CompletionUsage | None":
     from openai.types.completion_usage import CompletionUsage
 
-    known = [usage for usage in usages if usage is not None]
-    if not known:
-        return None
-    prompt, completion = sum(usage.prompt_tokens for usage in known), sum(usage.completion_tokens for usage in known)
-    return CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    choices = [choice for part in parts for choice in part.choices]
+    numbered = [choice.model_copy(update={"index": index}) for index, choice in enumerate(choices)]
+    usages = [part.usage for part in parts if part.usage is not None]
+    prompt = sum(usage.prompt_tokens for usage in usages)
+    completion = sum(usage.completion_tokens for usage in usages)
+    total = CompletionUsage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+    return parts[0].model_copy(update={"choices": numbered, "usage": total if usages else None})

@@ -1,12 +1,14 @@
 """Conversations as prompt text, by the tokenizer's own chat template."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.utils.tokenizers import Tokenizer
 
 # Templates of reasoning models drop <think> blocks from earlier turns; under these private-use names they see none.
-_STAND_INS = {"<think>": "\ue000think\ue001", "</think>": "\ue000/think\ue001"}
+_TAG = re.compile("<(/?think)>")
+_STAND_IN = re.compile("\ue000(/?think)\ue001")
 
 
 def render_chat(
@@ -32,19 +34,11 @@ def render_chat(
     if tools:
         arguments["tools"] = list(tools)
     text = tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=not continued, **arguments)
-    return _show_think_tags(text) if preserve_think_blocks else text
+    return _STAND_IN.sub(r"<\1>", text) if preserve_think_blocks else text
 
 
 def _hide_think_tags(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if message["role"] != "assistant" or not isinstance(content, str):
         return message
-    for tag, stand_in in _STAND_INS.items():
-        content = content.replace(tag, stand_in)
-    return {**message, "content": content}
-
-
-def _show_think_tags(text: str) -> str:
-    for tag, stand_in in _STAND_INS.items():
-        text = text.replace(stand_in, tag)
-    return text
+    return {**message, "content": _TAG.sub("\ue000\\1\ue001", content)}

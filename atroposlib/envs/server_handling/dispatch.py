@@ -12,13 +12,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
-from atroposlib.envs.server_handling.health import HealthMonitor
-from atroposlib.envs.server_handling.stats import RequestStats
 from atroposlib.logs import get_logger
+
+if TYPE_CHECKING:
+    from atroposlib.envs.server_handling.server_baseline import APIServer
 
 log = get_logger(__name__)
 
@@ -27,25 +27,7 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 REPORT_INTERVAL_S = 60.0
 
 
-class Dispatchable(Protocol):
-    """What a dispatcher knows of a server."""
-
-    gates: dict[Split, AdmissionGate]
-    stats: dict[Split, RequestStats]
-    health: HealthMonitor
-    dedicated_users: int
-
-    @property
-    def name(self) -> str:
-        """The address, as it appears in logs and errors."""
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds that one request may take."""
-
-
 T = TypeVar("T")
-Server = TypeVar("Server", bound=Dispatchable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +50,23 @@ class RetryPolicy:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter(Generic[Server]):
+class _Waiter:
     """A call that waits for a slot. `expiry` runs only while no server is live."""
 
-    granted: asyncio.Future[Server]
-    prefer: Server | None
-    avoid: Server | None
+    granted: "asyncio.Future[APIServer]"
+    prefer: "APIServer | None"
+    avoid: "APIServer | None"
     since: float = field(default_factory=time.monotonic)
     expiry: asyncio.TimerHandle | None = None
 
 
-class Dispatcher(Generic[Server]):
+class Dispatcher:
     """The calls of one split that wait for one of `servers`."""
 
-    def __init__(self, servers: Sequence[Server], split: Split) -> None:
+    def __init__(self, servers: "Sequence[APIServer]", split: Split) -> None:
         self._servers = servers
         self._split = split
-        self._waiters: deque[_Waiter[Server]] = deque()
+        self._waiters: deque[_Waiter] = deque()
         self._outage_since: float | None = None
         self._report: asyncio.TimerHandle | None = None
         for server in servers:
@@ -92,36 +74,32 @@ class Dispatcher(Generic[Server]):
             server.health.listeners.append(self._dispatch)
 
     @contextlib.asynccontextmanager
-    async def slot(self, prefer: Server | None = None, avoid: Server | None = None) -> AsyncIterator[Server]:
+    async def slot(
+        self, prefer: "APIServer | None" = None, avoid: "APIServer | None" = None
+    ) -> "AsyncIterator[APIServer]":
         """Hold a slot of a live server: `prefer` if it has one free, else the one with most; never `avoid` if another
         is live.
 
         Waits as long as live servers are merely busy. Raises NoLiveServerError when none is live for their timeout.
         """
-        server = await self._acquire(prefer, avoid)
-        try:
-            yield server
-        finally:
-            server.gates[self._split].give_back()
-
-    async def _acquire(self, prefer: Server | None, avoid: Server | None) -> Server:
         for server in self._servers:
             server.health.start()
-        waiter: _Waiter[Server] = _Waiter(asyncio.get_running_loop().create_future(), prefer, avoid)
-        self._waiters.append(waiter)
+        granted: asyncio.Future[APIServer] = asyncio.get_running_loop().create_future()
+        self._waiters.append(_Waiter(granted, prefer, avoid))
         self._dispatch()
         try:
-            return await waiter.granted
-        except asyncio.CancelledError:
-            if waiter.granted.done() and not waiter.granted.cancelled() and waiter.granted.exception() is None:
-                waiter.granted.result().gates[self._split].give_back()
-            raise
+            yield await granted
+        finally:  # also for a call that was cancelled at the moment it was granted the slot
+            if granted.done() and not granted.cancelled() and granted.exception() is None:
+                granted.result().gates[self._split].give_back()
 
     def _dispatch(self) -> None:
         """Hand out what can be handed out; called on every arrival, freed slot, weight and health change."""
         self._note_outage()
-        unserved: list[_Waiter[Server]] = []
-        while self._waiters and any(self._has_slot(server) for server in self._servers):
+        unserved: list[_Waiter] = []
+        while self._waiters and any(
+            server.health.live and server.gates[self._split].free > 0 for server in self._servers
+        ):
             waiter = self._waiters.popleft()
             if waiter.granted.done():
                 continue
@@ -135,10 +113,7 @@ class Dispatcher(Generic[Server]):
         if self._waiters and self._report is None:
             self._report = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_waiting)
 
-    def _has_slot(self, server: Server) -> bool:
-        return server.health.live and server.gates[self._split].free > 0
-
-    def _choose(self, waiter: _Waiter[Server]) -> Server | None:
+    def _choose(self, waiter: _Waiter) -> "APIServer | None":
         live = [server for server in self._servers if server.health.live]
         candidates = [server for server in live if server is not waiter.avoid] or live
         free = [server for server in candidates if server.gates[self._split].free > 0]
@@ -161,23 +136,19 @@ class Dispatcher(Generic[Server]):
             return
         if not self._waiters:
             return
-        loop = asyncio.get_running_loop()
         for waiter in self._waiters:
             if waiter.expiry is None and not waiter.granted.done():
-                waiter.expiry = loop.call_later(self._timeout_s, self._expire, waiter)
+                waiter.expiry = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, waiter)
         if self._outage_since is None:
             self._outage_since = time.monotonic()
-            log.info("Waiting for an inference server to be live at %s, at most %.0f s", self._names, self._timeout_s)
+            names = ", ".join(server.name for server in self._servers)
+            log.info("Waiting for an inference server to be live at %s, at most %.0f s", names, self._timeout_s)
 
     @property
     def _timeout_s(self) -> float:
         return max(server.timeout_s for server in self._servers)
 
-    @property
-    def _names(self) -> str:
-        return ", ".join(server.name for server in self._servers)
-
-    def _expire(self, waiter: _Waiter[Server]) -> None:
+    def _expire(self, waiter: _Waiter) -> None:
         if waiter.granted.done():
             return
         problems = "; ".join(f"{server.name}: {server.health.problem}" for server in self._servers)
@@ -206,32 +177,37 @@ class Dispatcher(Generic[Server]):
 
 
 async def run_with_retries(
-    dispatcher: Dispatcher[Server],
+    dispatcher: Dispatcher,
     policy: RetryPolicy,
     split: Split,
     what: str,
-    operation: Callable[[Server], Awaitable[T]],
-    prefer: Server | None = None,
-) -> tuple[T, Server]:
+    operation: "Callable[[APIServer], Awaitable[T]]",
+    prefer: "APIServer | None" = None,
+) -> "tuple[T, APIServer]":
     """The result of `operation` and the server that gave it; each try is bounded by that server's timeout.
 
     Raises PermanentServerError at the first permanent failure, RetryableServerError when all attempts failed,
     NoLiveServerError when nothing was live for too long.
     """
-    avoid: Server | None = None
+    avoid: APIServer | None = None
     failure = RetryableServerError(f"{what} was not tried")
     for attempt in range(1, policy.attempts + 1):
         async with dispatcher.slot(prefer, avoid) as server:
             try:
                 start = time.monotonic()
-                result = await _bounded(operation, server, what)
-                server.stats[split].record(time.monotonic() - start, attempt)
+                async with asyncio.timeout(server.timeout_s):
+                    result = await operation(server)
+                server.timings[split].append((time.monotonic() - start, attempt))
                 return result, server
+            except TimeoutError:
+                failure = RetryableServerError(
+                    f"{what} took longer than the timeout of {server.timeout_s:g} s at {server.name}"
+                )
             except RetryableServerError as error:
                 failure = error
-                avoid = server
-                if isinstance(error, ServerUnreachableError):
-                    server.health.report_unreachable(str(error), error.retry_after_s)
+            avoid = server
+            if isinstance(failure, ServerUnreachableError):
+                server.health.report_unreachable(str(failure), failure.retry_after_s)
         if attempt < policy.attempts:
             # a server that counts as dead is not where the next try goes, so its wish does not hold the call up
             pause_s = policy.pause_s(attempt, failure.retry_after_s if avoid.health.live else 0.0)
@@ -240,16 +216,6 @@ async def run_with_retries(
             )
             await policy.sleep(pause_s)
     raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure
-
-
-async def _bounded(operation: Callable[[Server], Awaitable[T]], server: Server, what: str) -> T:
-    try:
-        async with asyncio.timeout(server.timeout_s):
-            return await operation(server)
-    except TimeoutError:
-        raise RetryableServerError(
-            f"{what} took longer than the timeout of {server.timeout_s:g} s at {server.name}"
-        ) from None
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -56,14 +56,11 @@ def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -
     if redirected := refused_redirect(url, status, headers.get("Location")):
         return PermanentServerError(redirected)
     message = f"{url} replied {status}: {' '.join(body.split())[:500]}"
-    retry_after_s = _seconds(headers.get("Retry-After", ""))
+    retry_after = headers.get("Retry-After", "")
+    # its other form, a date, is left to the caller's own backoff
+    retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0
     if status == UNAVAILABLE:
         return ServerUnreachableError(message, retry_after_s)
     if status in RETRYABLE_STATUS or status >= 500:
         return RetryableServerError(message, retry_after_s)
     return PermanentServerError(message)
-
-
-def _seconds(retry_after: str) -> float:
-    """Retry-After as a count of seconds; its other form, a date, is left to the caller's own backoff."""
-    return float(retry_after) if retry_after.isdecimal() else 0.0

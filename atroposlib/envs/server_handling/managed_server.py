@@ -13,7 +13,8 @@ the template dropped) starts a new node, and the old one stays.
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, NoReturn
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
@@ -23,27 +24,26 @@ from openai.types.completion_usage import CompletionUsage
 from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.dispatch import Split
-from atroposlib.envs.server_handling.dummy_managed_server import DummyManagedServer
-from atroposlib.envs.server_handling.managed_server_adapter import ManagedServerAdapter
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.sequence_book import (
-    ListBook,
     Prompt,
-    SequenceBook,
+    SequenceKeeper,
     SequenceNode,
-    State,
-    TreeBook,
     extended_prompt,
     fresh_prompt,
     unsampled_prompt,
 )
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.wire.batching import NOT_TRAINED
 
 __all__ = ["DummyManagedServer", "ManagedServer", "ManagedServerAdapter", "SequenceNode"]
 
+DUMMY_TOKENS = list(range(128))
+DUMMY_LOGPROB = -0.5
 
-class ManagedServer:
+
+class ManagedServer(SequenceKeeper):
     """Chat and text completions whose tokens are kept as nodes; one instance per rollout or group.
 
     `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its
@@ -59,25 +59,12 @@ class ManagedServer:
         tool_parser: str | None = None,
         preserve_think_blocks: bool = False,
     ) -> None:
+        super().__init__(track_tree)
         self.server = server
         self.tokenizer = tokenizer or server.tokenizer or load_tokenizer(server.tokenizer_id)
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser is not None else None
         self.track_tree = track_tree
         self.preserve_think_blocks = preserve_think_blocks
-        self._book: SequenceBook = TreeBook() if track_tree else ListBook()
-
-    @property
-    def current_nodes(self) -> list[SequenceNode]:
-        """The nodes so far."""
-        return self._book.nodes
-
-    def get_state(self) -> State:
-        """`{"nodes": [...]}`, or with track_tree `{"sequences": {text: node}, "tree": {text: node}}`."""
-        return self._book.state()
-
-    def reset(self) -> None:
-        """Forget all nodes."""
-        self._book.clear()
 
     def render(
         self,
@@ -192,8 +179,11 @@ class ManagedServer:
             parsed, calls, _ = self.translator.parse_model_output(reply, tools=tools)
             content = parsed or ""
             reason = "tool_calls" if calls and reason == "stop" else reason
-        message = ChatCompletionMessage(role="assistant", content=content, tool_calls=calls)
-        return Choice(index=index, finish_reason=reason, message=message)
+        return Choice(
+            index=index,
+            finish_reason=reason,
+            message=ChatCompletionMessage(role="assistant", content=content, tool_calls=calls),
+        )
 
     def _visible_text(self, sequence: SampledSequence, shows_special: bool) -> str:
         """The text of what was sampled, without special tokens; or, since those may mark a tool call, without the one
@@ -256,3 +246,68 @@ def _usage(prompt: Prompt, sampled: SampledTokens) -> CompletionUsage:
     completion = sum(len(sequence.token_ids) for sequence in sampled.sequences)
     total = len(prompt.tokens) + completion
     return CompletionUsage(prompt_tokens=len(prompt.tokens), completion_tokens=completion, total_tokens=total)
+
+
+class DummyManagedServer(SequenceKeeper):
+    """Stands in for ManagedServer over servers that give no token ids, for evaluation and debugging only.
+
+    Its nodes hold real text and placeholder tokens: ids 0..127, the first one masked, every log-probability -0.5.
+    Training on them teaches nothing, so it exists only when ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+    """
+
+    def __init__(self, server: InferenceCalls, tokenizer: Any = None, track_tree: bool = False) -> None:
+        super().__init__(track_tree)
+        self.server = server
+        self.tokenizer = tokenizer
+
+    async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> ChatCompletion:
+        """The server's reply; a node with placeholder tokens per choice."""
+        call = self._book.open_call()
+        reply = await self.server.chat_completion(messages=list(messages), **arguments)
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        nodes = [
+            _dummy_node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason)
+            for choice in reply.choices
+        ]
+        self._book.record(call, None, nodes)
+        return reply
+
+    async def completion(self, *, prompt: str, **arguments: Any) -> Completion:
+        """The server's completion; a node with placeholder tokens per choice."""
+        call = self._book.open_call()
+        reply = await self.server.completion(prompt=prompt, **arguments)
+        nodes = [_dummy_node(prompt + choice.text, choice.finish_reason) for choice in reply.choices]
+        self._book.record(call, None, nodes)
+        return reply
+
+
+def _dummy_node(text: str, finish_reason: str) -> SequenceNode:
+    return SequenceNode(
+        full_text=text,
+        tokens=DUMMY_TOKENS,
+        masked_tokens=[NOT_TRAINED, *DUMMY_TOKENS[1:]],
+        logprobs=[DUMMY_LOGPROB] * len(DUMMY_TOKENS),
+        metadata={"finish_reason": finish_reason, "policy_versions": None, "dummy_tokens": True},
+    )
+
+
+class ManagedServerAdapter:
+    """A managed server under the face of `openai.AsyncOpenAI`, for agent libraries that insist on one.
+
+    It has `chat.completions.create`, `completions.create` and `base_url`; everything else of the SDK raises.
+    """
+
+    def __init__(self, managed_server: Any, base_url: str | None = None) -> None:
+        self.base_url = base_url
+        self.chat = SimpleNamespace(completions=SimpleNamespace(create=managed_server.chat_completion))
+        self.completions = SimpleNamespace(create=managed_server.completion)
+
+    async def post(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raw requests would bypass the bookkeeping."""
+        raise NotImplementedError(
+            "ManagedServerAdapter offers no raw requests; use chat.completions.create or completions.create"
+        )
+
+    def copy(self, **kwargs: Any) -> NoReturn:
+        """A copy with other options would be another server."""
+        raise NotImplementedError("ManagedServerAdapter cannot be copied; make one per ManagedServer")

@@ -2,20 +2,20 @@
 itself.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, TypeVar
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, ClassVar, TypeVar
 
 import aiohttp
 import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.envs.server_handling.calls import merge_chat, merge_completions
+from atroposlib.envs.server_handling.calls import merge_replies
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,
-    ServerError,
     ServerUnreachableError,
     describe,
     reason_of,
@@ -36,6 +36,20 @@ CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_S = 4.0
 
 Reply = TypeVar("Reply", ChatCompletion, Completion)
+
+
+@contextlib.asynccontextmanager
+async def replied(
+    session: aiohttp.ClientSession, method: str, url: str, **options: Any
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """A reply of 200 to one request, for as long as it is read. Raises a ServerError for any other."""
+    try:
+        async with session.request(method, url, allow_redirects=False, **options) as reply:
+            if reply.status != 200:
+                raise status_error(url, reply.status, (await reply.read()).decode(errors="replace"), reply.headers)
+            yield reply
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServerUnreachableError(f"{url}: {describe(error)}") from error
 
 
 class OpenAIServer(APIServer):
@@ -109,10 +123,10 @@ class OpenAIServer(APIServer):
             return f"{self.health_url}: {describe(error)}"
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
-        return merge_chat(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))
+        return merge_replies(await self._with_n(self.chat_arguments(arguments), self.sdk.chat.completions.create))
 
     async def request_completion(self, arguments: Arguments) -> Completion:
-        return merge_completions(
+        return merge_replies(
             await self._with_n({**arguments, "model": self.config.model_name}, self.sdk.completions.create)
         )
 
@@ -144,14 +158,12 @@ class OpenAIServer(APIServer):
     async def _send(self, create: Callable[..., Awaitable[Reply]], arguments: Arguments) -> Reply:
         try:
             return await create(**arguments)
+        except openai.APITimeoutError as error:
+            raise RetryableServerError(f"{self.name} gave no reply in time: {error}") from error
+        except openai.APIConnectionError as error:
+            raise ServerUnreachableError(f"{self.name}: {describe(error.__cause__ or error)}") from error
+        except openai.APIStatusError as error:
+            reply = error.response
+            raise status_error(str(error.request.url), error.status_code, reply.text, reply.headers) from error
         except openai.OpenAIError as error:
-            raise self._translate(error) from error
-
-    def _translate(self, error: openai.OpenAIError) -> ServerError:
-        if isinstance(error, openai.APITimeoutError):
-            return RetryableServerError(f"{self.name} gave no reply in time: {error}")
-        if isinstance(error, openai.APIConnectionError):
-            return ServerUnreachableError(f"{self.name}: {describe(error.__cause__ or error)}")
-        if isinstance(error, openai.APIStatusError):
-            return status_error(str(error.request.url), error.status_code, error.response.text, error.response.headers)
-        return PermanentServerError(f"{self.name}: {error}")
+            raise PermanentServerError(f"{self.name}: {error}") from error

@@ -1,6 +1,7 @@
 """A ManagedServer that lives in a proxy (`managed_server_proxy.py`): the same calls, over HTTP."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
 
@@ -8,13 +9,13 @@ import aiohttp
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.envs.server_handling.errors import ServerUnreachableError, describe, status_error
+from atroposlib.envs.server_handling.openai_server import replied
 from atroposlib.envs.server_handling.sequence_book import SequenceNode, State
 
 REQUEST_TIMEOUT_S = 1200.0
 
 
-class ProxyManagedServer:
+class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
     """One session of the proxy. `get_state` is current after every call: the nodes are fetched with each reply."""
 
     def __init__(self, proxy_url: str, session_uuid: str, model_name: str = "default", token: str = "") -> None:
@@ -65,9 +66,6 @@ class ProxyManagedServer:
         await request(f"{self.proxy_url}/{self.session_uuid}", "DELETE", None, self._headers)
         self.reset()
 
-    async def __aenter__(self) -> "ProxyManagedServer":
-        return self
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -97,14 +95,9 @@ async def create_proxy_session(
 async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) -> dict[str, Any]:
     """One JSON request. Raises a ServerError for what is not 200."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
-    try:
-        async with (
-            aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
-            session.request(method, url, json=body, headers=headers, allow_redirects=False) as reply,
-        ):
-            if reply.status != 200:
-                raise status_error(url, reply.status, await reply.text(), reply.headers)
-            content: dict[str, Any] = await reply.json()
-            return content
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise ServerUnreachableError(f"{url}: {describe(error)}") from error
+    async with (
+        aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+        replied(session, method, url, json=body, headers=headers) as reply,
+    ):
+        content: dict[str, Any] = await reply.json()
+        return content

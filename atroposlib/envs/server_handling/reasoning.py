@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from atroposlib.config import Config
 from atroposlib.envs.server_handling.sampling import Arguments
@@ -33,11 +33,9 @@ class ReasoningConfig(Config):
     max_tokens: int | None = None
 
     @classmethod
-    def from_env_config(cls, config: BaseModel) -> "ReasoningConfig":
+    def from_env_config(cls, config: Any) -> "ReasoningConfig":
         """What a BaseEnvConfig says about reasoning."""
-        fields = ("thinking_mode", "reasoning_effort", "max_reasoning_tokens")
-        enabled, effort, max_tokens = (getattr(config, field) for field in fields)
-        return cls(enabled=enabled, effort=effort, max_tokens=max_tokens)
+        return cls(enabled=config.thinking_mode, effort=config.reasoning_effort, max_tokens=config.max_reasoning_tokens)
 
     @field_validator("effort", mode="before")
     @classmethod

@@ -2,7 +2,6 @@
 it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -49,17 +48,3 @@ class SampledTokens:
 
     prompt_token_ids: list[int]
     sequences: list[SampledSequence]
-
-    def as_tuple(self) -> TokensAndLogprobs:
-        """The form `tokens_and_logprobs_completion` returns."""
-        return (
-            self.prompt_token_ids,
-            [sequence.token_ids for sequence in self.sequences],
-            [sequence.logprobs for sequence in self.sequences],
-            [sequence.finish_reason for sequence in self.sequences],
-        )
-
-
-def merge_samples(parts: Sequence[SampledTokens]) -> SampledTokens:
-    """The samples of several requests for one and the same prompt."""
-    return SampledTokens(parts[0].prompt_token_ids, [sequence for part in parts for sequence in part.sequences])

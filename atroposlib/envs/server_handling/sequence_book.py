@@ -3,8 +3,9 @@ again.
 """
 
 import bisect
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel, Field
 
@@ -96,50 +97,50 @@ def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(node.tokens[-1:], skip_special_tokens=False)
 
 
-class SequenceBook(Protocol):
+class SequenceBook(ABC):
     """Keeps the sequences of one ManagedServer. Nothing in it awaits, so concurrent calls cannot interleave inside
     it.
     """
 
+    _calls = 0
+
     @property
-    def nodes(self) -> list[SequenceNode]: ...
+    @abstractmethod
+    def nodes(self) -> list[SequenceNode]:
+        """All sequences."""
+
+    @abstractmethod
+    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
+        """Keep what a call sampled as a continuation of `parent`."""
+
+    @abstractmethod
+    def state(self) -> State:
+        """The sequences, in the form `get_state` returns."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget all sequences."""
 
     def open_call(self) -> int:
         """A number for a call that begins; results stand in the order of these, whichever call ends first."""
-        ...
+        self._calls += 1
+        return self._calls
 
     def longest_prefix(self, text: str) -> SequenceNode | None:
         """The sequence that `text` continues: of all whose full_text starts it, the longest."""
-        ...
-
-    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Keep what a call sampled as a continuation of `parent`."""
-        ...
-
-    def state(self) -> State:
-        """The sequences, in the form `get_state` returns."""
-        ...
-
-    def clear(self) -> None: ...
+        matching = [node for node in self.nodes if text.startswith(node.full_text)]
+        return max(matching, key=lambda node: len(node.full_text), default=None)
 
 
-class ListBook:
+class ListBook(SequenceBook):
     """One node per completion; a continuation takes its parent's place, its siblings (n > 1) go to the end."""
 
     def __init__(self) -> None:
-        self._calls = 0
         self._entries: list[tuple[int, SequenceNode]] = []
 
     @property
     def nodes(self) -> list[SequenceNode]:
         return [node for _, node in self._entries]
-
-    def open_call(self) -> int:
-        self._calls += 1
-        return self._calls
-
-    def longest_prefix(self, text: str) -> SequenceNode | None:
-        return _longest_prefix(self.nodes, text)
 
     def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
         place = next((index for index, (_, node) in enumerate(self._entries) if node is parent), None)
@@ -156,23 +157,15 @@ class ListBook:
         self._entries.clear()
 
 
-class TreeBook:
+class TreeBook(SequenceBook):
     """Every prefix that was ever sampled, by its text: a branch keeps the turns it shares with its siblings."""
 
     def __init__(self) -> None:
-        self._calls = 0
         self._by_text: dict[str, SequenceNode] = {}
 
     @property
     def nodes(self) -> list[SequenceNode]:
         return list(self._by_text.values())
-
-    def open_call(self) -> int:
-        self._calls += 1
-        return self._calls
-
-    def longest_prefix(self, text: str) -> SequenceNode | None:
-        return _longest_prefix(self.nodes, text)
 
     def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
         self._by_text.update({node.full_text: node for node in nodes})
@@ -184,6 +177,21 @@ class TreeBook:
         self._by_text.clear()
 
 
-def _longest_prefix(nodes: list[SequenceNode], text: str) -> SequenceNode | None:
-    matching = [node for node in nodes if text.startswith(node.full_text)]
-    return max(matching, key=lambda node: len(node.full_text), default=None)
+class SequenceKeeper:
+    """What all managed servers of this process show of the sequences that they keep."""
+
+    def __init__(self, track_tree: bool) -> None:
+        self._book: SequenceBook = TreeBook() if track_tree else ListBook()
+
+    @property
+    def current_nodes(self) -> list[SequenceNode]:
+        """The nodes so far."""
+        return self._book.nodes
+
+    def get_state(self) -> State:
+        """`{"nodes": [...]}`, or with track_tree `{"sequences": {text: node}, "tree": {text: node}}`."""
+        return self._book.state()
+
+    def reset(self) -> None:
+        """Forget all nodes."""
+        self._book.clear()

@@ -3,6 +3,7 @@ implements.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,7 +18,6 @@ from atroposlib.envs.server_handling.health import HealthMonitor
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
-from atroposlib.envs.server_handling.stats import RequestStats
 
 if TYPE_CHECKING:
     from openai.types import Completion
@@ -27,6 +27,7 @@ __all__ = ["APIServer", "APIServerConfig", "ReasoningConfig", "ServerBaseline"]
 
 T = TypeVar("T")
 FIRST_STATUS_S = 0.1
+METRIC_NAMES: dict[Split, str] = {"train": "request", "eval": "eval_request"}
 
 
 class APIServer(InferenceCalls):
@@ -48,12 +49,15 @@ class APIServer(InferenceCalls):
             "train": AdmissionGate(config.num_max_requests_at_once),
             "eval": AdmissionGate(config.num_requests_for_eval),
         }
-        self.stats: dict[Split, RequestStats] = {split: RequestStats(config.rolling_buffer_length) for split in SPLITS}
+        # (seconds, tries) of each call that succeeded since the metrics were last asked for
+        self.timings: dict[Split, deque[tuple[float, int]]] = {
+            split: deque(maxlen=config.rolling_buffer_length) for split in SPLITS
+        }
         self.health = HealthMonitor(
             self.name, self.probe, enabled=config.health_check, dead_interval_s=self.retry.dead_interval_s
         )
         self.dedicated_users = 0
-        self._dispatchers: dict[Split, Dispatcher[APIServer]] = {split: Dispatcher([self], split) for split in SPLITS}
+        self._dispatchers: dict[Split, Dispatcher] = {split: Dispatcher([self], split) for split in SPLITS}
         self._said_healthy = True  # by check_server_status_task
         self._status_task: asyncio.Task[None] | None = None
 
@@ -114,8 +118,7 @@ class APIServer(InferenceCalls):
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
-        found: PromptLogprobs = await self._hooked(self._get_logprobs_wrapper, arguments)
-        return found
+        return await self._hooked(self._get_logprobs_wrapper, arguments)
 
     def chat_arguments(self, arguments: Arguments) -> Arguments:
         """`arguments` with the model and what the reasoning configuration adds."""
@@ -139,7 +142,7 @@ class APIServer(InferenceCalls):
         """(prompt tokens, output tokens, their log-probabilities, finish reasons), the last three a sequence each."""
         raise NotImplementedError(f"{type(self).__name__} gives no token ids")
 
-    async def _get_logprobs_wrapper(self, **kwargs: Any) -> Any:
+    async def _get_logprobs_wrapper(self, **kwargs: Any) -> PromptLogprobs:
         raise NotImplementedError(f"{type(self).__name__} gives no prompt log-probabilities")
 
     async def _hooked(self, hook: Callable[..., Awaitable[T]], arguments: Arguments) -> T:
@@ -165,13 +168,16 @@ class APIServer(InferenceCalls):
     async def wandb_metrics(self, metrics: Metrics | None, server_name: str) -> Metrics:
         """`metrics` with this server's request timings since the last call."""
         named = dict(metrics or {})
-        for split, prefix in (("train", "request"), ("eval", "eval_request")):
-            durations, attempts = self.stats["train" if split == "train" else "eval"].take()
-            if not durations.size:
+        for split, prefix in METRIC_NAMES.items():
+            if not self.timings[split]:
                 continue
-            named[f"server/{server_name}_{prefix}_time_avg"] = float(durations.mean())
-            named[f"server/{server_name}_{prefix}_time_std"] = float(durations.std())
-            named[f"server/{server_name}_{prefix}_time_99p"] = float(np.percentile(durations, 99))
+            durations, attempts = np.asarray(self.timings[split], dtype=float).T
+            self.timings[split].clear()
+            named |= {
+                f"server/{server_name}_{prefix}_time_avg": float(durations.mean()),
+                f"server/{server_name}_{prefix}_time_std": float(durations.std()),
+                f"server/{server_name}_{prefix}_time_99p": float(np.percentile(durations, 99)),
+            }
             if split == "train":
                 named[f"server/{server_name}_average_num_attempts"] = float(attempts.mean())
             else:

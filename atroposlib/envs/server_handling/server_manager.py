@@ -104,7 +104,7 @@ class ServerManager(InferenceCalls):
         return ServerEnvironment()
 
     @functools.cached_property
-    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
+    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher]]:
         return {}
 
     @property
@@ -115,7 +115,7 @@ class ServerManager(InferenceCalls):
     def model_name(self) -> str:
         return self.servers[0].model_name
 
-    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher[APIServer]]:
+    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher]:
         """The queues of calls for any of `servers`, the same for the same servers."""
         key = tuple(servers)
         if key not in self._dispatchers:
@@ -125,6 +125,8 @@ class ServerManager(InferenceCalls):
     async def close(self) -> None:
         """Stop all health checks and close all connections."""
         await asyncio.gather(*(server.close() for server in self.servers))
+
+    aclose = close  # as `contextlib.aclosing` calls it
 
     async def update_weight(self, weight: float) -> None:
         """Scale the request limits of all servers by the environment's share (0..1)."""
@@ -165,9 +167,8 @@ class ServerManager(InferenceCalls):
         Raises NotImplementedError when no server gives token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
         if self.proxy_url:
-            parser = self.tool_parser or "hermes"
             async with await create_proxy_session(
-                self.proxy_url, base_url, parser, track_tree, preserve_think_blocks
+                self.proxy_url, base_url, self.tool_parser or "hermes", track_tree, preserve_think_blocks
             ) as session:
                 yield session
             return

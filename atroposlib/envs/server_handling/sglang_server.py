@@ -5,13 +5,13 @@ reply (a list when n > 1)              {"meta_info": {"output_token_logprobs": [
                                                       "finish_reason": {"type": ...}}}
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
-from atroposlib.envs.server_handling.vllm_server import MAX_TOKENS_ALIASES, SETTLED, VLLMServer
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 # (log-probability, or None for the first token of a prompt; token id; text)
 TokenLogprob = tuple[float | None, int, str | None]
@@ -44,11 +44,9 @@ class Sequence(msgspec.Struct):
 class SGLangServer(VLLMServer):
     """Raises ValueError when the configuration has no base_url."""
 
-    supports_token_ids: ClassVar[bool] = True
-
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
         n = arguments.get("n") or 1
-        ids, sampling = await self._prompt_ids(arguments), sampling_params(arguments)
+        ids, sampling = await self._prompt_and_sampling(arguments)
         sequences = await self._sequences({"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
         if len(sequences) != n:
             raise PermanentServerError(f"{self.generate_url} was asked for {n} sequences and gave {len(sequences)}")
@@ -56,10 +54,15 @@ class SGLangServer(VLLMServer):
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         top_k = arguments.get("top_k", 1)
-        ids = await self._prompt_ids(arguments)
-        body = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
+        ids, _ = await self._prompt_and_sampling(arguments)
         (sequence,) = await self._sequences(
-            body | {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+            {
+                "input_ids": ids,
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": top_k,
+            }
         )
         own = sequence.meta_info.input_token_logprobs
         top = sequence.meta_info.input_top_logprobs if top_k else [None] * len(own)
@@ -78,9 +81,12 @@ class SGLangServer(VLLMServer):
             "prompt_topk_logprobs": [list(position.values()) for position in ranked],
         }
 
-    async def _prompt_ids(self, arguments: Arguments) -> list[int]:
-        ids: list[int] = (await self._body(arguments))["prompt"]["prompt_token_ids"]
-        return ids
+    async def _prompt_and_sampling(self, arguments: Arguments) -> tuple[list[int], Arguments]:
+        """The prompt's ids, and the sampling parameters in SGLang's words."""
+        sampling = await self._body(arguments)
+        ids = sampling.pop("prompt")["prompt_token_ids"]
+        limit = sampling.pop("max_tokens", None)
+        return ids, sampling if limit is None else {**sampling, "max_new_tokens": limit}
 
     async def _sequences(self, body: Arguments) -> list[Sequence]:
         shape: Any = list[Sequence] | Sequence
@@ -101,17 +107,6 @@ class SGLangServer(VLLMServer):
             finish_reason=reason,
             policy_versions=None if version is None else (version, version),
         )
-
-
-def sampling_params(arguments: Arguments) -> Arguments:
-    """The sampling parameters of a call in SGLang's words."""
-    limits = [arguments[name] for name in ("max_tokens", *MAX_TOKENS_ALIASES) if arguments.get(name) is not None]
-    given = {
-        **(arguments.get("extra_body") or {}),
-        **{key: value for key, value in arguments.items() if key not in SETTLED},
-    }
-    given.pop("max_tokens", None)
-    return {**given, **({"max_new_tokens": limits[-1]} if limits else {})}
 
 
 def _known(entries: list[TokenLogprob]) -> list[tuple[float, int]]:

@@ -75,5 +75,4 @@ def _expand_entry(entry: str) -> Iterator[str]:
 
 
 def _at(config: ServerBaseline, base_url: str) -> APIServerConfig:
-    """All that `config` says, at `base_url`."""
     return APIServerConfig(**{**config.model_dump(), "base_url": base_url})

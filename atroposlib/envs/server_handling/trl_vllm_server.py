@@ -7,10 +7,9 @@ Chat is rendered here by the tokenizer's template. Without "logprobs" it cannot 
 completion work.
 """
 
-import asyncio
 import time
 import uuid
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 from openai.types import Completion, CompletionChoice
@@ -21,7 +20,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
+from atroposlib.utils.tokenizers import encode_prompt
 
 DEFAULTS = {
     "n": 1,
@@ -45,8 +44,6 @@ class Reply(msgspec.Struct):
 class TrlVllmServer(VLLMServer):
     """Raises ValueError when the configuration has no base_url."""
 
-    supports_token_ids: ClassVar[bool] = True
-
     @property
     def health_url(self) -> str:
         return f"{self.root_url}/health/"
@@ -69,7 +66,7 @@ class TrlVllmServer(VLLMServer):
             for index, (ids, text) in enumerate(_texts(reply, tokenizer))
         ]
         return ChatCompletion(
-            id=_id("chatcmpl"),
+            id=f"chatcmpl-{uuid.uuid4()}",
             object="chat.completion",
             created=int(time.time()),
             model=self.model_name,
@@ -84,7 +81,11 @@ class TrlVllmServer(VLLMServer):
             for index, (ids, text) in enumerate(_texts(reply, tokenizer))
         ]
         return Completion(
-            id=_id("cmpl"), object="text_completion", created=int(time.time()), model=self.model_name, choices=choices
+            id=f"cmpl-{uuid.uuid4()}",
+            object="text_completion",
+            created=int(time.time()),
+            model=self.model_name,
+            choices=choices,
         )
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
@@ -112,9 +113,6 @@ class TrlVllmServer(VLLMServer):
             f"{self.name}: server_type 'trl' gives no prompt log-probabilities; use server_type 'vllm'"
         )
 
-    async def _tokenizer(self) -> Any:
-        return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
-
     async def _reply(self, prompt: str, arguments: Arguments) -> Reply:
         limit = arguments.get("max_completion_tokens")
         given = {name: arguments[name] for name in DEFAULTS if arguments.get(name) is not None}
@@ -133,7 +131,3 @@ def _texts(reply: Reply, tokenizer: Any) -> list[tuple[list[int], str]]:
 
 def _reason(ids: list[int], tokenizer: Any) -> Literal["stop", "length"]:
     return "stop" if tokenizer.eos_token_id in ids else "length"
-
-
-def _id(kind: str) -> str:
-    return f"{kind}-{uuid.uuid4()}"

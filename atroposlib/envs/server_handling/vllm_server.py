@@ -7,18 +7,14 @@ chat and text completions              through <base_url> as for any OpenAI serv
 import asyncio
 from typing import Any, ClassVar
 
-import aiohttp
 import msgspec
 import orjson
 
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
     RetryableServerError,
-    ServerUnreachableError,
-    describe,
-    status_error,
 )
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
@@ -74,8 +70,7 @@ class VLLMServer(OpenAIServer):
         return f"{self.root_url}/generate"
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
-        body = await self._body(arguments) | {"logprobs": 0}
-        reply = self._decode(await self._generate(body), GenerateReply)
+        reply = self._decode(await self._generate(await self._body(arguments) | {"logprobs": 0}), GenerateReply)
         expected = arguments.get("n") or 1
         counts = {
             len(reply.token_ids),
@@ -105,6 +100,9 @@ class VLLMServer(OpenAIServer):
             "prompt_topk_logprobs": [[logprob for _, logprob in position] for position in ranked],
         }
 
+    async def _tokenizer(self) -> Any:
+        return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
+
     async def _body(self, arguments: Arguments) -> Arguments:
         """The request for `arguments`: ids for the prompt, every sampling parameter as it came."""
         body = {
@@ -116,21 +114,13 @@ class VLLMServer(OpenAIServer):
                 body["max_tokens"] = arguments[alias]
         ids = arguments.get("input_ids")
         if ids is None:
-            tokenizer = await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
-            ids = encode_prompt(tokenizer, arguments["prompt"])
+            ids = encode_prompt(await self._tokenizer(), arguments["prompt"])
         return body | {"prompt": {"prompt_token_ids": ids}}
 
     async def _generate(self, body: Arguments) -> bytes:
-        url = self.generate_url
-        try:
-            headers = {"Content-Type": "application/json"}
-            async with self.http.post(url, data=orjson.dumps(body), headers=headers, allow_redirects=False) as reply:
-                content = await reply.read()
-        except aiohttp.ClientError as error:
-            raise ServerUnreachableError(f"{url}: {describe(error)}") from error
-        if reply.status != 200:
-            raise status_error(url, reply.status, content.decode(errors="replace"), reply.headers)
-        return content
+        headers = {"Content-Type": "application/json"}
+        async with replied(self.http, "POST", self.generate_url, data=orjson.dumps(body), headers=headers) as reply:
+            return await reply.read()
 
     def _decode(self, content: bytes, shape: type[Any]) -> Any:
         try:
