@@ -10,6 +10,7 @@ Metrics are means over the questions. With `eval_dir` they are written there as 
 `samples.jsonl`.
 """
 
+import contextlib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -122,8 +123,7 @@ class EvalBase(ABC):
         start = time.time()
         results = await gather_or_cancel([self.run_item(server_manager, item) for item in self.data])
         end = time.time()
-        names = results[0][0]
-        metrics = {name: sum(each[name] for each, _ in results) / len(results) for name in names}
+        metrics = {name: sum(each[name] for each, _ in results) / len(results) for name in results[0][0]}
         log.info("%s: %s (%.1f s)", self.task_name, metrics, end - start)
         evaluate_log(
             metrics,
@@ -169,8 +169,5 @@ async def eval_runner(eval_env: EvalBase, argv: Sequence[str] | None = None) -> 
         api_key=flags.api_key.get_secret_value(),
         health_check=False,
     )
-    servers = ServerManager([server])
-    try:
+    async with contextlib.aclosing(ServerManager([server])) as servers:
         return await eval_env(servers)
-    finally:
-        await servers.close()

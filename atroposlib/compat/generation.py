@@ -97,27 +97,23 @@ def generate(config: C, path: Path, records_of: Callable[[C, ScoredData, Any], I
 def fetch_groups(config: GenerationConfig) -> Iterator[ScoredData]:
     """Groups without end, as a trainer that trains on nothing gets them. Raises GenerationError."""
     with contextlib.closing(BatchingApi(config.api_url, config.token, Flags("--api-url", "--token"))) as api:
-        _register(config, api)
+        if _call(api, routes.INFO).batch_size > 0 and not config.take_over:
+            raise GenerationError(
+                f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
+            )
+        registration = Registration(
+            wandb_group="",
+            wandb_project="",
+            batch_size=config.group_size * config.tasks_per_step,
+            max_token_len=config.max_token_len,
+            checkpoint_dir="",
+            save_checkpoint_interval=-1,
+            starting_step=0,
+            num_steps=0,
+        )
+        _call(api, routes.REGISTER, registration)
         while True:
             yield from _next_batch(config, api)
-
-
-def _register(config: GenerationConfig, api: BatchingApi) -> None:
-    if _call(api, routes.INFO).batch_size > 0 and not config.take_over:
-        raise GenerationError(
-            f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
-        )
-    registration = Registration(
-        wandb_group="",
-        wandb_project="",
-        batch_size=config.group_size * config.tasks_per_step,
-        max_token_len=config.max_token_len,
-        checkpoint_dir="",
-        save_checkpoint_interval=-1,
-        starting_step=0,
-        num_steps=0,
-    )
-    _call(api, routes.REGISTER, registration)
 
 
 def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:
@@ -128,8 +124,9 @@ def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:
         return batch
 
     def failed(reason: str) -> GenerationError:
-        limit = f"within {config.timeout:g} s"
-        return GenerationError(f"no batch from {config.api_url} {limit}; is an environment running?")
+        return GenerationError(
+            f"no batch from {config.api_url} within {config.timeout:g} s; is an environment running?"
+        )
 
     return wait_for(attempt, Wait("a batch", config.api_url, config.timeout, failed))
 

@@ -8,12 +8,11 @@ at the API's step. While the API is down, one line is logged and metrics are rec
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from typing import TypeVar
 
 import httpx
 from pydantic import Field, SecretStr
 
-from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi, Flags
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.config import Config, load_config
 from atroposlib.envs.errors import EnvError
@@ -21,13 +20,11 @@ from atroposlib.envs.metrics import WandbSink, open_wandb
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.errors import one_line_errors
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.wire.routes import STATUS, WANDB_INFO, Route
+from atroposlib.wire.routes import STATUS, WANDB_INFO
 
 log = get_logger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
-
-R = TypeVar("R")
 
 
 class WatcherConfig(Config):
@@ -61,22 +58,18 @@ async def project(config: WatcherConfig, api: AsyncBatchingApi) -> tuple[str | N
     """(group, project) that the trainer named. Raises PeerError after the timeout."""
 
     async def attempt() -> tuple[str | None, str]:
-        named = await ask_api(api, WANDB_INFO)
+        try:
+            named = await api.call(WANDB_INFO)
+        except ApiRefused as error:
+            raise NotYet(str(error)) from None
         if not named.project:
             raise NotYet("no trainer has named one")
         return named.group, named.project
 
     remedy = "start the trainer with --use-wandb and --wandb-project, or correct --api-addr"
-    limit_s = config.startup_timeout
-    return await wait_for_peer("W&B project", config.api_addr, attempt, timeout_s=limit_s, remedy=remedy, every_s=1.0)
-
-
-async def ask_api(api: AsyncBatchingApi, route: Route[R]) -> R:
-    """The reply of the batching API. Raises NotYet when there is none."""
-    try:
-        return await api.call(route)
-    except ApiRefused as error:
-        raise NotYet(str(error)) from None
+    return await wait_for_peer(
+        "W&B project", config.api_addr, attempt, timeout_s=config.startup_timeout, remedy=remedy, every_s=1.0
+    )
 
 
 async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, float]:
@@ -96,8 +89,8 @@ async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.Asyn
     step, known = 0, dict[str, float]()
     while True:
         try:
-            step = (await ask_api(api, STATUS)).current_step
-        except NotYet as reason:
+            step = (await api.call(STATUS)).current_step
+        except (ApiRefused, ApiUnreachable) as reason:
             log.warning("Step %d still, as far as known: %s does not answer (%s)", step, config.api_addr, reason)
         found = await health(config, client)
         for name in found:

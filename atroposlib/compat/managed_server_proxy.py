@@ -16,15 +16,16 @@ import asyncio
 import contextlib
 import hmac
 import json
+import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -74,8 +75,7 @@ class ChatRequest(BaseModel):
     def arguments(self) -> JsonObject:
         """What `ManagedServer.chat_completion` is called with."""
         limit = self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
-        given = self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True)
-        return given | {"max_tokens": limit}
+        return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {"max_tokens": limit}
 
 
 @dataclass
@@ -91,54 +91,41 @@ class Session:
 
     def description(self, model_name: str) -> JsonObject:
         """Its entry in /sessions."""
-        about = {"uuid": self.uuid, "model_name": model_name, "tool_parser": self.tool_parser}
-        return about | {"base_url": self.base_url, "created_at": self.created_at}
+        return {
+            "uuid": self.uuid,
+            "model_name": model_name,
+            "tool_parser": self.tool_parser,
+            "base_url": self.base_url,
+            "created_at": self.created_at,
+        }
 
 
-class ProxyError(Exception):
-    """A reply in OpenAI's form for errors."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@contextlib.contextmanager
-def bad_request() -> Iterator[None]:
-    """A ValueError about what the client asked for is its 400."""
-    try:
-        yield
-    except ValueError as error:
-        raise ProxyError(400, str(error)) from error
-
-
+@dataclass
 class Sessions:
     """The sessions of one proxy; those unused for `timeout_s` seconds are dropped as others come."""
 
-    def __init__(self, manager: ServerManager, tokenizer: Any, timeout_s: float) -> None:
-        self.manager = manager
-        self.tokenizer = tokenizer
-        self.timeout_s = timeout_s
-        self.by_id: dict[str, Session] = {}
+    manager: ServerManager
+    tokenizer: Any
+    timeout_s: float
+    by_id: dict[str, Session] = field(default_factory=dict)
 
     def create(self, request: SessionRequest) -> Session:
-        """A new session. Raises ProxyError for a server or a tool parser that there is not."""
+        """A new session. Raises ValueError for a server or a tool parser that there is not."""
         now = time.monotonic()
         self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
-        with bad_request():
-            servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
-            route = StickyRoute(self.manager, servers)
-            managed = ManagedServer(
-                route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
-            )
+        servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
+        route = StickyRoute(self.manager, servers)
+        managed = ManagedServer(
+            route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
+        )
         session = Session(managed, request.tool_parser, request.base_url)
         self.by_id[session.uuid] = session
         return session
 
     def get(self, session_id: str) -> Session:
-        """The session. Raises ProxyError when there is none."""
+        """The session. Raises HTTPException when there is none."""
         if session_id not in self.by_id:
-            raise ProxyError(
+            raise HTTPException(
                 404,
                 f"no session {session_id}: it was never created, was deleted, or was not used for {self.timeout_s:g} s",
             )
@@ -170,9 +157,13 @@ def create_app(  # noqa: C901  its routes
 
     app.add_middleware(HostGuard, hosts=hosts, bears_token=bears_token)
 
-    @app.exception_handler(ProxyError)
-    async def proxy_error(request: Request, error: ProxyError) -> Response:
-        return _error(error.status, str(error))
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _error(error.status_code, error.detail)
+
+    @app.exception_handler(ValueError)  # about what the client asked for
+    async def bad_request(request: Request, error: ValueError) -> Response:
+        return _error(400, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
@@ -193,11 +184,12 @@ def create_app(  # noqa: C901  its routes
 
     @app.get("/servers")
     async def servers() -> JsonObject:
-        known = [
-            {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
-            for server in server_manager.servers
-        ]
-        return {"servers": known}
+        return {
+            "servers": [
+                {"base_url": server.name, "model_name": server.model_name, "healthy": server.server_healthy}
+                for server in server_manager.servers
+            ]
+        }
 
     @app.get("/sessions")
     async def list_sessions() -> JsonObject:
@@ -211,8 +203,7 @@ def create_app(  # noqa: C901  its routes
     async def chat(session_id: str, request: ChatRequest) -> JsonObject:
         managed = sessions.get(session_id).managed
         _require_messages(request)
-        with bad_request():
-            reply = await managed.chat_completion(**request.arguments())
+        reply = await managed.chat_completion(**request.arguments())
         return reply.model_dump(exclude_none=True) | {"model": model_name}
 
     @app.post("/{session_id}/v1/chat/completions/render")
@@ -238,7 +229,7 @@ def create_app(  # noqa: C901  its routes
 
 def _require_messages(request: ChatRequest) -> None:
     if not request.messages:
-        raise ProxyError(400, "messages is empty; a chat completion needs at least one")
+        raise HTTPException(400, "messages is empty; a chat completion needs at least one")
 
 
 def _error(status: int, message: str) -> JSONResponse:
@@ -280,25 +271,17 @@ def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
 async def _serve(config: ProxyConfig) -> None:
     assert config.servers is not None
     model_name, tokenizer_name, servers = read_servers(config.servers)
-    manager = ServerManager(servers)
+    tokenizer = load_tokenizer(tokenizer_name)
     hosts = OwnHosts.of(config.host, config.allowed_host)
-    app = create_app(manager, load_tokenizer(tokenizer_name), model_name, config.token, config.session_timeout, hosts)
-    log.info(
-        "Proxy for %s listens on http://%s:%d",
-        ", ".join(server.name for server in manager.servers),
-        config.host,
-        config.port,
-    )
-    try:
+    async with contextlib.aclosing(ServerManager(servers)) as manager:
+        app = create_app(manager, tokenizer, model_name, config.token, config.session_timeout, hosts)
+        names = ", ".join(server.name for server in manager.servers)
+        log.info("Proxy for %s listens on http://%s:%d", names, config.host, config.port)
         await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()
-    finally:
-        await manager.close()
 
 
 def main(argv: list[str] | None = None) -> None:
     """Serve until interrupted."""
-    import sys
-
     arguments = [
         "--servers" if argument == "--config" else argument for argument in (sys.argv[1:] if argv is None else argv)
     ]

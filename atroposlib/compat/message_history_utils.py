@@ -63,7 +63,7 @@ def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) ->
     if max((len(tokens) for tokens in step["tokens"]), default=0) <= limit:
         return step
     messages = [list(alternative) for alternative in step["messages"] or []]
-    while messages and all(_can_shorten(alternative) for alternative in messages):
+    while messages and all(len(each) - _first_turn(each) > NEVER_CUT_FROM_END for each in messages):
         messages = [_shortened(alternative) for alternative in messages]
         tokenized = [tokenize_for_trainer(tokenizer, alternative) for alternative in messages]
         if max(len(each["tokens"]) for each in tokenized) <= limit:
@@ -79,10 +79,6 @@ def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) ->
 
 def _first_turn(messages: Sequence[Any]) -> int:
     return 1 if messages and messages[0]["role"] == "system" else 0
-
-
-def _can_shorten(messages: Sequence[Any]) -> bool:
-    return len(messages) - _first_turn(messages) > NEVER_CUT_FROM_END
 
 
 def _shortened(messages: list[Any]) -> list[Any]:

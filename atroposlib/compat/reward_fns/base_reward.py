@@ -7,13 +7,10 @@ class PoliteReward(BaseReward):
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from atroposlib.compat.reward_fns.registry import registry
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
-
-R = TypeVar("R", bound=type)
 
 
 class BaseReward(RewardFunction):
@@ -27,9 +24,8 @@ class BaseReward(RewardFunction):
         return [self.score(self.get_content(completion), **kwargs) for completion in completions]
 
 
-def register_reward(name_or_class: str | R) -> Any:
+def register_reward(name_or_class: str | type) -> Any:
     """Class decorator, `@register_reward` or `@register_reward("name")`."""
-    if not isinstance(name_or_class, str):
-        return registry.register(name_or_class)
-    register: Callable[[R], R] = registry.register(name=name_or_class)
-    return register
+    if isinstance(name_or_class, str):
+        return registry.register(name=name_or_class)
+    return registry.register(name_or_class)

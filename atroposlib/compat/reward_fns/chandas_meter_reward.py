@@ -4,8 +4,7 @@ import re
 import unicodedata
 from typing import Any
 
-from atroposlib.compat.reward_fns.registry import registry
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 
 # Of one quarter verse: L a light syllable, G a heavy one, . either.
 METRES = {
@@ -27,8 +26,8 @@ LONG = {"ā", "ī", "ū", "ṝ", "e", "o", "ai", "au"}
 ASPIRATES = re.compile(r"([kgcjṭḍtdpb])h")
 
 
-@registry.register
-class ChandasMeterReward(RewardFunction):
+@register_reward
+class ChandasMeterReward(BaseReward):
     """0 to 1: the mean share of a line's syllables, in IAST, that are as `meter` wants them.
 
     The share is of the longer of the two, line and metre.
@@ -40,11 +39,8 @@ class ChandasMeterReward(RewardFunction):
             raise ValueError(f"meter {meter!r} is not known; choose one of: {', '.join(METRES)}")
         self.meter = meter
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [self._score(self.get_content(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
-        quarters = [_weights(line) for line in re.split(r"[\n|।॥]+", _composed(text)) if VOWEL.search(line)]
+    def score(self, completion: str, **kwargs: Any) -> float:
+        quarters = [quarter for quarter in map(syllables, re.split(r"[\n|।॥]+", completion)) if quarter]
         wanted = METRES[self.meter]
         shares = [
             sum(want in (".", got) for want, got in zip(wanted, quarter, strict=False)) / max(len(wanted), len(quarter))
@@ -55,17 +51,9 @@ class ChandasMeterReward(RewardFunction):
 
 def syllables(line: str) -> str:
     """L or G a syllable: heavy with a long vowel, before ṃ or ḥ, or before two consonants."""
-    return _weights(_composed(line))
-
-
-def _composed(text: str) -> str:
-    """In lower case, each letter of IAST one character."""
-    known = (letter for letter in text.lower() if "\u0300" <= letter <= "\u036f" or not unicodedata.combining(letter))
-    return unicodedata.normalize("NFC", MANY_MARKS.sub(r"\1", "".join(known)))
-
-
-def _weights(line: str) -> str:
-    text = ASPIRATES.sub(r"\1", "".join(letter for letter in line if letter.isalpha()))
+    known = (letter for letter in line.lower() if "\u0300" <= letter <= "\u036f" or not unicodedata.combining(letter))
+    composed = unicodedata.normalize("NFC", MANY_MARKS.sub(r"\1", "".join(known)))  # a letter of IAST is one character
+    text = ASPIRATES.sub(r"\1", "".join(letter for letter in composed if letter.isalpha()))
     vowels = list(VOWEL.finditer(text))
     ends = [vowel.start() for vowel in vowels[1:]] + [len(text)] * bool(vowels)
     weights = []

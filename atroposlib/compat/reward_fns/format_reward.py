@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from atroposlib.compat.reward_fns.registry import registry
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 from atroposlib.grading.extraction import all_tagged
 
 
-@registry.register
-class FormatReward(RewardFunction):
+@register_reward
+class FormatReward(BaseReward):
     """1 for a completion with something between a pair of one of `preferred_tags` (or of all, with
     `require_all_tags`), else 0.
     """
@@ -27,11 +26,9 @@ class FormatReward(RewardFunction):
         self.require_all_tags = require_all_tags
         self.case_sensitive = case_sensitive
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
+    def score(self, completion: str, **kwargs: Any) -> float:
         needed = all if self.require_all_tags else any
-        return [
-            float(needed(self._has(tag, self.get_content(each)) for tag in self.preferred_tags)) for each in completions
-        ]
+        return float(needed(self._has(tag, completion) for tag in self.preferred_tags))
 
     def _has(self, tag: str, text: str) -> bool:
         found = all_tagged(text, tag) if self.case_sensitive else all_tagged(text.lower(), tag.lower())

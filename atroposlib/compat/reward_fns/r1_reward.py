@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from atroposlib.compat.reward_fns.accuracy_reward import answer_of, is_number, marked_answer, same_answer
-from atroposlib.compat.reward_fns.registry import registry
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 from atroposlib.compat.reward_fns.reward_function import RewardFunction, one_each
 from atroposlib.grading.extraction import all_tagged
 from atroposlib.grading.grader import BlockingGrader
@@ -14,8 +14,8 @@ TAIL_CHARS = 16
 GIVING = ("is", "are", "was", "be", "becomes", "equals", "answer", "option", "choice", "choose", "pick", "it's")
 
 
-@registry.register
-class FormatReasoningReward(RewardFunction):
+@register_reward
+class FormatReasoningReward(BaseReward):
     """`reward_value` or 0: for thoughts in <think> and a response after them, as far as each is required; else 0."""
 
     def __init__(
@@ -33,17 +33,15 @@ class FormatReasoningReward(RewardFunction):
         self.require_response = require_response
         self.allow_multiple_thinking = allow_multiple_thinking
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [self.reward_value if self._fits(self.get_content(completion)) else 0.0 for completion in completions]
-
-    def _fits(self, text: str) -> bool:
-        thoughts = [found for found in all_tagged(text, "think") if found.strip()]
+    def score(self, completion: str, **kwargs: Any) -> float:
+        thoughts = [found for found in all_tagged(completion, "think") if found.strip()]
         if (self.require_thinking and not thoughts) or (len(thoughts) > 1 and not self.allow_multiple_thinking):
-            return False
-        return not self.require_response or bool(text.rpartition("</think>")[2].strip())
+            return 0.0
+        responds = completion.rpartition("</think>")[2].strip()
+        return self.reward_value if responds or not self.require_response else 0.0
 
 
-@registry.register
+@register_reward
 class AccuracyXReward(RewardFunction):
     """`reward_value` or 0: for a response after the thoughts that is the solution, or without `exact_match` answers it.
 
@@ -95,7 +93,7 @@ def _ends_with(response: str, gold: str) -> bool:
     return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", end) is not None
 
 
-@registry.register
+@register_reward
 class R1Reward(RewardFunction):
     """0 to `format_weight` + `accuracy_weight`: the one for the format and the other for the answer, added."""
 

@@ -4,8 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from atroposlib.compat.reward_fns.registry import registry
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 
 PATTERNS = {
     "numbered_steps": re.compile(r"(?im)^[ \t]*(?:step[ \t]+[0-9]+|[0-9]+[.)])"),
@@ -16,8 +15,8 @@ PATTERNS = {
 WEIGHTS = {"numbered_steps": 0.5, "bullet_points": 0.3, "sequence_indicators": 0.2, "logical_connectors": 0.2}
 
 
-@registry.register
-class ReasoningStepsReward(RewardFunction):
+@register_reward
+class ReasoningStepsReward(BaseReward):
     """0 to 1: 0 below `min_words` words, else `base_score`, and per pattern its weight times count over `min_steps`."""
 
     def __init__(
@@ -38,12 +37,9 @@ class ReasoningStepsReward(RewardFunction):
         self.base_score = base_score
         self.pattern_weights = {**WEIGHTS, **(pattern_weights or {})}
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [self._score(self.get_content(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
-        if len(text.split()) < self.min_words:
+    def score(self, completion: str, **kwargs: Any) -> float:
+        if len(completion.split()) < self.min_words:
             return 0.0
-        counts = {name: len(pattern.findall(text)) for name, pattern in PATTERNS.items()}
+        counts = {name: len(pattern.findall(completion)) for name, pattern in PATTERNS.items()}
         shares = (self.pattern_weights[name] * min(1.0, count / self.min_steps) for name, count in counts.items())
         return min(1.0, self.base_score + sum(shares))

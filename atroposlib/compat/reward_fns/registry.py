@@ -1,8 +1,7 @@
 """Rewards by name."""
 
 import importlib
-import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
@@ -77,13 +76,10 @@ class RewardRegistry:
         """A reward by name, or by {"type": name, "weight": ..., "params": {...}}; `defaults` stand below the
         configuration.
         """
-        if isinstance(name_or_config, str):
-            name, given = name_or_config, {}
-        else:
-            given = {key: value for key, value in name_or_config.items() if key not in ("type", "params")}
-            name, given = name_or_config["type"], given | dict(name_or_config.get("params") or {})
-        found = self.get(name)
-        parameters = {**defaults, **given}
+        config = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
+        found = self.get(config.pop("type"))
+        params = config.pop("params", None) or {}
+        parameters = {**defaults, **config, **params}
         reward: RewardFunction = found(**parameters) if isinstance(found, type) else FunctionReward(found, **parameters)
         return reward
 
@@ -95,8 +91,7 @@ class RewardRegistry:
         """Load what the `reward_functions` (or `reward_funcs`) of a configuration name, so that a wrong name shows at
         once.
         """
-        wanted: Iterable[Any] = config.get("reward_functions") or config.get("reward_funcs") or []
-        for each in wanted:
+        for each in config.get("reward_functions") or config.get("reward_funcs") or []:
             self.get(each if isinstance(each, str) else each["type"])
 
 

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atroposlib.compat.reward_fns.registry import registry
-from atroposlib.compat.reward_fns.reward_function import RewardFunction
+from atroposlib.compat.reward_fns.base_reward import BaseReward, register_reward
 
 WEIGHTS = {"paragraph": 0.4, "sentence": 0.3, "word": 0.1, "phrase": 0.2}
 STOPWORDS = frozenset(
@@ -15,8 +14,8 @@ STOPWORDS = frozenset(
 PHRASE_WORDS = 4
 
 
-@registry.register
-class RepetitionPenaltyReward(RewardFunction):
+@register_reward
+class RepetitionPenaltyReward(BaseReward):
     """-1 to 0: 0 for text that repeats nothing; a text too short to tell costs `short_text_penalty`.
 
     The weighted share of repeated paragraphs, sentences, words (without `stopwords`, beyond a third) and phrases of
@@ -44,17 +43,14 @@ class RepetitionPenaltyReward(RewardFunction):
         self.component_weights = {**WEIGHTS, **(component_weights or {})}
         self.stopwords = STOPWORDS if stopwords is None else stopwords
 
-    def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return [self._score(self.get_content(completion)) for completion in completions]
-
-    def _score(self, text: str) -> float:
-        words = re.findall(r"\w+", text.lower())
-        sentences = _parts(r"(?<=[.!?])\s", text)
+    def score(self, completion: str, **kwargs: Any) -> float:
+        words = re.findall(r"\w+", completion.lower())
+        sentences = _parts(r"(?<=[.!?])\s", completion)
         if len(words) < self.min_words or len(sentences) < self.min_sentences:
             return self.short_text_penalty
         content = [word for word in words if word not in self.stopwords]
         shares = {
-            "paragraph": _repeated(_parts(r"\n\s*\n", text)),
+            "paragraph": _repeated(_parts(r"\n\s*\n", completion)),
             "sentence": _repeated(sentences),
             "word": max(0.0, 1.5 * _repeated(content) - 0.5),
             "phrase": _repeated(
