@@ -86,8 +86,9 @@ class Guard:
             None,
         )
         try:
-            if task in EVALUATED:
-                self._read(answer)
+            if task in EVALUATED:  # code is rejected even where evaluation would stumble over it
+                with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+                    self.rejected = forbidden_syntax(ast.walk(ast.parse(answer[:LONGEST])), self._names)
             yield
         finally:
             self._names = None
@@ -112,11 +113,6 @@ class Guard:
     def _literal(self, text: str) -> Any:
         """The value of `text`, made of values and operators. Names have no value, not even the scorer's own."""
         return eval(self._compiled(text, frozenset(), strings=True), {"__builtins__": {}})
-
-    def _read(self, answer: str) -> None:
-        """Reject an answer that is code, even where evaluation would stumble over it."""
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-            self.rejected = forbidden_syntax(list(ast.walk(ast.parse(answer[:LONGEST]))), self._names or frozenset())
 
     def _compiled(self, text: str, names: frozenset[str], strings: bool) -> CodeType:
         if len(text) > LONGEST:

@@ -29,15 +29,12 @@ def answer_requests(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         replies.flush()
         for line in sys.stdin:
             request = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, request["time_limit_s"])
-            _limit_cpu_time(request["time_limit_s"])
+            limit_s = request["time_limit_s"]
+            signal.setitimer(signal.ITIMER_REAL, limit_s)
+            # CPU time from now on, rounded up to the kernel's whole seconds
+            _, most = resource.getrlimit(resource.RLIMIT_CPU)
+            resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + limit_s) + 1, most))
             reply = answer(request)
             signal.setitimer(signal.ITIMER_REAL, 0)
             replies.write(json.dumps({"id": request["id"], **reply}) + "\n")
             replies.flush()
-
-
-def _limit_cpu_time(seconds: float) -> None:
-    """Let this process use no more than `seconds` of CPU time from now on, rounded up to the kernel's whole seconds."""
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + seconds) + 1, most))

@@ -21,7 +21,8 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
 
     def read(text: str, mode: str) -> list[Any]:
         found = parse(f"\\boxed{{{text}}}", extraction_config=extraction, extraction_mode=mode, parsing_timeout=None)
-        return _parsed(found)
+        # The texts that math-verify adds to the expressions would match by spelling alone.
+        return [expression for expression in found if not isinstance(expression, str)]
 
     gold = read(gold_text, "any_match")
     if not gold:
@@ -69,11 +70,6 @@ def _is_consistent(left: Any, right: Any, verify: Any) -> bool:
     if left.free_symbols <= right.free_symbols:
         return bool(verify(left, right, timeout_seconds=None, raise_on_error=True))
     return not (isinstance(left, Mul) and any(factor.is_number for factor in left.args))
-
-
-def _parsed(found: list[Any]) -> list[Any]:
-    """The expressions that were understood; the texts that math-verify adds to them would match by spelling alone."""
-    return [expression for expression in found if not isinstance(expression, str)]
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import re
 from collections import deque
 
 BOXED = "\\boxed{"
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # or an escaped character, which is none
 # 12, -3, -$3, 1,234 and 0.5. A hyphen after a digit or letter is a dash, not a sign: "3-4" ends with 4.
 NUMBER = re.compile(
     r"(?P<sign>(?<![\w.)])[-\u2212\u2013\uff0d][$€£]?)?"
@@ -62,14 +63,8 @@ def all_tagged(text: str, tag: str) -> list[str]:
 
 def _up_to_closing_brace(text: str, start: int, end: int) -> str | None:
     depth = 1
-    position = start
-    while position < end:
-        character = text[position]
-        if character == "\\":
-            position += 2
-            continue
-        depth += (character == "{") - (character == "}")
+    for found in BRACE.finditer(text, start, end):
+        depth += (found[0] == "{") - (found[0] == "}")
         if depth == 0:
-            return text[start:position]
-        position += 1
+            return text[start : found.start()]
     return None

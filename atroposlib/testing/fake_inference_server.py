@@ -99,8 +99,7 @@ class FakeInferenceServer:
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        await site.start()
+        await web.TCPSite(self._runner, self.host, self.port).start()
         self.port = self._runner.addresses[0][1]
 
     async def close(self) -> None:
@@ -182,22 +181,14 @@ class FakeInferenceServer:
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids = chat_ids(self.tokenizer, body["messages"], add_generation_prompt=True)
-        samples = self._sample(ids, body)
-        choices = [
-            {"index": index, "finish_reason": reason, "message": {"role": "assistant", "content": self._text(tokens)}}
-            for index, (tokens, reason) in enumerate(samples)
-        ]
-        return web.json_response(self._openai_reply("chat.completion", choices, ids, samples))
+        return self._openai_reply(
+            "chat.completion", body, ids, lambda text: {"message": {"role": "assistant", "content": text}}
+        )
 
     async def _completion(self, request: web.Request) -> web.Response:
         body = await request.json()
         ids = self.tokenizer.encode(body["prompt"])
-        samples = self._sample(ids, body)
-        choices = [
-            {"index": index, "finish_reason": reason, "text": self._text(tokens)}
-            for index, (tokens, reason) in enumerate(samples)
-        ]
-        return web.json_response(self._openai_reply("text_completion", choices, ids, samples))
+        return self._openai_reply("text_completion", body, ids, lambda text: {"text": text})
 
     # --- replies --------------------------------------------------------------------------------------------------
 
@@ -217,22 +208,22 @@ class FakeInferenceServer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _openai_reply(
-        self, kind: str, choices: list[dict[str, Any]], prompt_ids: list[int], samples: list[tuple[list[int], str]]
-    ) -> dict[str, Any]:
+        self, kind: str, body: dict[str, Any], prompt_ids: list[int], shown: Callable[[str], dict[str, Any]]
+    ) -> web.Response:
+        """`shown` is how a choice holds its text."""
+        samples = self._sample(prompt_ids, body)
+        choices = [
+            {"index": index, "finish_reason": reason, **shown(self._text(tokens))}
+            for index, (tokens, reason) in enumerate(samples)
+        ]
         completion = sum(len(tokens) for tokens, _ in samples)
         usage = {
             "prompt_tokens": len(prompt_ids),
             "completion_tokens": completion,
             "total_tokens": len(prompt_ids) + completion,
         }
-        return {
-            "id": "fake",
-            "object": kind,
-            "created": int(time.time()),
-            "model": self.model_name,
-            "choices": choices,
-            "usage": usage,
-        }
+        about = {"id": "fake", "object": kind, "created": int(time.time()), "model": self.model_name}
+        return web.json_response({**about, "choices": choices, "usage": usage})
 
 
 class FakeServerConfig(Config):

@@ -28,32 +28,17 @@ def tokenize_for_trainer(
     if not chat:
         raise ValueError("tokenize_for_trainer got an empty chat; it needs at least one message")
     tokens = chat_ids(tokenizer, chat)
-    masks = (
-        _mask_all_turns(tokenizer, chat, tokens)
-        if train_on_all_assistant_turns
-        else _mask_last_turn(tokenizer, chat, tokens)
-    )
+    last = len(chat) - 1
+    trained = [turn for turn, message in enumerate(chat) if message["role"] in TRAINED_ROLES]
+    masks = [NOT_TRAINED] * len(tokens)
+    for turn in trained if train_on_all_assistant_turns else [last]:
+        start = _prompt_length(tokenizer, chat, turn, tokens)
+        end = len(tokens) if turn == last else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
+        masks[start:end] = tokens[start:end]
     if finish_reason == "length":
         tokens, masks = _without_ending(tokenizer, tokens, masks)
     result: dict[str, Any] = {"tokens": tokens, "masks": masks}
     return result | {"messages": chat} if include_messages else result
-
-
-def _mask_last_turn(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
-    start = _prompt_length(tokenizer, chat, len(chat) - 1, tokens)
-    return [NOT_TRAINED] * start + tokens[start:]
-
-
-def _mask_all_turns(tokenizer: Any, chat: Sequence[Message], tokens: list[int]) -> list[int]:
-    masks = [NOT_TRAINED] * len(tokens)
-    for turn, message in enumerate(chat):
-        if message["role"] in TRAINED_ROLES:
-            start = _prompt_length(tokenizer, chat, turn, tokens)
-            end = (
-                len(tokens) if turn == len(chat) - 1 else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
-            )
-            masks[start:end] = tokens[start:end]
-    return masks
 
 
 def _prompt_length(tokenizer: Any, chat: Sequence[Message], turn: int, tokens: list[int]) -> int:
@@ -66,10 +51,8 @@ def _prompt_length(tokenizer: Any, chat: Sequence[Message], turn: int, tokens: l
 
 def _shared_length(prefix: list[int], tokens: list[int]) -> int:
     """Length of the common start: a template may render a turn differently once others follow it."""
-    for position, (left, right) in enumerate(zip(prefix, tokens, strict=False)):
-        if left != right:
-            return position
-    return min(len(prefix), len(tokens))
+    pairs = enumerate(zip(prefix, tokens, strict=False))
+    return next((position for position, (left, right) in pairs if left != right), min(len(prefix), len(tokens)))
 
 
 def _without_ending(tokenizer: Any, tokens: list[int], masks: list[int]) -> tuple[list[int], list[int]]:

@@ -56,15 +56,23 @@ def _load(name: str) -> Any:
     start = time.monotonic()
     log.info("Loading the tokenizer of %s", name)
     folder = _local_folder(name)
-    tokenizer = _load_fast(folder) if (folder / "tokenizer.json").is_file() else _load_any(folder)
+    tokenizer: Any
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    else:
+        from transformers import AutoTokenizer  # which imports torch if it is installed
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
     log.info("Loaded the tokenizer of %s in %.1f s", name, time.monotonic() - start)
     return tokenizer
 
 
 def chat_ids(tokenizer: Tokenizer, messages: Sequence[Any], **kwargs: Any) -> list[int]:
     """Token ids of the templated `messages`, under any version of transformers and any tokenizer."""
-    templated = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs)
-    return list(templated)
+    return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **kwargs))
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
@@ -88,21 +96,3 @@ def _local_folder(name: str) -> Path:
         raise OSError(
             f"no tokenizer for {name!r}: neither a local folder nor a model the hub gives; set tokenizer_name to one"
         ) from error
-
-
-def _load_fast(folder: Path) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return _returning_lists(PreTrainedTokenizerFast.from_pretrained(folder))
-
-
-def _load_any(folder: Path) -> Any:
-    """For folders without a tokenizer.json; this is the path on which transformers imports torch if it is installed."""
-    from transformers import AutoTokenizer
-
-    return _returning_lists(AutoTokenizer.from_pretrained(folder))
-
-
-def _returning_lists(tokenizer: Any) -> Any:
-    tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, return_dict=False)
-    return tokenizer

@@ -2,7 +2,8 @@
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from atroposlib.grading.extraction import all_tagged
@@ -51,14 +52,9 @@ def parse_tool_call(
 
 def _as_mapping(text: str) -> dict[str, Any] | None:
     """The JSON object in `text`, or the Python literal that models write instead."""
-    for read in (_read_json, ast.literal_eval):
-        try:
+    readers: tuple[Callable[[str], Any], ...] = (json.JSONDecoder(strict=False).decode, ast.literal_eval)
+    for read in readers:
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             value = read(text)
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            continue
-        return value if isinstance(value, dict) else None
+            return value if isinstance(value, dict) else None
     return None
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text, strict=False)
