@@ -15,7 +15,7 @@ Every `main` runs inside `one_line_errors`, which prints the line and exits.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 from atroposlib.logs import print_error
@@ -29,7 +29,6 @@ class AtroposError(RuntimeError):
     exit_status: ClassVar[int] = 1
 
 
-@contextmanager
 def reaching(
     peer: str,
     raises: MakeError,
@@ -37,35 +36,30 @@ def reaching(
     remedy: str = "",
     also: tuple[type[Exception], ...] = (),
     limit_s: float | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Ask another process. An OSError (no connection, a timeout), a reply that cannot be decoded (ValueError), or an
     error of the HTTP library (`also`) becomes `raises("PEER: REASON; REMEDY")`. `limit_s` is the timeout of the
     request, for the reason of a timeout.
     """
-    with _as_one_line(peer, raises, remedy, (OSError, ValueError, *also), limit_s):
-        yield
+    return _as_one_line(peer, raises, remedy, (OSError, ValueError, *also), limit_s)
 
 
-@contextmanager
 def reading(
     what: str, raises: MakeError, *, remedy: str = "", also: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Read a file, or write one. An OSError, content that cannot be decoded (ValueError, RecursionError, EOFError), or
     an error of the format's library (`also`) becomes `raises("WHAT: REASON; REMEDY")`.
     """
-    with _as_one_line(what, raises, remedy, (OSError, ValueError, RecursionError, EOFError, *also)):
-        yield
+    return _as_one_line(what, raises, remedy, (OSError, ValueError, RecursionError, EOFError, *also))
 
 
-@contextmanager
 def loading(
     library: str, raises: MakeError, *, remedy: str = "", also: tuple[type[Exception], ...] = ()
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Import a library, or let it load what only it can. An ImportError, OSError, RuntimeError, ValueError or KeyError
     (a release that differs) becomes `raises("LIBRARY: REASON; REMEDY")`.
     """
-    with _as_one_line(library, raises, remedy, (ImportError, OSError, RuntimeError, ValueError, KeyError, *also)):
-        yield
+    return _as_one_line(library, raises, remedy, (ImportError, OSError, RuntimeError, ValueError, KeyError, *also))
 
 
 @contextmanager
@@ -73,10 +67,9 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
     """Around the body of a `main`: an AtroposError (or one of `also`) is printed as `PROG: error: LINE` and ends the
     process with the error's exit status; Ctrl-C ends it with 130.
     """
-    kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
         yield
-    except kinds as error:
+    except (AtroposError, *also) as error:
         print_error(prog, error)
         raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
     except KeyboardInterrupt:

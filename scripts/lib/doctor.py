@@ -200,7 +200,8 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
                 available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running
             )
         if mode.owns_vllm:
-            folder = nearest_folder(config.save_path)
+            path = config.save_path.absolute()
+            folder = next(folder for folder in [path, *path.parents] if folder.exists())
             yield checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
         for server in servers:
             if server.manifest:
@@ -236,11 +237,11 @@ def ask(url: str, key: str | None) -> Answer:
 
 def find_listeners() -> dict[int, Listener]:
     """Who listens on each port of this machine."""
-    found = {}
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN:
-            found[connection.laddr.port] = Listener(connection.pid, command_of(connection.pid))
-    return found
+    return {
+        connection.laddr.port: Listener(connection.pid, command_of(connection.pid))
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def command_of(pid: int | None) -> str:
@@ -292,11 +293,6 @@ def resolve(host: str) -> str | None:
     with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
     return None
-
-
-def nearest_folder(path: Path) -> Path:
-    """`path`, or the first of its parents that exists."""
-    return next(folder for folder in [path.absolute(), *path.absolute().parents] if folder.exists())
 
 
 def read_model(name: str) -> Model | None:

@@ -272,7 +272,6 @@ def check_server(mode: type[Mode], where: str, local: bool, listener: Listener |
 
 
 def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Finding:
-    """A vLLM server of ours that answers, by its status."""
     if mode.adapters != ("max_lora_rank" in status):
         how = "with --enable-lora --max-lora-rank 16" if mode.adapters else "without --enable-lora"
         return Finding(
@@ -374,11 +373,8 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
     """/dev/shm holds vLLM's queues to its workers, always on CPUs; weights that are shared are not in it."""
     need = 64 * MIB + (QUEUE_BYTES if separate_workers else 0)
     shown = f"{_size(free)} free, {_size(need)} needed"
-    if free < need:
-        return Finding(
-            "fail", "/dev/shm", shown, "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)"
-        )
-    return Finding("ok", "/dev/shm", shown)
+    remedy = "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)"
+    return _enough("/dev/shm", free, need, shown, remedy)
 
 
 def check_memory(
@@ -395,9 +391,7 @@ def check_memory(
     )
     need = trainer + vllm + PROCESSES_BYTES
     shown = f"{_size(available)} available, about {_size(need)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
-    if available < need:
-        return Finding("fail", "memory", shown, "a smaller model, a lower VLLM_CPU_KVCACHE_SPACE, or mode lora")
-    return Finding("ok", "memory", shown)
+    return _enough("memory", available, need, shown, "a smaller model, a lower VLLM_CPU_KVCACHE_SPACE, or mode lora")
 
 
 def check_gpu_memory(
@@ -415,18 +409,21 @@ def check_gpu_memory(
         need[rank] += model.parameters * mode.trainer_bytes(DTYPE_BYTES[served_dtype]) // len(trainer_ranks)
     gpu, most = min(zip(gpus, need, strict=True), key=lambda pair: pair[0].free - pair[1])
     shown = f"GPU {gpu.index} ({gpu.name}): {_size(gpu.free)} free, about {_size(most)} needed beside the KV cache"
-    if gpu.free < most:  # more GPUs would not help: the trainer is on one
-        return Finding("fail", "GPU memory", shown, "end what runs there, take a smaller model, or mode lora")
-    return Finding("ok", "GPU memory", shown)
+    # more GPUs would not help: the trainer is on one
+    return _enough("GPU memory", gpu.free, most, shown, "end what runs there, take a smaller model, or mode lora")
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:
     """Two checkpoints of weights and, where all of them are trained, moments."""
     need = 2 * model.parameters * (1 if mode.trains_adapter else 12)
     shown = f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}"
+    return _enough("disk", free, need, shown, "free some, or give the trainer another --save-path")
+
+
+def _enough(check: str, free: int, need: int, shown: str, remedy: str) -> Finding:
     if free < need:
-        return Finding("fail", "disk", shown, "free some, or give the trainer another --save-path")
-    return Finding("ok", "disk", shown)
+        return Finding("fail", check, shown, remedy)
+    return Finding("ok", check, shown)
 
 
 def _size(count: int) -> str:
