@@ -67,9 +67,10 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
     """Around the body of a `main`: an AtroposError (or one of `also`) is printed as `PROG: error: LINE` and ends the
     process with the error's exit status; Ctrl-C ends it with 130.
     """
+    kinds: tuple[type[Exception], ...] = (AtroposError, *also)
     try:
         yield
-    except (AtroposError, *also) as error:
+    except kinds as error:
         print_error(prog, error)
         raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
     except KeyboardInterrupt:

@@ -21,7 +21,6 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 from openai.types.completion_usage import CompletionUsage
 
-from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.dispatch import Split
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
@@ -33,6 +32,7 @@ from atroposlib.envs.server_handling.sequence_book import (
     fresh_prompt,
     unsampled_prompt,
 )
+from atroposlib.envs.server_handling.server_baseline import InferenceCalls
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import NOT_TRAINED

@@ -11,7 +11,6 @@ import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from atroposlib.envs.server_handling.calls import merge_replies
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
@@ -23,7 +22,7 @@ from atroposlib.envs.server_handling.errors import (
 )
 from atroposlib.envs.server_handling.reasoning import OPENAI_URL, ReasoningConfig, is_openai
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledTokens
-from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig
+from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, merge_replies
 from atroposlib.envs.server_handling.server_config import ServerEnvironment
 from atroposlib.logs import get_logger
 

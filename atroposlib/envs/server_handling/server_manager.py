@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.server_handling.calls import InferenceCalls
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
-from atroposlib.envs.server_handling.server_baseline import APIServer
+from atroposlib.envs.server_handling.server_baseline import APIServer, InferenceCalls
 from atroposlib.envs.server_handling.server_config import (
     APIServerConfig,
     ServerBaseline,
@@ -104,7 +103,7 @@ class ServerManager(InferenceCalls):
         return ServerEnvironment()
 
     @functools.cached_property
-    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher]]:
+    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
         return {}
 
     @property
@@ -115,7 +114,7 @@ class ServerManager(InferenceCalls):
     def model_name(self) -> str:
         return self.servers[0].model_name
 
-    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher]:
+    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher[APIServer]]:
         """The queues of calls for any of `servers`, the same for the same servers."""
         key = tuple(servers)
         if key not in self._dispatchers:
