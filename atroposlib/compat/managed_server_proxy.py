@@ -83,8 +83,7 @@ class Session:
     """One conversation's (or rollout's) ManagedServer."""
 
     managed: ManagedServer
-    tool_parser: str | None
-    base_url: str | None
+    request: SessionRequest
     created_at: float = field(default_factory=time.time)
     used_at: float = field(default_factory=time.monotonic)
     uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -94,8 +93,8 @@ class Session:
         return {
             "uuid": self.uuid,
             "model_name": model_name,
-            "tool_parser": self.tool_parser,
-            "base_url": self.base_url,
+            "tool_parser": self.request.tool_parser,
+            "base_url": self.request.base_url,
             "created_at": self.created_at,
         }
 
@@ -118,7 +117,7 @@ class Sessions:
         managed = ManagedServer(
             route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
         )
-        session = Session(managed, request.tool_parser, request.base_url)
+        session = Session(managed, request)
         self.by_id[session.uuid] = session
         return session
 

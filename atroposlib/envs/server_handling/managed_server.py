@@ -25,7 +25,6 @@ from atroposlib.envs.server_handling.chat_rendering import render_chat
 from atroposlib.envs.server_handling.dispatch import Split
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.sequence_book import (
-    Prompt,
     SequenceKeeper,
     SequenceNode,
     extended_prompt,
@@ -197,7 +196,7 @@ class ManagedServer(SequenceKeeper):
 
     async def _sample(
         self, text: str, n: int, split: Split, sampling: Arguments, *, templated: bool, shows_special: bool = False
-    ) -> tuple[Prompt, SampledTokens, list[str]]:
+    ) -> tuple[SequenceNode, SampledTokens, list[str]]:
         """Sample n continuations of `text`, keep them as nodes, and return them with their visible texts."""
         if sampling.get("stream"):
             raise ValueError("stream=True is not supported: tokens are kept when a completion is whole")
@@ -218,13 +217,13 @@ class ManagedServer(SequenceKeeper):
         return prompt, sampled, texts
 
 
-def _node(prompt: Prompt, sequence: SampledSequence, text: str) -> SequenceNode:
+def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> SequenceNode:
     versions = sequence.policy_versions
-    if versions is not None and prompt.has_sampled:
-        earlier = prompt.policy_versions
+    if versions is not None and prompt.metadata:
+        earlier = prompt.metadata["policy_versions"]
         versions = (min(earlier[0], versions[0]), max(earlier[1], versions[1])) if earlier is not None else None
     return SequenceNode(
-        full_text=prompt.text + text,
+        full_text=prompt.full_text + text,
         tokens=prompt.tokens + sequence.token_ids,
         masked_tokens=prompt.masked_tokens + sequence.token_ids,
         logprobs=prompt.logprobs + sequence.logprobs,
@@ -242,7 +241,7 @@ def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:
     return "length" if sequence.finish_reason == "length" else "stop"
 
 
-def _usage(prompt: Prompt, sampled: SampledTokens) -> CompletionUsage:
+def _usage(prompt: SequenceNode, sampled: SampledTokens) -> CompletionUsage:
     completion = sum(len(sequence.token_ids) for sequence in sampled.sequences)
     total = len(prompt.tokens) + completion
     return CompletionUsage(prompt_tokens=len(prompt.tokens), completion_tokens=completion, total_tokens=total)

@@ -4,7 +4,6 @@ again.
 
 import bisect
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -16,7 +15,7 @@ State = dict[str, Any]  # of a managed server, as `get_state` returns it
 
 
 class SequenceNode(BaseModel):
-    """One sequence: prompt and completions, over all turns of a conversation.
+    """One sequence: prompt and completions, over all turns of a conversation; or a prompt that is yet to be continued.
 
     tokens, masked_tokens and logprobs have one length. masked_tokens repeats each sampled id and is -100 elsewhere;
     logprobs is 1.0 elsewhere. full_text is the prompt's text and the completion's without its special tokens.
@@ -31,21 +30,7 @@ class SequenceNode(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What the model is shown: the ids of `text`, of which those carried over from an earlier turn keep mask and
-    log-probability.
-    """
-
-    text: str
-    tokens: list[int]
-    masked_tokens: list[int]
-    logprobs: list[float]
-    policy_versions: tuple[int, int] | None
-    has_sampled: bool
-
-
-def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
+def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> SequenceNode:
     """A prompt that continues nothing. A templated text brings its own special tokens, a raw one gets the
     tokenizer's.
     """
@@ -54,14 +39,19 @@ def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> Prompt:
     )
 
 
-def unsampled_prompt(text: str, tokens: list[int]) -> Prompt:
+def unsampled_prompt(text: str, tokens: list[int]) -> SequenceNode:
     """A prompt of these ids; once the server has replied, of those that it says the model saw."""
-    return Prompt(text, tokens, [NOT_TRAINED] * len(tokens), [NO_LOGPROB] * len(tokens), None, has_sampled=False)
+    return SequenceNode(
+        full_text=text,
+        tokens=tokens,
+        masked_tokens=[NOT_TRAINED] * len(tokens),
+        logprobs=[NO_LOGPROB] * len(tokens),
+    )
 
 
-def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Prompt:
+def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> SequenceNode:
     """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text
-    alone.
+    alone. Its metadata hold the parent's policy_versions; those of a prompt without sampled tokens are empty.
 
     When the completion ended with a special token (the end of its turn) and the added text begins with that token's
     text, the sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what
@@ -75,14 +65,12 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Pr
     elif ending:
         kept -= 1
     added = tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
-    versions = parent.metadata.get("policy_versions")
-    return Prompt(
-        text,
-        parent.tokens[:kept] + added,
-        parent.masked_tokens[:kept] + [NOT_TRAINED] * len(added),
-        parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
-        (versions[0], versions[1]) if versions else None,
-        has_sampled=True,
+    return SequenceNode(
+        full_text=text,
+        tokens=parent.tokens[:kept] + added,
+        masked_tokens=parent.masked_tokens[:kept] + [NOT_TRAINED] * len(added),
+        logprobs=parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
+        metadata={"policy_versions": parent.metadata.get("policy_versions")},
     )
 
 

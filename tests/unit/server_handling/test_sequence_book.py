@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.sequence_book import (
     ListBook,
-    Prompt,
     SequenceNode,
     TreeBook,
     extended_prompt,
@@ -19,9 +18,9 @@ END = TOKENIZER.eos_token_id
 LETTERS = st.text("abc", max_size=6)
 
 
-def node_of(prompt: Prompt, sampled: list[int]) -> SequenceNode:
+def node_of(prompt: SequenceNode, sampled: list[int]) -> SequenceNode:
     return SequenceNode(
-        full_text=prompt.text + TOKENIZER.decode(sampled, skip_special_tokens=True),
+        full_text=prompt.full_text + TOKENIZER.decode(sampled, skip_special_tokens=True),
         tokens=prompt.tokens + sampled,
         masked_tokens=prompt.masked_tokens + sampled,
         logprobs=prompt.logprobs + [-0.5] * len(sampled),
@@ -53,7 +52,7 @@ def test_the_ids_say_what_the_prompt_says_and_sampled_ones_are_carried(
         assert TOKENIZER.decode(prompt.tokens) == text
         assert [token for token in prompt.masked_tokens if token != NOT_TRAINED] == kept
         assert len(prompt.tokens) == len(prompt.masked_tokens) == len(prompt.logprobs)
-        assert prompt.policy_versions == (1, 2)
+        assert prompt.metadata == {"policy_versions": [1, 2]}
 
 
 def _leaf(text: str) -> SequenceNode:
