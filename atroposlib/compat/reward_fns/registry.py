@@ -76,7 +76,7 @@ class RewardRegistry:
         """A reward by name, or by {"type": name, "weight": ..., "params": {...}}; `defaults` stand below the
         configuration.
         """
-        config = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
+        config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
         found = self.get(config.pop("type"))
         params = config.pop("params", None) or {}
         parameters = {**defaults, **config, **params}
