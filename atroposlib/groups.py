@@ -69,7 +69,7 @@ def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
     if isinstance(group, ScoredData):
         group = {name: None if (value := getattr(group, name)) is UNSET else value for name in CHECKED_FIELDS}
     if not isinstance(group, Mapping):
-        raise Untrainable(f"{_shown(group)} is not an object")
+        raise Untrainable(f"{shown(group)} is not an object")
     if needs.trainable_only:
         _check_trainable(group, needs.vocab_size)
     elif needs.vocab_size is not None:
@@ -145,7 +145,7 @@ def _rows(name: str, lists: list[Any], kind: Literal["q", "d"]) -> _Rows:
             with suppress(TypeError, OverflowError):
                 fitting.extend(row)
             position, number = len(fitting), "a number" if kind == "d" else "an integer of 64 bits"
-            raise Untrainable(f"{_shown(row[position])} is not {number}", name, index, position) from None
+            raise Untrainable(f"{shown(row[position])} is not {number}", name, index, position) from None
     return _Rows(name, np.asarray(column), np.asarray(lengths, dtype=np.int64))
 
 
@@ -156,7 +156,7 @@ def _list(value: Any, *where: str | int) -> list[Any]:
         return list(value)
     if isinstance(value, np.ndarray) and value.ndim:
         return list(value.tolist())
-    raise Untrainable(f"{_shown(value)} is not a list", *where)
+    raise Untrainable(f"{shown(value)} is not a list", *where)
 
 
 def _required(group: Mapping[str, Any], name: str) -> list[Any]:
@@ -202,8 +202,9 @@ def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
         good = (values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)
         rows.expect(~sampled | good, f"is no log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0")
     if not -MIN_LOGPROB >= max(values.max(initial=0.0), -values.min(initial=0.0)):
-        rule = "is no log-probability, nor the 1.0 of a token that was not sampled"
-        rows.expect(np.abs(values) <= -MIN_LOGPROB, rule)
+        rows.expect(
+            np.abs(values) <= -MIN_LOGPROB, "is no log-probability, nor the 1.0 of a token that was not sampled"
+        )
 
 
 def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:
@@ -212,8 +213,12 @@ def _check_advantages(group: Mapping[str, Any], tokens: _Rows) -> None:
     rows = _rows("advantages", given, "d")
     expect_count(rows.name, len(rows.lengths), len(tokens.lengths))
     for index in np.flatnonzero((rows.lengths != tokens.lengths) & (rows.lengths != 1))[:1].tolist():
-        given_tokens = f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence"
-        raise Untrainable(f"{given_tokens}; give one for the sequence, or one per token", rows.name, index)
+        raise Untrainable(
+            f"{rows.lengths[index]} entries for the {tokens.lengths[index]} tokens of this sequence; "
+            "give one for the sequence, or one per token",
+            rows.name,
+            index,
+        )
     rows.expect(np.abs(rows.values) <= MAX_MAGNITUDE, f"is not a number from -{MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}")
 
 
@@ -242,13 +247,13 @@ def _check_object(settings: Any, *where: str | int) -> None:
     if settings is None:
         return
     if not isinstance(settings, Mapping):
-        raise Untrainable(f"{_shown(settings)} is not an object", *where)
+        raise Untrainable(f"{shown(settings)} is not an object", *where)
     for name, (will_do, rule) in SETTINGS.items():
         value = settings.get(name)
         if value is not None and not (
             isinstance(value, numbers.Real) and not isinstance(value, bool) and will_do(value)
         ):
-            raise Untrainable(f"{_shown(value)} is not {rule}", *where, name)
+            raise Untrainable(f"{shown(value)} is not {rule}", *where, name)
 
 
 def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
@@ -265,7 +270,7 @@ def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (list, tuple, dict, np.ndarray)):
         return f"{type(value).__name__} of {np.size(value) if isinstance(value, np.ndarray) else len(value)} entries"

@@ -132,9 +132,9 @@ class HostGuard:
                 f"Host {_shown(given[0])} is not a name of this server ({self.hosts}): ask under one of those, "
                 f"or start it with --allowed-host {host[0]}"
             )
-        if any(not _is_origin_of(origin, host) for origin in _values(headers, b"origin")):
-            return 403, "web pages of other origins may not use this server"
-        if any(site not in ("none", "same-origin") for site in _values(headers, b"sec-fetch-site")):
+        if any(not _is_origin_of(origin, host) for origin in _values(headers, b"origin")) or any(
+            site not in ("none", "same-origin") for site in _values(headers, b"sec-fetch-site")
+        ):
             return 403, "web pages of other origins may not use this server"
         if "navigate" in _values(headers, b"sec-fetch-mode") and scope.get("method", "GET") not in ("GET", "HEAD"):
             return 403, "a browser may only GET a page of this server"
@@ -143,8 +143,9 @@ class HostGuard:
 
 def is_from_browser(headers: Headers) -> bool:
     """Whether a browser sent this, for whatever page or person; all of them call themselves Mozilla."""
-    agents = _values(headers, b"user-agent")
-    return _is_of_page(headers) or any(agent.lower().startswith("mozilla/") for agent in agents)
+    return _is_of_page(headers) or any(
+        agent.lower().startswith("mozilla/") for agent in _values(headers, b"user-agent")
+    )
 
 
 def _is_of_page(headers: Headers) -> bool:

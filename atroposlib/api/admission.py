@@ -34,8 +34,7 @@ class Overloaded(HTTPException):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        headers = {"Retry-After": str(RETRY_AFTER_S)}
-        super().__init__(status, f"{message}; post again when they are answered", headers)
+        super().__init__(status, f"{message}; post again when they are answered", {"Retry-After": str(RETRY_AFTER_S)})
 
 
 class Admission:
@@ -56,8 +55,8 @@ class Admission:
         late_s = self._late_s(client)
         if late_s > 0:
             rate = self._settings.max_requests_per_second
-            said = {"detail": f"more than {rate} requests a second of this client (--max-requests-per-second)"}
-            await JSONResponse(said, 429, {"Retry-After": str(math.ceil(late_s))})(scope, receive, send)
+            detail = f"more than {rate} requests a second of this client (--max-requests-per-second)"
+            await JSONResponse({"detail": detail}, 429, {"Retry-After": str(math.ceil(late_s))})(scope, receive, send)
             return
         held = 0
 

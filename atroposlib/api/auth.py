@@ -56,8 +56,9 @@ class Tokens:
         scheme, _, given = header.strip().partition(b" ")
         if scheme.lower() != b"bearer":
             return None
-        matches = [role for role, token in self._of.items() if hmac.compare_digest(given.strip(), token().encode())]
-        return matches[0] if matches else None
+        return next(
+            (role for role, token in self._of.items() if hmac.compare_digest(given.strip(), token().encode())), None
+        )
 
 
 @dataclass
@@ -77,8 +78,7 @@ class RequireToken:
                 "this API wants its token: send 'Authorization: Bearer TOKEN' "
                 "(clients of Atropos read ATROPOS_API_TOKEN)"
             )
-            refusal = JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})
-            await refusal(scope, receive, send)
+            await JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
         elif role == "post" and scope["path"] not in POST_PATHS:
             detail = "the post token is for environments: this wants the API's token, which trainers have"
             await JSONResponse({"detail": detail}, 403)(scope, receive, send)

@@ -49,17 +49,13 @@ def connections_allowed(wanted: int) -> int:
 
 
 class Connections:
-    """All open connections of one server; `protocol` is uvicorn's factory of one."""
+    """All open connections of one server."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._open: dict[Connection, None] = {}  # oldest first
         self._unlogged: Counter[str] = Counter()
         self._logged_at = -LOG_EVERY_S
-
-    def protocol(self, **uvicorns: Any) -> "Connection":
-        """A protocol for a connection that is about to be made."""
-        return Connection(self, **uvicorns)
 
     def opened(self, connection: "Connection") -> None:
         """Keep the connection and close one that waits; refuse it if all others are being answered."""
@@ -90,7 +86,7 @@ class Connections:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with deadlines."""
+    """uvicorn's connection, with deadlines; a server makes one by `partial(Connection, Connections(limits))`."""
 
     def __init__(self, connections: Connections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

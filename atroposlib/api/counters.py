@@ -13,7 +13,6 @@ class Counters:
     tokens: int = 0
     repeated_posts: int = 0
     batches: int = 0
-    groups_delivered: int = 0
     sequences_delivered: int = 0
     redelivered: int = 0
     acknowledged: int = 0
@@ -22,9 +21,3 @@ class Counters:
     forgotten: int = 0
     rejected: Counter[str] = field(default_factory=Counter)  # who found the group untrainable -> groups set aside
     refused: Counter[int] = field(default_factory=Counter)  # HTTP status -> replies
-
-    def count_group(self, lengths: list[int]) -> None:
-        """One accepted group."""
-        self.groups += 1
-        self.sequences += len(lengths)
-        self.tokens += sum(lengths)

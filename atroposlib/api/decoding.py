@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from atroposlib.groups import Location
+from atroposlib import groups
+from atroposlib.groups import SHOWN, Location
 from atroposlib.names import check_name
 
 T = TypeVar("T")
 _PATH_PART = re.compile(r"\.([A-Za-z_]\w*)|\[(\d+)\]|(\[\.\.\.\])")
 _MISSING = re.compile(r"missing required field `(\w+)`")
-_SHOWN = 80  # characters of a refused value that are repeated to its sender
 MAX_DEPTH = 128  # arrays and objects within one another, far from where any reader of JSON gives up
 MAX_GZIP_MEMBERS = 20_000  # 64 KiB each, as bgzip writes them, are more than a body may hold
 _ZEROS = re.compile(rb"\0*")
@@ -162,9 +162,9 @@ def _refusal(body: bytes, error: Exception) -> RefusedBody:
     except RefusedBody as found:
         return found
     except (ValueError, RecursionError):
-        return not_json(error)
+        return unreadable(error)
     if not isinstance(error, msgspec.ValidationError):
-        return not_json(error)
+        return unreadable(error)
     kind, message, location = kind_message_and_location(error)
     value = None if kind == "missing" else shown(at(tree, location))
     return RefusedBody(422, message, location=location, value=value, kind=kind)
@@ -182,14 +182,10 @@ def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
     return "type_error", message or type(error).__name__, location
 
 
-def not_msgpack(error: Exception) -> RefusedBody:
-    """The refusal of a body that is not MessagePack: it ends too early, or has meaningless bytes."""
-    return RefusedBody(422, f"the body is not MessagePack: {error or type(error).__name__}", kind="msgpack_invalid")
-
-
-def not_json(error: Exception) -> RefusedBody:
-    """The refusal of a body that is not JSON."""
-    return RefusedBody(422, f"the body is not JSON: {error or type(error).__name__}", kind="json_invalid")
+def unreadable(error: Exception, packed: bool = False) -> RefusedBody:
+    """The refusal of a body that is not MessagePack (`packed`) or JSON: it ends too early, or has meaningless bytes."""
+    name, kind = ("MessagePack", "msgpack_invalid") if packed else ("JSON", "json_invalid")
+    return RefusedBody(422, f"the body is not {name}: {error or type(error).__name__}", kind=kind)
 
 
 _MAY_HOLD_BOOLEANS = frozenset({bool, list, dict})
@@ -248,14 +244,11 @@ def at(tree: Any, location: Location) -> Any:
 
 def _shown_key(key: str) -> str:
     """A field name as it is; a name that its sender chose is shortened to printable ASCII."""
-    return key if key.isascii() and key.isprintable() and len(key) <= _SHOWN else ascii(key)[:_SHOWN]
+    return key if key.isascii() and key.isprintable() and len(key) <= SHOWN else ascii(key)[:SHOWN]
 
 
 def shown(value: Any) -> str:
     """ASCII, short, and cheap for a large value."""
     if isinstance(value, (dict, list)):
         return f"{'object' if isinstance(value, dict) else 'array'} of {len(value)} entries"
-    text = (
-        ascii(value) if not isinstance(value, int) or value.bit_length() < 256 else "an integer of more than 256 bits"
-    )
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return groups.shown(value)

@@ -52,15 +52,17 @@ async def register_env(request: Request) -> Response:
             size,
             environment.name,
         )
-    joined = wire.EnvRegistered(
-        env_id=environment.env_id,
-        wandb_name=environment.name,
-        checkpoint_dir=run.checkpoint_dir,
-        starting_step=service.state.queue.current_step,
-        checkpoint_interval=run.save_checkpoint_interval,
-        num_steps=run.num_steps,
+    return reply(
+        wire.EnvRegistered(
+            env_id=environment.env_id,
+            wandb_name=environment.name,
+            checkpoint_dir=run.checkpoint_dir,
+            starting_step=service.state.queue.current_step,
+            checkpoint_interval=run.save_checkpoint_interval,
+            num_steps=run.num_steps,
+        ),
+        headers=_READS_PACKED,
     )
-    return reply(joined, headers=_READS_PACKED)
 
 
 @serves(router, routes.DISCONNECT_ENV)
@@ -157,7 +159,7 @@ class _Ready(NamedTuple):
     posted: PostedGroup
     item: bytes
     key: str | None
-    lengths: list[int]
+    tokens: int
     suspicions: list[str]
 
 
@@ -168,10 +170,9 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
             suspicions = check_group(data, max_sequences=max_sequences, needs=needs)
         except RefusedBody as refusal:
             raise refusal.within(index) if in_list else refusal from None
-        lengths = [len(sequence) for sequence in data.tokens]
         versions = data.policy_versions if isinstance(data.policy_versions, list) else []
-        posted = PostedGroup(len(lengths), data.env_id, min((first for first, _ in versions), default=None))
-        ready.append(_Ready(posted, item, data.idempotency_key, lengths, suspicions))
+        posted = PostedGroup(len(data.tokens), data.env_id, min((first for first, _ in versions), default=None))
+        ready.append(_Ready(posted, item, data.idempotency_key, sum(map(len, data.tokens)), suspicions))
     return ready
 
 
@@ -198,14 +199,16 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
             raise RefusedBody(
                 422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large"
             ) from None
-    contents = [(group.item, packed) for group in groups]
-    answer = await service.post([group.posted for group in groups], contents, key, needs)
+    answer = await service.post(
+        [group.posted for group in groups], [(group.item, packed) for group in groups], key, needs
+    )
     if len(answer) != len(groups):
         raise RefusedBody(
             422, f"{KEY_HEADER} is that of a post of {len(answer)} groups, not {len(groups)}: each post needs its own"
         )
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
-    for group in groups:
-        service.counters.count_group(group.lengths)
+    service.counters.groups += len(groups)
+    service.counters.sequences += sum(group.posted.sequences for group in groups)
+    service.counters.tokens += sum(group.tokens for group in groups)
     return answer

@@ -92,8 +92,7 @@ async def dead_letters(
 
     The content is left out where it would take too much memory: `run-api journal dead-letters` has it.
     """
-    letters = service_of(request).dead_letters.newest(limit)
-    work = functools.partial(_described, letters, groups)
+    work = functools.partial(_described, service_of(request).dead_letters.newest(limit), groups)
     return await large_reply(request, await beside(request, work) if groups else work())
 
 

@@ -97,10 +97,9 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
 
 async def large_reply(request: Request, body: bytes, media_type: str = "application/json") -> Response:
     """A reply of bytes, compressed for a remote client that accepts it. On loopback compression only costs time."""
-    wanted = "gzip" in request.headers.get("accept-encoding", "").lower()
     vary = {"Vary": "Accept, Accept-Encoding"}
     is_near = request.client is None or is_loopback(request.client.host)  # no client: a Unix socket
-    if is_near or not wanted or len(body) < MIN_COMPRESSED_BYTES:
+    if is_near or len(body) < MIN_COMPRESSED_BYTES or "gzip" not in request.headers.get("accept-encoding", "").lower():
         return Response(body, media_type=media_type, headers=vary)
     compressed = await beside(request, functools.partial(zlib.compress, body, level=1, wbits=31))
     return Response(compressed, media_type=media_type, headers=vary | {"Content-Encoding": "gzip"})
@@ -117,9 +116,8 @@ def say_once(request: Request, warning: str | None) -> None:
 # --- errors as replies ----------------------------------------------------------------------------------------------
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def refused(request: Request, error: RefusedBody) -> Response:
     """4xx with the reason; for broken gzip as plain text, as the ancestor did."""
-    assert isinstance(error, RefusedBody)
     log.info("Refused %s %s with %d: %s", request.method, request.url.path, error.status, error.line())
     if error.status == 400:
         return Response(error.message, status_code=400, media_type="text/plain")
@@ -132,9 +130,8 @@ async def disconnected(request: Request, error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def not_registered(request: Request, error: Exception) -> Response:
+async def not_registered(request: Request, error: NotRegistered) -> Response:
     """What the route answers while no trainer is registered."""
-    assert isinstance(error, NotRegistered)
     return reply(error.answer)
 
 
@@ -148,7 +145,7 @@ async def too_late(request: Request, error: Exception) -> Response:
     return reply(RefusedBody(422, str(error), location=("tokens",), kind="too_large").reply(), 422)
 
 
-ERROR_REPLIES: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+ERROR_REPLIES: dict[type[Exception], Callable[[Request, Any], Awaitable[Response]]] = {
     RefusedBody: refused,
     NotRegistered: not_registered,
     UnknownEnvironment: functools.partial(failed, 404),  # it has to register (again)

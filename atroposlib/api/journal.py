@@ -86,8 +86,10 @@ class Journal:
             return
         record = self._head.record
         if record is not None and record.newest.number:
-            what = f"the file is missing, and {self._head.path} names {record.newest.number} acknowledged changes"
-            raise journal_file.damaged(self.path, what)
+            raise journal_file.damaged(
+                self.path,
+                f"the file is missing, and {self._head.path} names {record.newest.number} acknowledged changes",
+            )
         if journal_file.wal_path(self.path).exists():
             raise journal_file.damaged(self.path, "the file is missing beside its -wal")
         with journal_file.reading(self.path):
@@ -153,12 +155,9 @@ class Journal:
         error = self._transaction(together, forgotten)
         if error is not None:
             self.forget(identity for (identity,) in forgotten)
-        if error is None or len(together) == 1:
-            for write in together:
-                write.done(error)
-            return
+        one_by_one = error is not None and len(together) > 1
         for write in together:
-            write.done(self._transaction([write], []))
+            write.done(self._transaction([write], []) if one_by_one else error)
 
     def _transaction(self, writes: list[_Write], forgotten: list[tuple[int]]) -> JournalError | None:
         if self._broken is not None:
@@ -193,8 +192,7 @@ class Journal:
             query = "SELECT hash FROM changes WHERE number <= ? ORDER BY number DESC LIMIT 1"
             mark = Mark(write.number, db.execute(query, (write.number,)).fetchone()[0])
             db.execute("DELETE FROM changes WHERE number <= ?", (write.number,))
-        row = journal_file.change_row(mark, write.replaces or not newest.number, named, write.change)
-        db.execute(journal_file.INSERT_CHANGE, row)
+        journal_file.insert_change(db, mark, write.replaces or not newest.number, named, write.change)
         return max(newest, mark, key=lambda one: one.number)
 
     def _note_newest(self) -> JournalError | None:

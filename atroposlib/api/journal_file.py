@@ -49,7 +49,6 @@ DEAD_LETTERS = (
     "body BLOB NOT NULL)"
 )
 IDENTITY = "CREATE TABLE identity (id BLOB NOT NULL)"
-INSERT_CHANGE = "INSERT INTO changes (number, snapshot, crc, hash, bodies, change) VALUES (?, ?, ?, ?, ?, ?)"
 
 
 class JournalError(AtroposError):
@@ -81,9 +80,12 @@ class DeadLetter:
     body: Body
 
 
-def change_row(mark: Mark, snapshot: bool, bodies: bytes, change: bytes) -> tuple[int, int, int, bytes, bytes, bytes]:
-    """The values of INSERT_CHANGE."""
-    return mark.number, int(snapshot), _row_crc(mark, int(snapshot), bodies, change), mark.hash, bodies, change
+def insert_change(db: sqlite3.Connection, mark: Mark, snapshot: bool, bodies: bytes, change: bytes) -> None:
+    """Add a row to the table of changes."""
+    db.execute(
+        "INSERT INTO changes (number, snapshot, crc, hash, bodies, change) VALUES (?, ?, ?, ?, ?, ?)",
+        (mark.number, int(snapshot), _row_crc(mark, int(snapshot), bodies, change), mark.hash, bodies, change),
+    )
 
 
 def create(path: Path, journal_id: bytes) -> None:
@@ -125,7 +127,7 @@ def make_tables(db: sqlite3.Connection, newest: Mark, journal_id: bytes) -> Mark
     if version == UNCHAINED_FORMAT:
         for number, change in db.execute("SELECT number, change FROM unchained ORDER BY number").fetchall():
             first, newest = not newest.number, chained(newest, number, change, b"")
-            db.execute(INSERT_CHANGE, change_row(newest, first, b"", change))
+            insert_change(db, newest, first, b"", change)
         db.execute("DROP TABLE unchained")
     db.execute(f"PRAGMA application_id={APPLICATION_ID}")
     db.execute(f"PRAGMA user_version={FORMAT}")
@@ -149,8 +151,8 @@ def expect_regular_files(path: Path) -> None:
         except (OSError, ValueError) as error:
             raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
         if not stat.S_ISREG(mode):
-            kinds = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}  # by the first letter that `ls -l` shows
-            kind = kinds.get(stat.filemode(mode)[0], "device")
+            letter = stat.filemode(mode)[0]  # the first that `ls -l` shows
+            kind = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}.get(letter, "device")
             raise JournalError(
                 f"--journal {path} cannot be used: {name} is a {kind}, not a regular file; give another path"
             )
@@ -235,8 +237,9 @@ class JournalReader:
         if self.id is None:
             return
         newest, seen, first = chain_start(self.id), False, None
-        for row in self._rows("SELECT number, snapshot, crc, hash, bodies, change FROM changes ORDER BY number"):
-            number, snapshot, crc, digest, bodies, change = row
+        for number, snapshot, crc, digest, bodies, change in self._rows(
+            "SELECT number, snapshot, crc, hash, bodies, change FROM changes ORDER BY number"
+        ):
             if not all(isinstance(value, bytes) for value in (digest, bodies, change)):
                 raise self.damaged(f"change {number} has other bytes than were written")
             mark = Mark(number, digest)
@@ -269,8 +272,9 @@ class JournalReader:
             return
         limit = "" if newest is None else f" ORDER BY id DESC LIMIT {newest:d}"
         columns = "id, at, env_id, environment, reason, packed, crc, body"
-        for row in self._rows(f"SELECT {columns} FROM (SELECT {columns} FROM dead_letters{limit}) ORDER BY id"):
-            identity, at, env_id, environment, reason, packed, crc, content = row
+        for identity, at, env_id, environment, reason, packed, crc, content in self._rows(
+            f"SELECT {columns} FROM (SELECT {columns} FROM dead_letters{limit}) ORDER BY id"
+        ):
             body = Body(identity, self._checked(content, crc, f"dead letter {identity}"), bool(packed))
             fields = ((at, float), (env_id, int | None), (environment, bytes), (reason, bytes))
             if not all(isinstance(value, kind) for value, kind in fields):

@@ -16,10 +16,9 @@ from pathlib import Path
 from atroposlib.api.changes import GroupsRejected, encode_change
 from atroposlib.api.journal import own
 from atroposlib.api.journal_file import (
-    INSERT_CHANGE,
     JournalDamaged,
     JournalReader,
-    change_row,
+    insert_change,
     reading,
     wal_path,
 )
@@ -97,7 +96,7 @@ def _without_damaged_bodies(path: Path) -> _Kept:
         if orders:
             change = encode_change(GroupsRejected(orders))
             newest = chained(newest, newest.number + 1, change, b"")
-            db.execute(INSERT_CHANGE, change_row(newest, False, b"", change))
+            insert_change(db, newest, False, b"", change)
     return _Kept(HeadRecord(reader.id, newest), replayed.number, len(groups) - len(orders), len(orders), letters_lost)
 
 

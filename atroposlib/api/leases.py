@@ -1,15 +1,15 @@
 """Batches that a trainer holds and has not acknowledged. Pure.
 
-    waiting ── open ──▶ held ── close (acknowledged) ──▶ gone
+    waiting ─── sent ──▶ held ── close (acknowledged) ──▶ gone
                         │  ▲
-       give_back (silent│  │hand_over (redelivered, or its own trainer is back)
+       give_back (silent│  │taken again (redelivered, or its own trainer is back)
        or replaced)     ▼  │
                        returned ── close (batch size changed, too old) ──▶ waiting
 
 A returned batch stays together, so that a run that resumes from its checkpoint trains on the same batches.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Set
 from typing import Generic
 
 from msgspec import Struct
@@ -31,26 +31,14 @@ class Lease(Struct, Generic[R]):
         return sum(group.sequences for group in self.groups)
 
 
-class LeaseBook(Generic[R]):
-    """All leases, oldest first. Their ids are random, so that a trainer can name them to another API without harm."""
-
-    def __init__(self, leases: Iterable[Lease[R]] = ()) -> None:
-        self._leases = {lease.lease_id: lease for lease in leases}
-
-    def __iter__(self) -> Iterator[Lease[R]]:
-        return iter(self._leases.values())
-
-    def __getitem__(self, lease_id: int) -> Lease[R]:
-        return self._leases[lease_id]
-
-    def open(self, lease_id: int, trainer: int, groups: list[Group[R]]) -> Lease[R]:
-        """The trainer holds a batch."""
-        self._leases[lease_id] = Lease(lease_id, trainer, groups)
-        return self._leases[lease_id]
+class LeaseBook(dict[int, Lease[R]]):
+    """All leases by their ids, oldest first. The ids are random, so that a trainer can name them to another API without
+    harm.
+    """
 
     def held(self, trainer: int | None = None) -> list[Lease[R]]:
         """Leases that a trainer (default: any) holds."""
-        return [lease for lease in self if not lease.returned and trainer in (None, lease.trainer)]
+        return [lease for lease in self.values() if not lease.returned and trainer in (None, lease.trainer)]
 
     def lost_in_transit(self, trainer: int, holding: Collection[int]) -> Lease[R] | None:
         """The oldest batch that was sent to the trainer but that it does not list: the reply never arrived."""
@@ -58,34 +46,26 @@ class LeaseBook(Generic[R]):
 
     def reclaimable(self, trainer: int) -> list[int]:
         """Returned leases whose trainer turns out to be alive."""
-        return [lease.lease_id for lease in self if lease.returned and lease.trainer == trainer]
+        return [lease.lease_id for lease in self.values() if lease.returned and lease.trainer == trainer]
 
     def waiting(self, sequences: int) -> Lease[R] | None:
         """The oldest returned batch of that many sequences."""
-        return next((lease for lease in self if lease.returned and lease.sequences == sequences), None)
+        return next((lease for lease in self.values() if lease.returned and lease.sequences == sequences), None)
 
     def known_to(self, trainer: int, leases: Iterable[int]) -> list[int]:
         """Those of the leases that this trainer holds, or held last."""
-        return [
-            lease for lease in dict.fromkeys(leases) if lease in self._leases and self._leases[lease].trainer == trainer
-        ]
+        return [lease for lease in dict.fromkeys(leases) if lease in self and self[lease].trainer == trainer]
 
     def give_back(self, leases: Iterable[int]) -> list[Lease[R]]:
         """Queue these batches again. Returns those that were held."""
-        given = [self._leases[lease] for lease in leases if lease in self._leases and not self._leases[lease].returned]
+        given = [self[lease] for lease in leases if lease in self and not self[lease].returned]
         for lease in given:
             lease.returned = True
         return given
 
-    def hand_over(self, lease_id: int, trainer: int) -> Lease[R]:
-        """Lease a returned batch to the trainer."""
-        lease = self._leases[lease_id]
-        lease.trainer, lease.returned = trainer, False
-        return lease
-
     def close(self, leases: Iterable[int]) -> list[Group[R]]:
         """End these leases. Returns the groups of those that were known."""
-        known = [self._leases.pop(lease) for lease in leases if lease in self._leases]
+        known = [self.pop(lease) for lease in leases if lease in self]
         return [group for lease in known for group in lease.groups]
 
     def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:

@@ -11,14 +11,14 @@ class Liveness:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._heard: OrderedDict[int, float] = OrderedDict()  # peer -> when last, oldest first
-        self._silent: set[int] = set()
+        self.silent: set[int] = set()  # reported by `newly_silent`, and not heard from since
 
     def heard(self, peer: int, now: float) -> bool:
         """Record a sign of life. Returns whether the peer had been silent."""
         self._heard[peer] = now
         self._heard.move_to_end(peer)
-        was_silent = peer in self._silent
-        self._silent.discard(peer)
+        was_silent = peer in self.silent
+        self.silent.discard(peer)
         return was_silent
 
     def newly_silent(self, now: float) -> list[int]:
@@ -26,19 +26,15 @@ class Liveness:
         found: list[int] = []
         while self._heard and now - next(iter(self._heard.values())) > self._timeout_s:
             found.append(self._heard.popitem(last=False)[0])
-        self._silent.update(found)
+        self.silent.update(found)
         return found
-
-    def is_silent(self, peer: int) -> bool:
-        """Whether the peer was reported as silent and not heard from since."""
-        return peer in self._silent
 
     def forget(self, peer: int) -> None:
         """Remove a peer that will not return."""
         self._heard.pop(peer, None)
-        self._silent.discard(peer)
+        self.silent.discard(peer)
 
     def clear(self) -> None:
         """Forget everyone."""
         self._heard.clear()
-        self._silent.clear()
+        self.silent.clear()

@@ -14,11 +14,16 @@ POST_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.
 TIMED_PATHS = frozenset({"/scored_data", "/scored_data_list"})
 
 
-class ServiceCollector(Collector):
-    """Reads the counts of a service."""
+class Metrics(Collector):
+    """The registry of one app: what it reads from the service, and a histogram."""
 
     def __init__(self, service: RolloutService) -> None:
         self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.post_seconds = Histogram(
+            "atropos_post_seconds", "Seconds to receive and store a post", buckets=POST_SECONDS, registry=self._registry
+        )
 
     def collect(self) -> Iterator[Metric]:
         """Every metric but the histogram."""
@@ -63,7 +68,11 @@ class ServiceCollector(Collector):
             ("queued_groups", "Groups that wait", queue.status().queue_size),
             ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
             ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
-            ("environments", "Environments that count", sum(environment.counts for environment in queue.environments)),
+            (
+                "environments",
+                "Environments that count",
+                sum(environment.counts for environment in queue.environments.values()),
+            ),
             ("current_step", "Batches delivered to this trainer, from its starting step", queue.current_step),
             (
                 "policy_version",
@@ -73,17 +82,6 @@ class ServiceCollector(Collector):
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
         ):
             yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if gauge is None else gauge)
-
-
-class Metrics:
-    """The registry of one app."""
-
-    def __init__(self, service: RolloutService) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(ServiceCollector(service))
-        self.post_seconds = Histogram(
-            "atropos_post_seconds", "Seconds to receive and store a post", buckets=POST_SECONDS, registry=self._registry
-        )
 
     def text(self) -> bytes:
         """Prometheus' text format."""

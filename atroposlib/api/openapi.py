@@ -32,14 +32,12 @@ def serves(
         extra["parameters"] = [
             {"name": name, "in": "header", "required": False, "schema": schema} for name, schema in headers.items()
         ]
-    methods = [method or route.method]
-    return router.api_route(route.path, methods=methods, openapi_extra=extra, response_class=Response)
+    return router.api_route(route.path, methods=[method or route.method], openapi_extra=extra, response_class=Response)
 
 
 def _json(record: Any) -> dict[str, Any]:
     _described.append(record)
-    schema = msgspec.json.schema_components([record], ref_template=_REF)[0][0]
-    return {"application/json": {"schema": schema}}
+    return {"application/json": {"schema": msgspec.json.schema_components([record], ref_template=_REF)[0][0]}}
 
 
 def with_components(app: FastAPI) -> None:

@@ -24,10 +24,9 @@ from atroposlib.api.decoding import (
     booleans_counted,
     kind_message_and_location,
     not_finite,
-    not_json,
-    not_msgpack,
     refuse_unsayable,
     shown,
+    unreadable,
 )
 from atroposlib.groups import Location
 from atroposlib.wire.batching import PostedData, ScoredData
@@ -115,9 +114,11 @@ def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
 
 def as_json(item: bytes) -> bytes:
     """A MessagePack item as JSON, field by field."""
-    fields = msgspec.msgpack.decode(item, type=dict[str, Raw])
     return msgspec.json.encode(
-        {name: Raw(msgspec.json.encode(msgspec.msgpack.decode(raw))) for name, raw in fields.items()}
+        {
+            name: Raw(msgspec.json.encode(msgspec.msgpack.decode(raw)))
+            for name, raw in msgspec.msgpack.decode(item, type=dict[str, Raw]).items()
+        }
     )
 
 
@@ -143,7 +144,7 @@ def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
     start -= body[start - 1 : start] == b"-"
     found = _NOT_FINITE.match(body, start)
     if found is None:
-        raise not_json(error)
+        raise unreadable(error)
     rest = body[found.end() :]
     for word, zero in _ZEROS:
         rest = rest.replace(word, zero)
@@ -153,7 +154,7 @@ def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
 def _refusal(error: Exception, raw: bytes, packed: bool, *field: str) -> RefusedBody:
     """What is wrong with a body, or with the bytes of a field."""
     if not isinstance(error, msgspec.ValidationError):
-        return (not_msgpack(error) if packed else not_json(error)).within(*field)
+        return unreadable(error, packed).within(*field)
     kind, message, location = kind_message_and_location(error)
     value = None
     if kind == "type_error" and not packed and len(raw) <= SMALL_BYTES:
@@ -240,10 +241,13 @@ class _Reader:
             left = MAX_VALUES - self._values
             self._values += _packed_values(raw, left) if self._packed else _json_values(raw, left)
         if self._arrays > MAX_ARRAYS or self._values > MAX_VALUES:
-            is_numbers = name in _NUMBERS
-            limit = f"{MAX_ARRAYS} arrays and short numbers" if is_numbers else f"{MAX_VALUES} free-form values"
-            message = f"the body has more than {limit}; post its groups in several requests"
-            raise RefusedBody(413, message, location=(name,), kind="too_large")
+            limit = f"{MAX_ARRAYS} arrays and short numbers" if name in _NUMBERS else f"{MAX_VALUES} free-form values"
+            raise RefusedBody(
+                413,
+                f"the body has more than {limit}; post its groups in several requests",
+                location=(name,),
+                kind="too_large",
+            )
 
 
 def _refuse_non_finite(location: Location, values: list[Any]) -> None:
@@ -326,7 +330,7 @@ def _packed_arrays(name: str, raw: bytes, limit: int) -> int:
     try:
         return outer + sum(map(_entries, map(bytes, _rows_of(raw))))
     except UNREADABLE as error:
-        raise not_msgpack(error) from None
+        raise unreadable(error, packed=True) from None
 
 
 def _packed_numbers(raw: bytes | memoryview, depth: int) -> int:

@@ -12,7 +12,7 @@ method is one state change, so calls from one thread need no lock. Accepted grou
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -44,7 +44,6 @@ class NotRegistered(Exception):
     """No trainer has registered yet. `answer` says so in the words of the route that was asked."""
 
     def __init__(self, answer: Struct = NOT_REGISTERED) -> None:
-        super().__init__()
         self.answer = answer
 
 
@@ -106,7 +105,7 @@ class BatchQueue(Generic[R]):
     def reset(self) -> None:
         """Forget everything: groups, registrations, evaluations, steps."""
         self.registration: Registration | None = None
-        self._environments: dict[int, Environment] = {}
+        self.environments: dict[int, Environment] = {}  # by env_id
         self._next_env_id = 0
         self._shares: tuple[dict[int, float], float, float] | None = None  # as `_counted` gives them, until one changes
         self._namesakes: Counter[str] = Counter()
@@ -129,8 +128,8 @@ class BatchQueue(Generic[R]):
         trained before `starting_step` are kept, all others belong to another run and are dropped.
         """
         previous, self.registration = self.registration, registration
-        resumed = previous is not None and is_same_run(previous, registration)
-        last_kept = registration.starting_step if resumed else -1
+        is_resumed = previous is not None and is_same_run(previous, registration)
+        last_kept = registration.starting_step if is_resumed else -1
         self._evaluations = {key: value for key, value in self._evaluations.items() if key[0] <= last_kept}
         self.current_step = registration.starting_step
         self.progress = None
@@ -139,16 +138,14 @@ class BatchQueue(Generic[R]):
 
     def register_env(self, request: EnvRegistration) -> Environment | None:
         """The new environment, or None while no trainer has both registered and polled for a batch."""
-        if not self.started:
-            return None
-        return self._add_environment(request)
+        return self._add_environment(request) if self.started else None
 
     def _add_environment(self, request: EnvRegistration) -> Environment:
         name = f"{request.desired_name}_{self._namesakes[request.desired_name]}"
         return self._keep_environment(Environment(self._next_env_id, name, request))
 
     def _keep_environment(self, environment: Environment) -> Environment:
-        self._environments[environment.env_id] = environment
+        self.environments[environment.env_id] = environment
         self._next_env_id = max(self._next_env_id, environment.env_id + 1)
         self._note_name(environment)
         self._claims_changed()
@@ -159,10 +156,6 @@ class BatchQueue(Generic[R]):
         self._shares = None
         self._exhausted = False
 
-    @property
-    def environments(self) -> Collection[Environment]:
-        return self._environments.values()
-
     def forget_envs(self, env_ids: Iterable[int]) -> list[Group[R]]:
         """Environments that will not come back: their ids are unknown from here on, and their names may be given again.
 
@@ -170,11 +163,11 @@ class BatchQueue(Generic[R]):
         """
         queued = []
         for env_id in env_ids:
-            if self._environments.pop(env_id, None) is not None:
+            if self.environments.pop(env_id, None) is not None:
                 buffered = sorted(self._buffers.pop(env_id, Lanes()))
                 queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffered]
         self._namesakes = Counter()
-        for environment in self.environments:
+        for environment in self.environments.values():
             self._note_name(environment)
         self._claims_changed()
         return queued
@@ -198,19 +191,15 @@ class BatchQueue(Generic[R]):
 
     def environment(self, env_id: int) -> Environment:
         """The registered environment. Raises UnknownEnvironment."""
-        if (found := self._environments.get(env_id)) is None:
+        if (found := self.environments.get(env_id)) is None:
             raise UnknownEnvironment(
                 f"no environment has env_id {env_id}: {len(self.environments)} are registered; POST /register-env first"
             )
         return found
 
-    def knows(self, env_id: int) -> bool:
-        """Whether this environment is registered."""
-        return env_id in self._environments
-
     def name_of(self, env_id: int | None) -> str:
         """The name of an environment, as far as it is known."""
-        environment = None if env_id is None else self._environments.get(env_id)
+        environment = None if env_id is None else self.environments.get(env_id)
         return "unknown" if environment is None else environment.name
 
     # --- groups in ---------------------------------------------------------------------------------------------------
@@ -236,7 +225,7 @@ class BatchQueue(Generic[R]):
         self.check_size(sequences)
         arrival = self._arrivals
         self._arrivals += 1
-        environment = None if env_id is None else self._environments.get(env_id)
+        environment = None if env_id is None else self.environments.get(env_id)
         if env_id is None or environment is None or sequences >= environment.request.group_size:
             return None, [self._enqueue(sequences, env_id, record)]
         buffer = self._buffers.setdefault(env_id, Lanes())
@@ -276,11 +265,9 @@ class BatchQueue(Generic[R]):
         their lanes.
         """
         chosen = self.lanes.take(orders)
-        newest = max(orders)
-        if len(self._overtakers) < MAX_OVERTAKEN:
-            heapq.heappush(self._overtakers, newest)
-        else:
-            heapq.heappushpop(self._overtakers, newest)
+        heapq.heappush(self._overtakers, max(orders))
+        if len(self._overtakers) > MAX_OVERTAKEN:
+            heapq.heappop(self._overtakers)
         self.current_step += 1
         return chosen
 
@@ -306,14 +293,14 @@ class BatchQueue(Generic[R]):
     def _counted(self) -> tuple[dict[int, float], float, float]:
         """The minimums, their sum and the sum of all weights, of the environments that count."""
         if self._shares is None:
-            counting = [environment for environment in self.environments if environment.counts]
+            counting = [environment for environment in self.environments.values() if environment.counts]
             minimums = {
                 environment.env_id: environment.request.min_batch_allocation
                 for environment in counting
                 if environment.request.min_batch_allocation is not None
             }
-            pulls = sum(_pull(environment.request) for environment in counting)
-            self._shares = minimums, sum(minimums.values()), pulls
+            total = sum(_pull(environment.request) for environment in counting)
+            self._shares = minimums, sum(minimums.values()), total
         return self._shares
 
     def obstacle(self) -> str | None:
@@ -323,10 +310,9 @@ class BatchQueue(Generic[R]):
         batch_size = self.registration.batch_size
         for env_id, share in self._counted()[0].items():
             if int(batch_size * share) and not self.lanes.largest_of(env_id):
-                name = self.name_of(env_id)
                 return (
-                    f"environment {name} is to fill {share:.0%} of each batch but has no group waiting; start it again"
-                    " or disconnect it"
+                    f"environment {self.name_of(env_id)} is to fill {share:.0%} of each batch but has no group waiting;"
+                    " start it again or disconnect it"
                 )
         return (
             f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple"
@@ -402,20 +388,19 @@ class BatchQueue(Generic[R]):
         """Results of a policy version, and the connected environments whose announced result is still missing."""
         posted = {env_id: value for (version, env_id), value in self._evaluations.items() if version == policy_version}
         num_steps = self.registration.num_steps if self.registration is not None else 0
-        results = [
-            EvaluationResult(
-                env_id, self.name_of(env_id), policy_version, posted[env_id].accuracy, posted[env_id].metrics
-            )
-            for env_id in sorted(posted)
-        ]
-        pending = [
-            environment.name
-            for environment in self.environments
-            if environment.counts
-            and environment.env_id not in posted
-            and environment.announced(policy_version, num_steps)
-        ]
-        return Evaluations(results, pending)
+        return Evaluations(
+            results=[
+                EvaluationResult(env_id, self.name_of(env_id), policy_version, one.accuracy, one.metrics)
+                for env_id, one in sorted(posted.items())
+            ],
+            pending=[
+                environment.name
+                for environment in self.environments.values()
+                if environment.counts
+                and environment.env_id not in posted
+                and environment.announced(policy_version, num_steps)
+            ],
+        )
 
     # --- across a restart --------------------------------------------------------------------------------------------
 
@@ -423,7 +408,7 @@ class BatchQueue(Generic[R]):
         """The state; shares nothing that changes later."""
         return QueueDump(
             registration=self.registration,
-            environments=[(environment.request, environment.connected) for environment in self.environments],
+            environments=[(environment.request, environment.connected) for environment in self.environments.values()],
             current_step=self.current_step,
             started=self.started,
             progress=self.progress,
@@ -432,7 +417,7 @@ class BatchQueue(Generic[R]):
             waiting=sorted(self.lanes),
             buffered=sorted(group for buffer in self._buffers.values() for group in buffer),
             evaluations=list(self._evaluations.values()),
-            identities=[(environment.env_id, environment.name) for environment in self.environments],
+            identities=[(environment.env_id, environment.name) for environment in self.environments.values()],
             next_env_id=self._next_env_id,
         )
 

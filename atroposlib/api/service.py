@@ -211,7 +211,7 @@ class RolloutService:
         self.expire_silent()
         if not self.state.queue.started:
             await self._submit(changes.TrainerPolled())
-        if self._trainers.is_silent(self.state.trainer) and (held := self.state.leases.held()):
+        if self.state.trainer in self._trainers.silent and (held := self.state.leases.held()):
             log.warning(
                 "The trainer gave no sign of life for %.0f s: %d batch(es) wait again",
                 self.settings.trainer_timeout_s,
@@ -292,7 +292,6 @@ class RolloutService:
 
     def _count_delivery(self, groups: Sequence[Group[Rollout]]) -> None:
         self.counters.batches += 1
-        self.counters.groups_delivered += len(groups)
         self.counters.sequences_delivered += sum(group.sequences for group in groups)
 
     # --- environments ------------------------------------------------------------------------------------------------
@@ -320,7 +319,7 @@ class RolloutService:
 
     def hear_environment(self, env_id: int | None) -> None:
         """Record a sign of life of an environment; ignored if it is unknown."""
-        if env_id is None or not self.state.queue.knows(env_id):
+        if env_id is None or env_id not in self.state.queue.environments:
             return
         self._remembered.heard(env_id, self._clock())
         if self._environments.heard(env_id, self._clock()):
@@ -331,7 +330,7 @@ class RolloutService:
         """Let the claims of environments lapse that were silent for too long, and forget those silent for longer."""
         now = self._clock()
         self._trainers.newly_silent(now)
-        silent = [env_id for env_id in self._environments.newly_silent(now) if self.state.queue.knows(env_id)]
+        silent = [env_id for env_id in self._environments.newly_silent(now) if env_id in self.state.queue.environments]
         for env_id in silent:
             self.state.queue.set_silent(env_id, True)
         lapsed = [env_id for env_id in silent if self.state.queue.environment(env_id).connected]
@@ -343,7 +342,7 @@ class RolloutService:
             )
         if len(lapsed) > MAX_LOGGED:
             log.warning("%d more environments gave no sign of life", len(lapsed) - MAX_LOGGED)
-        if gone := [env_id for env_id in self._remembered.newly_silent(now) if self.state.queue.knows(env_id)]:
+        if gone := [env_id for env_id in self._remembered.newly_silent(now) if env_id in self.state.queue.environments]:
             self._submit(changes.EnvironmentsForgotten(gone)).add_done_callback(partial(self._forgotten, gone))
 
     def _forgotten(self, env_ids: Sequence[int], done: asyncio.Future[Any]) -> None:
@@ -385,7 +384,7 @@ class RolloutService:
         Raises QueueFull, JournalError, GroupTooLarge.
         """
         if key is not None:
-            if (answer := self.state.answer_to(key)) is not None:
+            if (answer := self.state.answered.get(key)) is not None:
                 self.counters.repeated_posts += 1
                 return answer
             if key in self._posting:
@@ -530,8 +529,8 @@ class RolloutService:
             self.state.apply(founded)
             journal.write(1, encode_change(founded), (), self._log_failure)  # its thread has the database from here on
         self.latest = max(self._bodies.values(), key=lambda body: body.id, default=None)
-        for environment in self.state.queue.environments:
-            self.hear_environment(environment.env_id)
+        for env_id in self.state.queue.environments:
+            self.hear_environment(env_id)
         self._trainers.heard(self.state.trainer, self._clock())
         log.info(
             "Journal %s: %d groups, %d environments, step %d, replayed in %.2f s",

@@ -36,7 +36,7 @@ class RolloutState:
         self.queue.instance = instance
         self.leases: LeaseBook[Rollout] = LeaseBook()
         self.rejected = 0  # groups that were set aside
-        self._answered: OrderedDict[str, list[int | None]] = OrderedDict()
+        self.answered: OrderedDict[str, list[int | None]] = OrderedDict()  # key of a post -> the reply to it
         self._versions = WaitingVersions()
         self._gone: list[int] = []
 
@@ -90,10 +90,6 @@ class RolloutState:
 
     # --- decisions ---------------------------------------------------------------------------------------------------
 
-    def answer_to(self, key: str) -> list[int | None] | None:
-        """The reply to the post with this key, if it was accepted."""
-        return self._answered.get(key)
-
     def next_delivery(self, trainer: int = 0, new_lease: int = 0) -> tuple[Change, Batch] | None:
         """The next batch for a lease of `trainer`, or (0) to be taken for good; None: not yet. Returned batches go
         first.
@@ -126,21 +122,29 @@ class RolloutState:
         dump = self.queue.dump()
         yield from (("waiting", group) for group in dump.waiting)
         yield from (("buffered", group) for group in dump.buffered)
-        for lease in self.leases:
+        for lease in self.leases.values():
             yield from (("returned" if lease.returned else "leased", group) for group in lease.groups)
 
     def snapshot(self) -> changes.Snapshot:
         """The state as one change; shares nothing that changes later."""
-        leases = [Lease(lease.lease_id, lease.trainer, list(lease.groups), lease.returned) for lease in self.leases]
-        answered = list(self._answered.items())
-        queue = self.queue.dump()
-        return changes.Snapshot(self.queue.instance, self.trainer, self.next_id, queue, leases, answered, self.rejected)
+        return changes.Snapshot(
+            instance=self.queue.instance,
+            trainer=self.trainer,
+            next_id=self.next_id,
+            queue=self.queue.dump(),
+            leases=[
+                Lease(lease.lease_id, lease.trainer, list(lease.groups), lease.returned)
+                for lease in self.leases.values()
+            ],
+            answered=list(self.answered.items()),
+            rejected=self.rejected,
+        )
 
     # --- changes -----------------------------------------------------------------------------------------------------
 
     def _on_post(self, change: GroupsPosted) -> list[int | None]:
         """For each group what `BatchQueue.accept` says; for a key that was answered, that answer again."""
-        if change.key is not None and (answer := self._answered.get(change.key)) is not None:
+        if change.key is not None and (answer := self.answered.get(change.key)) is not None:
             self._gone += range(change.first, change.first + len(change.groups))
             return answer
         self.next_id = max(self.next_id, change.first + len(change.groups))
@@ -157,9 +161,9 @@ class RolloutState:
             answer.append(buffered)
             self._versions.add(queued)
         if change.key is not None:
-            self._answered[change.key] = answer
-            if len(self._answered) > MAX_ANSWERED:
-                self._answered.popitem(last=False)
+            self.answered[change.key] = answer
+            if len(self.answered) > MAX_ANSWERED:
+                self.answered.popitem(last=False)
         return answer
 
     def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
@@ -167,7 +171,8 @@ class RolloutState:
         groups = self.queue.take(change.orders)
         self._versions.discard(groups)
         if change.lease:
-            return self.leases.open(change.lease, change.trainer, groups)
+            self.leases[change.lease] = Lease(change.lease, change.trainer, groups)
+            return self.leases[change.lease]
         self._forget(groups)
         return None
 
@@ -178,7 +183,9 @@ class RolloutState:
             self.queue.current_step += 1
             self._versions.discard(self.leases[lease_id].groups)
             if change.trainer:
-                lease = self.leases.hand_over(lease_id, change.trainer)
+                lease = self.leases[lease_id]
+                lease.trainer = change.trainer
+                lease.returned = False
             else:
                 self._forget(self.leases.close([lease_id]))
         return lease
@@ -201,7 +208,7 @@ class RolloutState:
         orders = set(gone)
         broken = [
             lease.lease_id
-            for lease in self.leases
+            for lease in self.leases.values()
             if lease.returned and any(group.order in orders for group in lease.groups)
         ]
         self.queue.put_back(self.leases.close(broken))
@@ -217,14 +224,14 @@ class RolloutState:
         before = self.queue.registration
         self.trainer = trainer
         self._forget(self.leases.close(registration.trained_leases))
-        self._wait_again(self.leases.give_back([lease.lease_id for lease in self.leases]), step=False)
+        self._wait_again(self.leases.give_back(self.leases), step=False)
         forgotten: list[Group[Rollout]] = []
         if before is not None and not is_same_run(before, registration):
-            forgotten = [*self.queue.clear_groups(), *self.leases.close([lease.lease_id for lease in self.leases])]
+            forgotten = [*self.queue.clear_groups(), *self.leases.close(list(self.leases))]
             self._versions = WaitingVersions()
             self._forget(forgotten)
         self.queue.register(registration)
-        unfitting = [lease.lease_id for lease in self.leases if lease.sequences != registration.batch_size]
+        unfitting = [lease.lease_id for lease in self.leases.values() if lease.sequences != registration.batch_size]
         self.queue.put_back(self.leases.close(unfitting))
         return len(forgotten)
 
@@ -232,10 +239,10 @@ class RolloutState:
         self._clear(snapshot.instance)
         self.trainer, self.next_id = snapshot.trainer, snapshot.next_id
         self.queue.load(snapshot.queue)
-        self.leases = LeaseBook(snapshot.leases)
-        self._answered = OrderedDict(snapshot.answered)
+        self.leases = LeaseBook({lease.lease_id: lease for lease in snapshot.leases})
+        self.answered = OrderedDict(snapshot.answered)
         self.rejected = snapshot.rejected
-        returned = [group for lease in self.leases if lease.returned for group in lease.groups]
+        returned = [group for lease in snapshot.leases if lease.returned for group in lease.groups]
         self._versions.add([*snapshot.queue.waiting, *returned])
 
     def _wait_again(self, leases: list[Lease[Rollout]], *, step: bool) -> None:

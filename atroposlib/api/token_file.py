@@ -47,8 +47,9 @@ def _expect_trusted(path: Path, found: os.stat_result, what: str) -> None:
     if not is_folder and not stat.S_ISREG(found.st_mode):
         raise ValueError(f"{what}: {path} is not a regular file; put the token into one")
     if found.st_uid not in (0, os.geteuid()):
-        remedy = f"`chown {os.geteuid()} {path}`"
-        raise ValueError(f"{what}: {path} belongs to another user, who could change the token: {remedy}")
+        raise ValueError(
+            f"{what}: {path} belongs to another user, who could change the token: `chown {os.geteuid()} {path}`"
+        )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not (is_folder and found.st_mode & stat.S_ISVTX):
         raise ValueError(f"{what}: others can write {path} and so change the token: `chmod go-w {path}`")
 

@@ -37,8 +37,9 @@ async def register(request: Request) -> Response:
     acknowledge wait again. Groups stay, unless they belong to another run.
     """
     registration = await read_record(request, wire.Registration)
-    check_names(wandb_group=registration.wandb_group, wandb_project=registration.wandb_project)
-    check_names(run=registration.run or "")
+    check_names(
+        wandb_group=registration.wandb_group, wandb_project=registration.wandb_project, run=registration.run or ""
+    )
     service = service_of(request)
     trainer, forgotten = await service.register(registration)
     log.info(
@@ -139,8 +140,9 @@ async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**
 
 async def _batch_reply(request: Request, contents: Sequence[Content], answer: wire.BatchReply[Raw]) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
-    takes_packed = wire.MSGPACK in request.headers.get("accept", "").lower()
-    packed = takes_packed and all(is_packed for _, is_packed, _ in contents)
+    packed = (
+        all(is_packed for _, is_packed, _ in contents) and wire.MSGPACK in request.headers.get("accept", "").lower()
+    )
     work = functools.partial(_batch, contents, answer, packed)
     as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
     return await large_reply(

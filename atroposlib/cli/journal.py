@@ -57,8 +57,12 @@ def main(argv: Sequence[str]) -> None:
         if name == "backup":
             command.add_argument("destination", type=Path)
         elif name != "verify":
-            flag = "--output" if name == "export" else "--export"
-            command.add_argument(flag, dest="output", type=Path, help="file of JSON lines, which must not exist")
+            command.add_argument(
+                "--output" if name == "export" else "--export",
+                dest="output",
+                type=Path,
+                help="file of JSON lines, which must not exist",
+            )
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name is no failure of a terminal that cannot show it
@@ -120,8 +124,8 @@ def _backup(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
 
 
 def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
+    environments = replayed.state.queue.environments
     known = {group.record.id: (status, group) for status, group in replayed.state.groups()}
-    names = {environment.env_id: environment.name for environment in replayed.state.queue.environments}
     to_stdout = contextlib.nullcontext(sys.stdout.buffer)
     with to_stdout if arguments.output is None else arguments.output.open("xb") as lines:
         for body in bodies_of(reader, replayed.state):
@@ -130,7 +134,7 @@ def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
                 "id": body.id,
                 "status": status,
                 "env_id": group.env_id,
-                "environment": None if group.env_id is None else names.get(group.env_id),
+                "environment": environments[group.env_id].name if group.env_id in environments else None,
                 "sequences": group.sequences,
                 "policy_version": group.record.version,
                 "group": _content(body),

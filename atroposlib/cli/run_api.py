@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
@@ -20,7 +21,7 @@ import uvicorn
 from pydantic import Field, SecretStr, field_validator, model_validator
 from uvicorn.supervisors import ChangeReload
 
-from atroposlib.api.connections import Connections, Limits, connections_allowed
+from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.token_file import MIN_CHARACTERS, is_usable, read_token
@@ -250,7 +251,7 @@ def serve(config: RunApiConfig) -> None:
     limits = Limits(body_s=config.body_timeout, most=connections_allowed(config.max_connections))
     settings = uvicorn.Config(
         app or "atroposlib.api:app",
-        http="auto" if config.reload else Connections(limits).protocol,  # type: ignore[arg-type]
+        http="auto" if config.reload else partial(Connection, Connections(limits)),  # type: ignore[arg-type]
         ws="none",
         reload=config.reload,
         log_config=None,  # our own format

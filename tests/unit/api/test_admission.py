@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
-from atroposlib.api.connections import Connections, Limits, connections_allowed
+from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.cli.run_api import RunApiConfig
@@ -82,7 +83,7 @@ def serving(limits: Limits, app: FastAPI | None = None, **settings: Any) -> Iter
     """The port of an API in a thread, with these limits on its connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         app = app or create_app(ApiSettings(**settings))
-        protocol = Connections(limits).protocol
+        protocol = partial(Connection, Connections(limits))
         config = uvicorn.Config(app, http=protocol, ws="none", log_config=None)  # type: ignore[arg-type]
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -140,9 +140,9 @@ def test_the_peer_that_was_heard_last_falls_silent_last() -> None:
     assert [peers.heard(peer, now) for peer, now in ((1, 0), (2, 10), (1, 50))] == [False] * 3
     assert [peers.newly_silent(now) for now in (70, 71, 110, 111)] == [[], [2], [], [1]]
     assert peers.heard(2, 112)
-    assert [peers.is_silent(peer) for peer in (1, 2, 3)] == [True, False, False]
+    assert peers.silent == {1}
     peers.forget(1)
-    assert not peers.is_silent(1)
+    assert not peers.silent
 
 
 # --- environments ---------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
 
     @invariant()
     def every_status_can_be_told(self) -> None:
-        for environment in self.queue.environments:
+        for environment in self.queue.environments.values():
             status = self.queue.env_status(environment.env_id)
             assert status.env_weight >= 0.01
             assert 0.0 <= status.unallocated_fraction <= 1.0

@@ -52,7 +52,7 @@ def test_what_was_forgotten_stays_forgotten_after_a_restart(tmp_path: Path) -> N
         with client:
             assert client.get("/status-env?env_id=0").status_code == 404
             assert client.get(f"/status-env?env_id={kept}").status_code == 200
-            assert [environment.name for environment in service.state.queue.environments] == ["math_1"]
+            assert [environment.name for environment in service.state.queue.environments.values()] == ["math_1"]
 
 
 def test_environments_of_a_journal_from_before_keep_their_ids() -> None:
@@ -65,7 +65,7 @@ def test_environments_of_a_journal_from_before_keep_their_ids() -> None:
     read = decode_change(encode_change(snapshot))
     assert isinstance(read, Snapshot)
     service.state.apply(read)
-    assert [(one.env_id, one.name) for one in service.state.queue.environments] == [
+    assert [(one.env_id, one.name) for one in service.state.queue.environments.values()] == [
         (0, "math_0"),
         (1, "math_1"),
         (2, "math_2"),

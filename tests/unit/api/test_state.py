@@ -13,7 +13,7 @@ from atroposlib.api import changes
 from atroposlib.api.changes import Change, PostedGroup, decode_change, encode_change
 from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import GroupTooLarge
-from atroposlib.api.selection import Group
+from atroposlib.api.selection import Group, R
 from atroposlib.api.state import MAX_ANSWERED, REFUSALS, RolloutState
 from tests.unit.api.test_queue import env, run
 
@@ -35,7 +35,7 @@ def posted(first: int, *sizes: int, key: str | None = None, version: int | None 
 
 def lend(state: RolloutState, trainer: int = 1) -> list[int] | None:
     """The ids of the next batch, on a lease."""
-    delivery = state.next_delivery(trainer, max((lease.lease_id for lease in state.leases), default=0) + 1)
+    delivery = state.next_delivery(trainer, max(state.leases, default=0) + 1)
     if delivery is None:
         return None
     state.apply(delivery[0])
@@ -83,11 +83,12 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        known = [environment.env_id for environment in self.state.queue.environments]
+        known = list(self.state.queue.environments)
         chosen = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
         self.happen(changes.EnvironmentsForgotten([*chosen, 99]))
-        assert [environment.env_id for environment in self.state.queue.environments] == sorted({*known} - {*chosen})
-        assert len({environment.name for environment in self.state.queue.environments}) == len(known) - len(chosen)
+        left = self.state.queue.environments
+        assert list(left) == sorted({*known} - {*chosen})
+        assert len({environment.name for environment in left.values()}) == len(known) - len(chosen)
 
     @rule(
         sizes=st.lists(st.integers(1, 7), min_size=1, max_size=3), owner=st.none() | st.integers(0, 2), data=st.data()
@@ -97,7 +98,7 @@ class AnyHistory(RuleBasedStateMachine):
         groups = [PostedGroup(size, owner, data.draw(st.none() | st.integers(0, 5))) for size in sizes]
         ids = range(self.next_id, self.next_id + len(sizes))
         self.next_id += len(sizes)
-        known = key is not None and self.state.answer_to(key)
+        known = key is not None and self.state.answered.get(key)
         answer = self.happen(changes.GroupsPosted(ids[0], groups, key))
         if known:
             assert answer == known
@@ -143,7 +144,11 @@ class AnyHistory(RuleBasedStateMachine):
     def reject(self, data: st.DataObject) -> None:
         """Of groups that a living trainer has, and of waiting ones."""
         dump = self.state.queue.dump()
-        groups = [*dump.waiting, *dump.buffered, *(group for lease in self.state.leases for group in lease.groups)]
+        groups = [
+            *dump.waiting,
+            *dump.buffered,
+            *(group for lease in self.state.leases.values() for group in lease.groups),
+        ]
         if not groups:
             return
         chosen = data.draw(st.lists(st.sampled_from(groups), min_size=1, max_size=3, unique=True))
@@ -194,8 +199,12 @@ TestAnyHistory = AnyHistory.TestCase
 # --- leases ---------------------------------------------------------------------------------------------------------
 
 
+def book_of(*leases: Lease[R]) -> LeaseBook[R]:
+    return LeaseBook({lease.lease_id: lease for lease in leases})
+
+
 def test_a_lease_is_known_to_the_trainer_that_holds_it_or_held_it_last() -> None:
-    book: LeaseBook[None] = LeaseBook([Lease(1, 5, []), Lease(2, 6, []), Lease(3, 5, [], returned=True)])
+    book: LeaseBook[None] = book_of(Lease(1, 5, []), Lease(2, 6, []), Lease(3, 5, [], returned=True))
     assert book.known_to(5, [3, 2, 1, 9, 1]) == [3, 1]
     assert book.known_to(6, [3, 2, 1]) == [2]
     assert book.known_to(7, [1, 2, 3]) == []
@@ -204,9 +213,7 @@ def test_a_lease_is_known_to_the_trainer_that_holds_it_or_held_it_last() -> None
 
 
 def test_what_was_lost_in_transit_is_the_oldest_that_its_own_trainer_does_not_name() -> None:
-    book: LeaseBook[None] = LeaseBook(
-        [Lease(1, 6, []), Lease(2, 5, [], returned=True), Lease(3, 5, []), Lease(4, 5, [])]
-    )
+    book: LeaseBook[None] = book_of(Lease(1, 6, []), Lease(2, 5, [], returned=True), Lease(3, 5, []), Lease(4, 5, []))
     lost = [book.lost_in_transit(5, holding) for holding in ([], [3], [4], [3, 4])]
     assert [lease and lease.lease_id for lease in lost] == [3, 4, 3, None]
 
@@ -215,20 +222,20 @@ def test_the_batch_that_waits_is_the_oldest_returned_one_of_the_size_asked_for()
     def batch(lease_id: int, *sizes: int, returned: bool) -> Lease[None]:
         return Lease(lease_id, 5, [Group(order, size, None, None) for order, size in enumerate(sizes)], returned)
 
-    book = LeaseBook([batch(1, 4, returned=False), batch(2, 3, returned=True), batch(3, 2, 2, returned=True)])
+    book = book_of(batch(1, 4, returned=False), batch(2, 3, returned=True), batch(3, 2, 2, returned=True))
     found = [book.waiting(sequences) for sequences in (3, 4, 5)]
     assert [lease and lease.lease_id for lease in found] == [2, 3, None]
 
 
 def test_a_batch_that_is_handed_over_is_its_new_trainer_s_alone() -> None:
-    book: LeaseBook[None] = LeaseBook([Lease(1, 5, [])])
+    book: LeaseBook[None] = book_of(Lease(1, 5, []))
     assert [lease.lease_id for lease in book.give_back([1, 9])] == [1]
     assert book.give_back([1]) == []
     assert (book.known_to(5, [1]), book.held()) == ([1], [])
-    book.hand_over(1, 6)
+    book[1] = Lease(1, 6, [])
     assert (book.known_to(5, [1]), book.known_to(6, [1]), book.reclaimable(5)) == ([], [1], [])
     group = Group(0, 4, None, None)
-    book.open(2, 6, [group])
+    book[2] = Lease(2, 6, [group])
     assert book.close([1, 2, 9]) == [group]
     assert list(book) == []
 
@@ -262,7 +269,7 @@ def test_a_batch_of_another_size_comes_apart_for_a_trainer_that_wants_other_batc
 def test_a_batch_whose_reply_was_lost_is_given_again_and_no_other_is() -> None:
     state = founded(registered(1), posted(1, 8, 8))
     lend(state), lend(state)
-    first, second = state.leases
+    first, second = state.leases.values()
     assert state.leases.lost_in_transit(1, []) is first
     assert state.leases.lost_in_transit(1, [first.lease_id]) is second
     assert state.leases.lost_in_transit(1, [first.lease_id, second.lease_id]) is None
@@ -335,5 +342,5 @@ def test_the_keys_that_are_remembered_are_bounded_and_the_latest() -> None:
     state = founded()
     for number in range(MAX_ANSWERED + 2):
         state.apply(posted(number + 1, 1, key=str(number)))
-    assert state.answer_to("0") is state.answer_to("1") is None
-    assert state.answer_to("2") == [None]
+    assert state.answered.get("0") is state.answered.get("1") is None
+    assert state.answered.get("2") == [None]
