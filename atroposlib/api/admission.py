@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.auth import OPEN_PATHS, ROLE
-from atroposlib.api.settings import ApiSettings
+from atroposlib.api.settings import RunApiConfig
 
 HOLD = "atropos.hold"  # in a request's scope: the function that counts more bytes of its body, or raises Overloaded
 BURST_S = 10.0  # a client may ask at once what it may ask in so many seconds
@@ -40,7 +40,7 @@ class Overloaded(HTTPException):
 class Admission:
     """The limits as ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, settings: ApiSettings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, app: ASGIApp, settings: RunApiConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
         self._settings = settings
         self._clock = clock

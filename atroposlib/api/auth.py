@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import SecretStr
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.token_file import TokenFile
 from atroposlib.wire.routes import ROUTES
 
@@ -29,23 +31,17 @@ POST_PATHS = frozenset(route.path for route in ROUTES if route.sender == "enviro
 class Tokens:
     """The tokens of one API, each given or in a file that is followed. Raises ValueError for an unusable file."""
 
-    def __init__(
-        self,
-        token: str | None = None,
-        token_file: Path | None = None,
-        post_token: str | None = None,
-        post_token_file: Path | None = None,
-    ) -> None:
+    def __init__(self, settings: RunApiConfig) -> None:
         self._of: dict[Role, Callable[[], str]] = {}
-        given: list[tuple[Role, str | None, Path | None, str]] = [
-            ("train", token, token_file, "--api-token-file"),
-            ("post", post_token, post_token_file, "--post-token-file"),
+        given: list[tuple[Role, SecretStr | None, Path | None, str]] = [
+            ("train", settings.api_token, settings.api_token_file, "--api-token-file"),
+            ("post", settings.post_token, settings.post_token_file, "--post-token-file"),
         ]
-        for role, text, path, flag in given:
+        for role, token, path, flag in given:
             if path is not None:
                 self._of[role] = TokenFile(path, flag).current
-            elif text is not None:
-                self._of[role] = text.__str__
+            elif token is not None:
+                self._of[role] = token.get_secret_value
 
     def __bool__(self) -> bool:
         return bool(self._of)

@@ -21,21 +21,21 @@ from atroposlib.api.journal_file import JournalDamaged
 from atroposlib.api.metrics import Measured, Metrics
 from atroposlib.api.openapi import with_components
 from atroposlib.api.service import RolloutService
-from atroposlib.api.settings import ApiSettings
-from atroposlib.http_guard import HostGuard
+from atroposlib.api.settings import RunApiConfig
+from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
 
 def create_app(
-    settings: ApiSettings | None = None, *, journal: Path | None = None, accept_loss: bool = False
+    settings: RunApiConfig | None = None, *, journal: Path | None = None, accept_loss: bool = False
 ) -> FastAPI:
     """An API with the state of its journal, or in memory and empty. Raises JournalError.
 
     A damaged journal is refused, or (`accept_loss`) brought to a state that is whole.
     """
-    settings = settings or ApiSettings()
+    settings = settings or RunApiConfig()
     service = _service(settings, journal, accept_loss)
 
     @asynccontextmanager
@@ -57,16 +57,16 @@ def create_app(
     for kind, handler in ERROR_REPLIES.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(Admission, settings=settings)
-    tokens = Tokens(settings.token, settings.token_file, settings.post_token, settings.post_token_file)
+    tokens = Tokens(settings)
     if tokens:
         app.add_middleware(RequireToken, tokens=tokens)
-    app.add_middleware(HostGuard, hosts=settings.hosts, bears_token=tokens.role)
+    app.add_middleware(HostGuard, hosts=OwnHosts.of(settings.host, settings.allowed_host), bears_token=tokens.role)
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
     return app
 
 
-def _service(settings: ApiSettings, journal: Path | None, accept_loss: bool) -> RolloutService:
+def _service(settings: RunApiConfig, journal: Path | None, accept_loss: bool) -> RolloutService:
     try:
         return RolloutService(settings, None if journal is None else Journal(journal))
     except JournalDamaged as damage:

@@ -32,7 +32,7 @@ from atroposlib.api.liveness import Liveness
 from atroposlib.api.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.replay import bodies_of, replay
 from atroposlib.api.selection import Group
-from atroposlib.api.settings import ApiSettings
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.api.staleness import weight
 from atroposlib.api.state import Batch, RolloutState
 from atroposlib.groups import Needs
@@ -71,7 +71,7 @@ class RolloutService:
     """See the module's head. `clock` is in seconds. Raises JournalError when the journal cannot be replayed."""
 
     def __init__(
-        self, settings: ApiSettings, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic
+        self, settings: RunApiConfig, journal: Journal | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.settings = settings
         self.journal = journal
@@ -88,9 +88,10 @@ class RolloutService:
         self._posting: dict[str, asyncio.Future[Any]] = {}
         self._unwritten_groups = 0
         self._deciding = asyncio.Lock()
-        self._environments = Liveness(settings.env_timeout_s)
-        self._remembered = Liveness(settings.env_forget_s)
-        self._trainers = Liveness(settings.trainer_timeout_s)
+        self._environments = Liveness(settings.env_timeout)
+        self._forget_s = max(settings.env_forget, settings.env_timeout)
+        self._remembered = Liveness(self._forget_s)
+        self._trainers = Liveness(settings.trainer_timeout)
         self._number = self._applied = self._since_snapshot = 0
         if journal is None:
             self.state.apply(changes.Founded(secrets.token_hex(8)))
@@ -214,7 +215,7 @@ class RolloutService:
         if self.state.trainer in self._trainers.silent and (held := self.state.leases.held()):
             log.warning(
                 "The trainer gave no sign of life for %.0f s: %d batch(es) wait again",
-                self.settings.trainer_timeout_s,
+                self.settings.trainer_timeout,
                 len(held),
             )
             await self._submit(changes.LeasesReturned([lease.lease_id for lease in held]))
@@ -304,7 +305,7 @@ class RolloutService:
         if len(self.state.queue.environments) >= self.settings.max_environments:
             raise QueueFull(
                 f"{self.settings.max_environments} environments are registered, and no more may be"
-                f" (--max-environments); those that are silent are forgotten after {self.settings.env_forget_s:.0f} s"
+                f" (--max-environments); those that are silent are forgotten after {self._forget_s:.0f} s"
             )
         environment: Environment | None = await self._submit(changes.EnvironmentJoined(request))
         if environment is not None:
@@ -338,7 +339,7 @@ class RolloutService:
             log.warning(
                 "Environment %s gave no sign of life for %.0f s: its minimum and weight lapse until it does",
                 self.state.queue.name_of(env_id),
-                self.settings.env_timeout_s,
+                self.settings.env_timeout,
             )
         if len(lapsed) > MAX_LOGGED:
             log.warning("%d more environments gave no sign of life", len(lapsed) - MAX_LOGGED)
@@ -353,7 +354,7 @@ class RolloutService:
         for env_id in env_ids:
             self._environments.forget(env_id)
             self._remembered.forget(env_id)
-        log.info("Forgot %d environment(s) without a sign of life for %.0f s", len(env_ids), self.settings.env_forget_s)
+        log.info("Forgot %d environment(s) without a sign of life for %.0f s", len(env_ids), self._forget_s)
 
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""

@@ -9,6 +9,7 @@ import requests
 from fastapi.testclient import TestClient
 
 from atroposlib.api.posted_groups import read_groups
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.wire.batching import PostedData
 
 DEADLINE_S = 30.0
@@ -28,6 +29,12 @@ ITEM_KEYS = [
     "distill_token_ids",
     "distill_logprobs",
 ]
+
+
+def api_settings(**given: Any) -> RunApiConfig:
+    """Settings as flags give them; limits in MiB may be given in bytes (`max_body_bytes`), so that few are enough."""
+    in_bytes = {name: given.pop(name) for name in list(given) if name.endswith("_bytes")}
+    return RunApiConfig(**given).model_copy(update=in_bytes)
 
 
 def registration(batch_size: Any = 8, **other: Any) -> dict[str, Any]:

@@ -22,25 +22,26 @@ from fastapi.testclient import TestClient
 
 from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
-from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
-from tests.unit.api.support import DEADLINE_S, command, group, wait_until_healthy
+from tests.unit.api.support import DEADLINE_S, api_settings, command, group, wait_until_healthy
 
 QUICK = Limits(head_s=0.3, body_s=1.0, stall_s=0.5, most=30)
 HEAD = b"POST /scored_data HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: %d\r\n\r\n"
 
 
 def api(**settings: Any) -> TestClient:
-    return TestClient(create_app(ApiSettings(**settings)))
+    return TestClient(create_app(api_settings(**settings)))
 
 
 # --- rates and bytes ----------------------------------------------------------------------------------
 
 
 def test_a_client_that_asks_too_often_is_told_when_to_come_back_and_others_are_not() -> None:
-    app = create_app(ApiSettings(max_requests_per_second=0.5, token="a-token-for-all", post_token="a-token-for-some"))
+    app = create_app(
+        api_settings(max_requests_per_second=0.5, api_token="a-token-for-all", post_token="a-token-for-some")
+    )
     bearing = {role: {"Authorization": f"Bearer a-token-for-{role}"} for role in ("all", "some")}
     flooding, other = (TestClient(app, client=(host, 1)) for host in ("192.0.2.1", "192.0.2.2"))
     replies = [flooding.get("/status", headers=bearing["some"]) for _ in range(12)]
@@ -82,7 +83,7 @@ def test_limits_that_exclude_each_other_are_refused() -> None:
 def serving(limits: Limits, app: FastAPI | None = None, **settings: Any) -> Iterator[int]:
     """The port of an API in a thread, with these limits on its connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = app or create_app(ApiSettings(**settings))
+        app = app or create_app(api_settings(**settings))
         protocol = partial(Connection, Connections(limits))
         config = uvicorn.Config(app, http=protocol, ws="none", log_config=None)  # type: ignore[arg-type]
         server = uvicorn.Server(config)
@@ -208,7 +209,7 @@ def test_requests_on_one_connection_are_answered_beyond_the_deadlines() -> None:
 
 def test_connections_that_wait_make_way_and_those_that_are_answered_stay(caplog: pytest.LogCaptureFixture) -> None:
     patient = Limits(head_s=DEADLINE_S, body_s=DEADLINE_S, stall_s=DEADLINE_S, most=20)
-    app = create_app(ApiSettings())
+    app = create_app(api_settings())
 
     @app.get("/ticks")
     async def ticks() -> StreamingResponse:

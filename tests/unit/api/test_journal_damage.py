@@ -22,8 +22,7 @@ from atroposlib.api.journal_file import JournalDamaged, JournalError, JournalRea
 from atroposlib.api.journal_head import SLOT_BYTES, Head, chained, read_head
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
-from atroposlib.api.settings import ApiSettings
-from tests.unit.api.support import DEADLINE_S, command, group, marks, register, register_env
+from tests.unit.api.support import DEADLINE_S, api_settings, command, group, marks, register, register_env
 
 GROUPS = 400
 TRIES = 25  # of each kind of damage; the nightly form has more
@@ -75,7 +74,7 @@ def outcome(path: Path) -> str:
     """`refused`, or how many groups a start finds. A refusal is one line and leaves every byte."""
     before = digests(path.parent)
     try:
-        service = RolloutService(ApiSettings(), Journal(path))
+        service = RolloutService(api_settings(), Journal(path))
     except JournalError as error:
         line = str(error)
         assert "\n" not in line

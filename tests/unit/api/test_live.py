@@ -8,9 +8,8 @@ from fastapi.testclient import TestClient
 
 from atroposlib.api.liveness import Liveness
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
 from atroposlib.api.staleness import weight
-from tests.unit.api.support import ITEM_KEYS, group, marks, register, register_env, registration
+from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 
 
 class Clock:
@@ -22,7 +21,7 @@ class Clock:
 
 
 def api(**settings: Any) -> tuple[TestClient, Clock]:
-    app = create_app(ApiSettings(env_timeout_s=60, trainer_timeout_s=60, **settings))
+    app = create_app(api_settings(env_timeout=60, trainer_timeout=60, **settings))
     clock = app.state.service._clock = Clock()
     app.state.service.new_lease = count(1).__next__
     return TestClient(app), clock

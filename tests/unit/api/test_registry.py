@@ -10,13 +10,12 @@ from fastapi.testclient import TestClient
 from atroposlib.api.changes import Snapshot, decode_change, encode_change
 from atroposlib.api.server import create_app
 from atroposlib.api.service import RolloutService
-from atroposlib.api.settings import ApiSettings
-from tests.unit.api.support import group, marks, register, register_env
+from tests.unit.api.support import api_settings, group, marks, register, register_env
 from tests.unit.api.test_live import Clock
 
 
 def api(journal: Path | None = None, **settings: Any) -> tuple[TestClient, Clock, RolloutService]:
-    app = create_app(ApiSettings(env_timeout_s=60, env_forget_s=600, **settings), journal=journal)
+    app = create_app(api_settings(env_timeout=60, env_forget=600, **settings), journal=journal)
     clock = app.state.service._clock = Clock()
     return TestClient(app), clock, app.state.service
 

@@ -10,19 +10,27 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
-from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
-from atroposlib.http_guard import OwnHosts
-from tests.unit.api.support import DEADLINE_S, command, environment, group, register, register_env, registration
+from atroposlib.http_guard import HostGuard, OwnHosts
+from tests.unit.api.support import (
+    DEADLINE_S,
+    api_settings,
+    command,
+    environment,
+    group,
+    register,
+    register_env,
+    registration,
+)
 
 TOKEN = "correct-horse-battery"
 MSGPACK = {"Content-Type": "application/msgpack"}
 
 
 def api(**settings: Any) -> TestClient:
-    return TestClient(create_app(ApiSettings(**settings)))
+    return TestClient(create_app(api_settings(**settings)))
 
 
 # --- token ----------------------------------------------------------------------------------------------------------
@@ -32,7 +40,7 @@ def api(**settings: Any) -> TestClient:
     "header", [None, "", "Bearer", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", f"Basic {TOKEN}", TOKEN, "Bearer ü"]
 )
 def test_nothing_but_health_and_readiness_answers_without_the_token(header: str | None) -> None:
-    client = api(token=TOKEN)
+    client = api(api_token=TOKEN)
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     routes = client.app.openapi()["paths"]  # type: ignore[attr-defined]
     for path, methods in [
@@ -51,7 +59,7 @@ def test_nothing_but_health_and_readiness_answers_without_the_token(header: str 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
 def test_the_right_token_opens_everything(scheme: str) -> None:
-    client = api(token=TOKEN)
+    client = api(api_token=TOKEN)
     for path in ("/status", "/metrics", "/latest_example"):
         assert client.get(path, headers={"Authorization": f"{scheme} {TOKEN}"}).status_code == 200
 
@@ -67,8 +75,8 @@ def test_the_token_comes_from_flag_file_or_environment(tmp_path: Path) -> None:
         config("--api-token-file", str(tmp_path / "token")),
         config(ATROPOS_API_TOKEN=TOKEN),
     ]
-    assert [one.settings().token for one in given] == [TOKEN] * 3
-    assert config().settings().token is None
+    assert [one.token for one in given] == [TOKEN] * 3
+    assert config().token is None
 
 
 @pytest.mark.parametrize("content", ["short", "two words here", "", "ünïcödé-token"])
@@ -171,7 +179,7 @@ def test_the_api_answers_no_foreign_host_on_any_route() -> None:
 
 
 def test_only_a_request_with_the_token_and_from_no_page_is_answered_under_any_host() -> None:
-    client = api(token=TOKEN)
+    client = api(api_token=TOKEN)
     bearer = {"Authorization": f"Bearer {TOKEN}", "Host": "trainer.cluster.local"}
     assert client.get("/status", headers=bearer).status_code == 200
     origin = {"Origin": "http://trainer.cluster.local"}
@@ -181,10 +189,16 @@ def test_only_a_request_with_the_token_and_from_no_page_is_answered_under_any_ho
 
 
 def test_allowed_hosts_are_those_of_the_flags() -> None:
-    assert config().settings().hosts == OwnHosts()
+    def hosts(*flags: str, **env: str) -> OwnHosts:
+        app = create_app(config(*flags, **env))
+        (found,) = (each.kwargs["hosts"] for each in app.user_middleware if each.cls is HostGuard)
+        assert isinstance(found, OwnHosts)
+        return found
+
+    assert hosts() == OwnHosts()
     flags = ["--allowed-host", "Trainer.Example.", "--allowed-host=fd00::1"]
-    assert config(*flags).settings().hosts.names == OwnHosts().names | {"trainer.example", "fd00::1"}
-    beyond = config("--host", "0.0.0.0", ATROPOS_API_TOKEN=TOKEN).settings().hosts
+    assert hosts(*flags).names == OwnHosts().names | {"trainer.example", "fd00::1"}
+    beyond = hosts("--host", "0.0.0.0", ATROPOS_API_TOKEN=TOKEN)
     assert beyond.addresses
     assert socket.gethostname().lower() in beyond.names
 

@@ -11,8 +11,16 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
-from tests.unit.api.support import ITEM_KEYS, environment, group, marks, register, register_env, registration
+from tests.unit.api.support import (
+    ITEM_KEYS,
+    api_settings,
+    environment,
+    group,
+    marks,
+    register,
+    register_env,
+    registration,
+)
 
 
 def refusal(reply: Any) -> tuple[int, list[Any], str]:
@@ -442,7 +450,7 @@ def test_a_broken_gzip_body_is_400(client: TestClient, damage: str) -> None:
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}])
 def test_a_body_above_the_limit_is_413_as_sent_and_as_decompressed(headers: dict[str, str]) -> None:
-    with TestClient(create_app(ApiSettings(max_body_bytes=10_000))) as client:
+    with TestClient(create_app(api_settings(max_body_bytes=10_000))) as client:
         body = b" " * 10_001
         reply = client.post("/scored_data", content=gzip.compress(body) if headers else body, headers=headers)
         assert reply.status_code == 413

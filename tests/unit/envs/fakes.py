@@ -14,7 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataItem
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
@@ -24,7 +24,7 @@ from tests.waiting import until
 class Api:
     """The real batching API on loopback; `stop` and `start` restart it without its memory, on the same port."""
 
-    def __init__(self, settings: ApiSettings | None = None) -> None:
+    def __init__(self, settings: RunApiConfig | None = None) -> None:
         self.port = 0
         self.settings = settings
         self.answered: Counter[str] = Counter()  # requests by path
@@ -76,7 +76,7 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def running_api(settings: ApiSettings | None = None) -> AsyncIterator[Api]:
+async def running_api(settings: RunApiConfig | None = None) -> AsyncIterator[Api]:
     api = Api(settings)
     await api.start()
     try:

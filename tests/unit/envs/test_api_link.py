@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from atroposlib.api.settings import ApiSettings
 from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
 from atroposlib.envs import api_link
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.errors import PeerError
 from atroposlib.wire.batching import EnvRegistration, PostedData
 from atroposlib.wire.routes import ROOT, SCORED_DATA
+from tests.unit.api.support import api_settings
 from tests.unit.envs.fakes import Api, running_api
 
 TOKEN = "correct-horse"
@@ -63,7 +63,7 @@ async def metric(url: str, line: str) -> float:
 
 async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_variable_to_set() -> None:
     authorized = {"Authorization": f"Bearer {TOKEN}"}
-    async with running_api(ApiSettings(token=TOKEN)) as api:
+    async with running_api(api_settings(api_token=TOKEN)) as api:
         await start_run(api.url, **authorized)
         for wrong in (None, "wrong-horse"):
             async with api_client(api.url, wrong) as client:
@@ -79,7 +79,7 @@ async def test_with_the_token_it_joins_and_posts_and_without_it_says_which_varia
 @contextlib.asynccontextmanager
 async def full_queue(timeout_s: float) -> AsyncIterator[tuple[Api, ApiLink]]:
     """An API that takes one group and holds it, and an environment's link to it."""
-    async with running_api(ApiSettings(max_queued_groups=1)) as api, api_client(api.url) as client:
+    async with running_api(api_settings(max_queued_groups=1)) as api, api_client(api.url) as client:
         await start_run(api.url)
         link = ApiLink(client, ANNOUNCEMENT, timeout_s=timeout_s)
         await link.join()
@@ -141,7 +141,7 @@ async def test_an_id_outside_the_vocabulary_that_the_trainer_registered_is_refus
 
 async def test_an_api_that_is_asked_too_often_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
-    async with running_api(ApiSettings(max_requests_per_second=0.5)) as api, api_client(api.url) as client:
+    async with running_api(api_settings(max_requests_per_second=0.5)) as api, api_client(api.url) as client:
 
         async def ask_too_often() -> None:
             for _ in range(5):

@@ -9,9 +9,9 @@ import requests
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from atroposlib.api.settings import ApiSettings
 from atroposlib.wire.batching import Registration, ScoredData
 from example_trainer.api_client import ApiClient, ApiError
+from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
 from tests.unit.trainer.test_trainer_with_api import real_api
 
@@ -217,7 +217,7 @@ def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() 
 
 
 def test_the_token_is_sent_and_a_wrong_one_names_the_remedy() -> None:
-    with real_api(ApiSettings(token="right-token")) as url:
+    with real_api(api_settings(api_token="right-token")) as url:
         trainer_of(url, token="right-token")
         with pytest.raises(ApiError, match="wants its token: set ATROPOS_API_TOKEN"):
             trainer_of(url, token="wrong-token")
@@ -237,7 +237,7 @@ def test_an_api_without_leases_gives_its_batches_for_good() -> None:
 
 def test_an_api_that_takes_no_more_for_now_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.api.admission.BURST_S", 0.0)
-    with real_api(settings=ApiSettings(max_requests_per_second=5)) as url:
+    with real_api(settings=api_settings(max_requests_per_second=5)) as url:
         trainer, _ = trainer_of(url)
         for step in range(3):
             trainer.report_step(step, step)

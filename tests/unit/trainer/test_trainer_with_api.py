@@ -13,7 +13,7 @@ import requests
 import uvicorn
 
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
+from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
 from example_trainer.config import TrainerConfig
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 @contextlib.contextmanager
-def real_api(settings: ApiSettings | None = None) -> Iterator[str]:
+def real_api(settings: RunApiConfig | None = None) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(create_app(settings), host="127.0.0.1", port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

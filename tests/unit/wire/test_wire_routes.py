@@ -4,13 +4,13 @@ import pytest
 from fastapi.routing import APIRoute
 
 from atroposlib.api.server import create_app
-from atroposlib.api.settings import ApiSettings
 from atroposlib.wire import routes
 from atroposlib.wire.routes import ROUTES
+from tests.unit.api.support import api_settings
 
 SERVED = {
     (method, route.path)
-    for route in create_app(ApiSettings(legacy_gets=True)).routes
+    for route in create_app(api_settings(legacy_gets=True)).routes
     if isinstance(route, APIRoute)
     for method in route.methods
 }
