@@ -127,7 +127,8 @@ class HostGuard:
         if host is None:
             found = _shown(given[0]) if given else "none"
             return 400, f"the request needs a Host header, NAME or NAME:PORT (got {found})"
-        if not self.hosts.has(host[0], _connected_to(scope)):
+        server = scope.get("server")  # the address of this end of the connection
+        if not self.hosts.has(host[0], _as_address(server[0].partition("%")[0]) if server else ""):
             return 403, (
                 f"Host {_shown(given[0])} is not a name of this server ({self.hosts}): ask under one of those, "
                 f"or start it with --allowed-host {host[0]}"
@@ -164,12 +165,6 @@ def _is_origin_of(origin: str, host: tuple[str, int | None]) -> bool:
         return False
     usual = _DEFAULT_PORT[scheme]
     return (parts[0], parts[1] or usual) == (host[0], host[1] or usual)
-
-
-def _connected_to(scope: Scope) -> str:
-    """The address of this end of the connection, "" where there is none."""
-    server = scope.get("server")
-    return _as_address(server[0].partition("%")[0]) if server else ""
 
 
 def _shortest(address: ipaddress.IPv6Address) -> str:

@@ -179,7 +179,6 @@ class Journal:
 
     @staticmethod
     def _insert(db: sqlite3.Connection, write: _Write, newest: Mark) -> Mark:
-        """One change, and what is the newest then."""
         crcs = [zlib.crc32(body.data) for body in write.bodies]
         db.executemany(
             "INSERT INTO bodies (id, packed, crc, body) VALUES (?, ?, ?, ?)",

@@ -63,7 +63,6 @@ class _Kept:
 
 
 def _keep_what_is_whole(path: Path) -> _Kept | None:
-    """Remove whatever prevents the rest from being read."""
     while path.exists():
         try:
             return _without_damaged_bodies(path)

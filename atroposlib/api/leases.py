@@ -65,8 +65,7 @@ class LeaseBook(dict[int, Lease[R]]):
 
     def close(self, leases: Iterable[int]) -> list[Group[R]]:
         """End these leases. Returns the groups of those that were known."""
-        known = [self.pop(lease) for lease in leases if lease in self]
-        return [group for lease in known for group in lease.groups]
+        return [group for lease in leases if lease in self for group in self.pop(lease).groups]
 
     def remove(self, orders: Set[int]) -> tuple[list[Group[R]], int]:
         """Take groups out of the batches that a trainer holds. Returns them, and how many batches closed as empty."""

@@ -10,7 +10,6 @@ bodies are read on a thread, field by field, so that the event loop waits for on
 
 import math
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any, get_args, get_origin
 
@@ -152,7 +151,6 @@ def _marked(body: bytes, error: Exception) -> tuple[bytes, str]:
 
 
 def _refusal(error: Exception, raw: bytes, packed: bool, *field: str) -> RefusedBody:
-    """What is wrong with a body, or with the bytes of a field."""
     if not isinstance(error, msgspec.ValidationError):
         return unreadable(error, packed).within(*field)
     kind, message, location = kind_message_and_location(error)
@@ -171,7 +169,6 @@ class _Reader:
         self._may_be_many = size > min(MAX_ARRAYS, MAX_VALUES) * (1 if packed else 2)  # each takes a byte, in JSON two
 
     def read(self, fields: msgspec.Struct) -> tuple[PostedData, bytes]:
-        """The group, and its item. Raises RefusedBody."""
         null = _NULL[self._packed]
         present: dict[str, Raw] = {name: raw for name in _TYPES if (raw := getattr(fields, name)) is not null}
         if self._may_be_many:
@@ -294,32 +291,12 @@ def _packed_values(raw: bytes, limit: int) -> int:
     return count
 
 
-def _tokens() -> Iterator[tuple[int, int]]:
-    """For each first byte of a MessagePack value: its size without counted content, and the bytes of that count."""
-    fixed = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
-    fixed |= {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18, 0xDC: 3, 0xDD: 5, 0xDE: 3, 0xDF: 5}
-    counted = {
-        0xC4: (2, 1),
-        0xC5: (3, 2),
-        0xC6: (5, 4),
-        0xC7: (3, 1),
-        0xC8: (4, 2),
-        0xC9: (6, 4),
-        0xD9: (2, 1),
-        0xDA: (3, 2),
-        0xDB: (5, 4),
-    }
-    for first in range(256):
-        yield (
-            counted[first]
-            if first in counted
-            else (1 + first - 0xA0, 0)
-            if 0xA0 <= first < 0xC0
-            else (fixed.get(first, 1), 0)
-        )
-
-
-_TOKENS = list(_tokens())
+# For each first byte of a MessagePack value: its size without counted content, and the bytes of that count.
+_TOKENS = [(1, 0)] * 0xA0 + [(1 + length, 0) for length in range(0x20)] + [(1, 0)] * 4
+_TOKENS += [(2, 1), (3, 2), (5, 4), (3, 1), (4, 2), (6, 4)]  # from 0xC4: bytes and extensions with a count
+_TOKENS += [(size, 0) for size in (5, 9, 2, 3, 5, 9, 2, 3, 5, 9, 3, 4, 6, 10, 18)]  # from 0xCA: numbers, extensions
+_TOKENS += [(2, 1), (3, 2), (5, 4)]  # from 0xD9: strings
+_TOKENS += [(size, 0) for size in (3, 5, 3, 5)] + [(1, 0)] * 0x20  # from 0xDC: heads of arrays and objects; small ints
 
 
 def _packed_arrays(name: str, raw: bytes, limit: int) -> int:

@@ -5,7 +5,7 @@ framework.
                                                               └── a subset fills the size ──┘
 
 A group is a number of sequences and an opaque record (encoded bytes, a row id) that only its owner interprets. Every
-method is one state change, so calls from one thread need no lock. Accepted groups are lost only by `reset` and
+method is one state change, so calls from one thread need no lock. Accepted groups are lost only by `drop` and
 `clear_groups`. `dump` and `load` carry the state across a restart.
 """
 
@@ -98,12 +98,8 @@ class QueueDump(Struct, Generic[R], array_like=True):
 class BatchQueue(Generic[R]):
     """The whole state. See the module's head."""
 
-    def __init__(self) -> None:
-        self.instance = ""  # tells environments whether they are still known; given by the owner
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget everything: groups, registrations, evaluations, steps."""
+    def __init__(self, instance: str = "") -> None:
+        self.instance = instance  # tells environments whether they are still known
         self.registration: Registration | None = None
         self.environments: dict[int, Environment] = {}  # by env_id
         self._next_env_id = 0
@@ -152,7 +148,6 @@ class BatchQueue(Generic[R]):
         return environment
 
     def _claims_changed(self) -> None:
-        """Note that another set of environments counts."""
         self._shares = None
         self._exhausted = False
 
@@ -329,18 +324,19 @@ class BatchQueue(Generic[R]):
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
         environment = self.environment(env_id)
-        minimums, allocated, _ = self._counted()
+        minimums, allocated, pulls = self._counted()
         largest = max(1, self.lanes.largest())
         own_size = max(environment.request.group_size, self.lanes.largest_of(env_id))
         own = self.lanes.sequences_of[env_id]
         steps, version = self.progress or (UNSET, UNSET)
+        share = _pull(environment.request) / pulls if pulls > 0 else 0.0  # of the work, by weight x context length
         return EnvStatus(
             current_step=self.current_step,
             queue_size=(own + self._available_from_others(env_id, largest, minimums)) // own_size,
             unallocated_fraction=1.0 - min(allocated, 1.0),
             self_queue_size=own // own_size,
             max_group_size=largest,
-            env_weight=self._weight(environment),
+            env_weight=1.0 if environment.request.weight < 0 else max(MIN_ENV_WEIGHT, share),
             num_steps=self.registration.num_steps if self.registration is not None else -1,
             instance=self.instance,
             policy_version=version,
@@ -361,15 +357,6 @@ class BatchQueue(Generic[R]):
             for other, sequences in self.lanes.sequences_of.items()
             if other != env_id
         )
-
-    def _weight(self, environment: Environment) -> float:
-        """Share of the work by weight x context length among connected environments; 1 when the environment is
-        unweighted.
-        """
-        if environment.request.weight < 0:
-            return 1.0
-        total = self._counted()[2]
-        return max(MIN_ENV_WEIGHT, _pull(environment.request) / total) if total > 0 else MIN_ENV_WEIGHT
 
     # --- training progress and evaluations ---------------------------------------------------------------------------
 
@@ -422,8 +409,7 @@ class BatchQueue(Generic[R]):
         )
 
     def load(self, dump: QueueDump[R]) -> None:
-        """Take over a dumped state in place of the present one."""
-        self.reset()
+        """Take over a dumped state. For a new queue."""
         self.registration = dump.registration
         if dump.identities:
             for (request, connected), (env_id, name) in zip(dump.environments, dump.identities, strict=True):

@@ -318,7 +318,6 @@ def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: 
 
 
 def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
-    """Groups while their sum does not exceed `room`."""
     for group in groups:
         room -= group.sequences
         if room < 0:
@@ -365,10 +364,6 @@ def indices_summing_to(sizes: Sequence[int], target: int) -> list[int]:
             left -= size
         if greedy and left == 0:
             return greedy
-    return _traced_back(sizes, target)
-
-
-def _traced_back(sizes: Sequence[int], target: int) -> list[int]:
     reached = [1]  # reached[i]: the sums (as bits) of subsets of the first i sizes
     for size in sizes:
         reached.append((reached[-1] | reached[-1] << size) & (1 << target + 1) - 1)

@@ -163,8 +163,11 @@ class RolloutService:
         Raises NotRegistered, NotTheTrainer.
         """
         async with self._turn_of(trainer, RejectionTaken("error", [], list(reasons))):
-            known = self.state.leases.known_to(trainer, [lease_id])
-            groups = {group.record.id: group for lease in known for group in self.state.leases[lease].groups}
+            groups = {
+                group.record.id: group
+                for lease in self.state.leases.known_to(trainer, [lease_id])
+                for group in self.state.leases[lease].groups
+            }
             found = [(groups[identity], reason) for identity, reason in reasons.items() if identity in groups]
             rejected = await self._set_aside(found, "trainer") if found else []
         return RejectionTaken("success", rejected, [identity for identity in reasons if identity not in groups])
@@ -254,17 +257,14 @@ class RolloutService:
         return [(group, reason) for group, reason in zip(unread, reasons, strict=True) if reason is not None]
 
     def _unread(self, groups: Iterable[Group[Rollout]]) -> Iterator[Group[Rollout]]:
-        """The groups that were not yet checked against the trainer's needs."""
         needs = self.needs
         return (group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs)
 
     async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
-        """Turn queued or leased groups into dead letters."""
         letters = []
         for identity, (group, reason) in enumerate(found, self.dead_letters.next_id):
             body = replace(self._bodies[group.record.id], id=identity)
-            name = self.state.queue.name_of(group.env_id)
-            letters.append(DeadLetter(time.time(), group.env_id, name, reason, body))
+            letters.append(DeadLetter(time.time(), group.env_id, self.state.queue.name_of(group.env_id), reason, body))
         await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
         self.dead_letters.add(letters)
         self.counters.rejected[found_by] += len(letters)

@@ -32,8 +32,7 @@ class RolloutState:
 
     def _clear(self, instance: str) -> None:
         self.trainer = 0  # uuid; 0 is nobody
-        self.queue: BatchQueue[Rollout] = BatchQueue()
-        self.queue.instance = instance
+        self.queue: BatchQueue[Rollout] = BatchQueue(instance)
         self.leases: LeaseBook[Rollout] = LeaseBook()
         self.rejected = 0  # groups that were set aside
         self.answered: OrderedDict[str, list[int | None]] = OrderedDict()  # key of a post -> the reply to it
@@ -167,7 +166,6 @@ class RolloutState:
         return answer
 
     def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
-        """The lease that was opened, if any."""
         groups = self.queue.take(change.orders)
         self._versions.discard(groups)
         if change.lease:

@@ -119,8 +119,9 @@ async def reject(request: Request) -> Response:
     harmless; 409 when another trainer has registered.
     """
     body = await read_record(request, wire.Rejection)
-    reasons = {group.id: group.reason for group in body.groups}
-    return reply(await service_of(request).reject(body.trainer, body.lease, reasons))
+    return reply(
+        await service_of(request).reject(body.trainer, body.lease, {group.id: group.reason for group in body.groups})
+    )
 
 
 @serves(router, routes.TRAINER_STEP)

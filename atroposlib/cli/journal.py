@@ -76,7 +76,6 @@ def main(argv: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
-    """A journal that was read and checked."""
     expect_regular_files(path)
     found = AsFound(path)
     head = None

@@ -35,6 +35,12 @@ Commands:
 """
 
 
+_REMEDIES: dict[int | None, str] = {
+    errno.EADDRINUSE: "another process has this port: end it, or choose another with --port (0 takes a free one)",
+    errno.EACCES: "choose a port above 1023 with --port",
+}
+
+
 class AddressError(AtroposError):
     """The API cannot listen on the address; the message is one line for whoever chose it."""
 
@@ -59,17 +65,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
     if refusal is not None and (not bound or refusal.errno == errno.EADDRINUSE):
         for listener in bound:
             listener.close()
-        raise AddressError(_cannot_listen(host, port, refusal.errno))
+        remedy = _REMEDIES.get(refusal.errno, remedy)
+        raise AddressError(f"cannot listen on {host}:{port}: {os.strerror(refusal.errno or 0)}; {remedy}")
     return bound
-
-
-def _cannot_listen(host: str, port: int, number: int | None) -> str:
-    reason = f"cannot listen on {host}:{port}: {os.strerror(number or 0)}"
-    if number == errno.EADDRINUSE:
-        return f"{reason}; another process has this port: end it, or choose another with --port (0 takes a free one)"
-    if number == errno.EACCES:
-        return f"{reason}; choose a port above 1023 with --port"
-    return f"{reason}; use --host 127.0.0.1 or an address of this machine"
 
 
 def serve(config: RunApiConfig) -> None:
