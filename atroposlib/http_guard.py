@@ -125,8 +125,9 @@ class HostGuard:
             return None
         host = split_host(given[0]) if given else None
         if host is None:
-            found = _shown(given[0]) if given else "none"
-            return 400, f"the request needs a Host header, NAME or NAME:PORT (got {found})"
+            return 400, (
+                f"the request needs a Host header, NAME or NAME:PORT (got {_shown(given[0]) if given else 'none'})"
+            )
         server = scope.get("server")  # the address of this end of the connection
         if not self.hosts.has(host[0], _as_address(server[0].partition("%")[0]) if server else ""):
             return 403, (

@@ -53,26 +53,22 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self._open: dict[Connection, None] = {}  # oldest first
+        self.open: dict[Connection, None] = {}  # oldest first
         self._unlogged: Counter[str] = Counter()
         self._logged_at = -LOG_EVERY_S
 
     def opened(self, connection: "Connection") -> None:
         """Keep the connection and close one that waits; refuse it if all others are being answered."""
-        self._open[connection] = None
-        if len(self._open) <= self.limits.most:
+        self.open[connection] = None
+        if len(self.open) <= self.limits.most:
             return
-        of_address = Counter(each.address for each in self._open)
-        waiting = [each for each in self._open if each is not connection and each.patience is not None]
+        of_address = Counter(each.address for each in self.open)
+        waiting = [each for each in self.open if each is not connection and each.patience is not None]
         waiting.sort(key=lambda each: (each.patience, -of_address[each.address]))
         for each in waiting[: 1 + self.limits.most // 20] or [connection]:  # several, as finding them takes a while
-            self.closed(each)
+            self.open.pop(each, None)
             each.transport.abort()
             self.note(f"closed, as more than {self.limits.most} were open")
-
-    def closed(self, connection: "Connection") -> None:
-        """The connection has ended."""
-        self._open.pop(connection, None)
 
     def note(self, what: str) -> None:
         """Count what happened to a connection; a log line every few seconds reports the counts."""
@@ -117,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self._connections.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.closed(self)
+        self._connections.open.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)

@@ -184,9 +184,11 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
     service, packed = service_of(request), is_packed(request)
     body = await read_body(request, service.settings.max_body_bytes)
     needs = service.needs
-    work = functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs)
-    is_large = len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES)
-    groups = await beside(request, work) if is_large else work()
+    groups = await beside(
+        request,
+        functools.partial(_read_and_check, body, packed, in_list, service.settings.max_sequences, needs),
+        is_heavy=len(body) > (INLINE_LIST_BYTES if in_list else INLINE_GROUP_BYTES),
+    )
     if not groups:
         return []
     key = _key(request) or (None if in_list else groups[0].key)

@@ -93,7 +93,7 @@ async def dead_letters(
     The content is left out where it would take too much memory: `run-api journal dead-letters` has it.
     """
     work = functools.partial(_described, service_of(request).dead_letters.newest(limit), groups)
-    return await large_reply(request, await beside(request, work) if groups else work())
+    return await large_reply(request, await beside(request, work, is_heavy=groups))
 
 
 def _described(letters: Sequence[Kept], with_groups: bool) -> bytes:

@@ -11,11 +11,11 @@ import msgspec
 from fastapi import Depends, HTTPException, Request, Response
 from starlette.requests import ClientDisconnect
 
-from atroposlib.api.admission import HOLD
+from atroposlib.api.admission import HOLD, RETRY_AFTER_S
 from atroposlib.api.decoding import RefusedBody, decode_body, gunzip, too_large
 from atroposlib.api.journal_file import JournalError
 from atroposlib.api.queue import GroupTooLarge, NotRegistered, UnknownEnvironment
-from atroposlib.api.service import RETRY_AFTER_S, NotTheTrainer, QueueFull, RolloutService
+from atroposlib.api.service import NotTheTrainer, QueueFull, RolloutService
 from atroposlib.http_guard import is_from_browser, is_loopback
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import MSGPACK
@@ -70,14 +70,17 @@ async def read_body(request: Request, limit: int) -> bytes:
     body = b"".join(chunks)
     if "gzip" not in request.headers.get("content-encoding", "").lower():
         return body
-    work = functools.partial(gunzip, body, limit)
-    plain = await beside(request, work) if len(body) > INLINE_BYTES else work()
+    plain = await beside(request, functools.partial(gunzip, body, limit), is_heavy=len(body) > INLINE_BYTES)
     request.scope[HOLD](len(plain))
     return plain
 
 
-async def beside(request: Request, work: Callable[[], T]) -> T:
-    """Run heavy work on a thread, one piece at a time: two would block the event loop for twice as long."""
+async def beside(request: Request, work: Callable[[], T], *, is_heavy: bool = True) -> T:
+    """Run heavy work on a thread, one piece at a time: two would block the event loop for twice as long. Light work
+    runs here.
+    """
+    if not is_heavy:
+        return work()
     return await anyio.to_thread.run_sync(_uncollected, work, limiter=request.app.state.heavy_work)
 
 

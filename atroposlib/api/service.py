@@ -49,7 +49,6 @@ from atroposlib.wire.batching import (
 )
 
 COMPACT_FROM = 20_000  # changes since the last snapshot
-RETRY_AFTER_S = 2
 UUID_LIMIT = 2**53  # JSON readers keep integers below it exact
 MAX_UNTOLD = 1_000  # groups set aside at delivery that the trainer is told of with its next batch
 MAX_LOGGED = 10  # of the groups set aside together

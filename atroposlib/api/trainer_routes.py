@@ -144,11 +144,9 @@ async def _batch_reply(request: Request, contents: Sequence[Content], answer: wi
     packed = (
         all(is_packed for _, is_packed, _ in contents) and wire.MSGPACK in request.headers.get("accept", "").lower()
     )
-    work = functools.partial(_batch, contents, answer, packed)
-    as_stored = all(is_packed == packed and weight == 1 for _, is_packed, weight in contents)
-    return await large_reply(
-        request, work() if as_stored else await beside(request, work), wire.MSGPACK if packed else "application/json"
-    )
+    is_changed = any(is_packed != packed or weight != 1 for _, is_packed, weight in contents)
+    body = await beside(request, functools.partial(_batch, contents, answer, packed), is_heavy=is_changed)
+    return await large_reply(request, body, wire.MSGPACK if packed else "application/json")
 
 
 def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bool) -> bytes:
