@@ -194,8 +194,7 @@ class BatchQueue(Generic[R]):
 
     def name_of(self, env_id: int | None) -> str:
         """The name of an environment, as far as it is known."""
-        environment = None if env_id is None else self.environments.get(env_id)
-        return "unknown" if environment is None else environment.name
+        return self.environments[env_id].name if env_id in self.environments else "unknown"
 
     # --- groups in ---------------------------------------------------------------------------------------------------
 
