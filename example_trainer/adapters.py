@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading
@@ -51,22 +51,30 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
         _check_settings(resumed, config)
     model = load_model(config.model_name, device, gradient_checkpointing=config.gradient_checkpointing)
     mode, head = config.mode(Adapter), model.get_output_embeddings()  # the head may be tied to the embeddings
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    present = list(dict.fromkeys(name.rpartition(".")[2] for name in linears))
+    present = list(
+        dict.fromkeys(
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear) and module is not head
+        )
+    )
     if unknown := [name for name in mode.target_modules if name not in present]:
         raise AdapterError(
             f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has"
             f" {', '.join(present)}"
         )
-    settings = LoraConfig(
-        r=mode.r,
-        lora_alpha=mode.alpha,
-        lora_dropout=mode.dropout,
-        target_modules=list(mode.target_modules),
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=config.model_name,
+    inject_adapter_in_model(
+        LoraConfig(
+            r=mode.r,
+            lora_alpha=mode.alpha,
+            lora_dropout=mode.dropout,
+            target_modules=list(mode.target_modules),
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=config.model_name,
+        ),
+        model,
+        NAME,
     )
-    inject_adapter_in_model(settings, model, NAME)
     if resumed:
         load_weights(model, resumed)
     return model
@@ -83,8 +91,11 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 
 def _write_adapter(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
     model.peft_config[NAME].save_pretrained(folder)
-    tensors: dict[str, Tensor] = {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()},
+        folder / WEIGHTS,
+        metadata={"format": "pt"},
+    )
 
 
 ADAPTER = Form(
@@ -98,8 +109,12 @@ ADAPTER = Form(
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
     """Copy the tensors of an adapter folder into the model's adapter. Raises AdapterError if they are not its own."""
-    remedy = "give another folder to --resume"
-    with reading(f"{folder / WEIGHTS} cannot be read", AdapterError, remedy=remedy, also=(SafetensorError,)):
+    with reading(
+        f"{folder / WEIGHTS} cannot be read",
+        AdapterError,
+        remedy="give another folder to --resume",
+        also=(SafetensorError,),
+    ):
         saved = load_file(folder / WEIGHTS)
     own = adapter_tensors(model)
     wrong = own.keys() ^ saved.keys()
@@ -113,7 +128,6 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _check_settings(folder: Path, config: TrainerConfig) -> None:
-    """Raise AdapterError unless the folder was made with these --model-name and --lora-* flags; dropout may change."""
     mode = config.mode(Adapter)
     if not (folder / CONFIG).is_file():
         raise AdapterError(
@@ -122,7 +136,7 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
         )
     with reading(f"{folder / CONFIG} cannot be read", AdapterError, remedy="give another folder to --resume"):
         saved = msgspec.json.decode((folder / CONFIG).read_bytes(), type=SavedAdapter)
-    for flag, then, given in [
+    for flag, then, given in [  # not the dropout, which may change
         ("--model-name", saved.base_model_name_or_path, config.model_name),
         ("--lora-r", saved.r, mode.r),
         ("--lora-alpha", saved.lora_alpha, mode.alpha),

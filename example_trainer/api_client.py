@@ -162,8 +162,11 @@ class ApiClient:
                 raise NotYet(f"{', '.join(found.pending)} evaluates it")
 
         try:
-            wait = Wait(f"the evaluation of policy {policy_version}", self.url, deadline_s, TimeoutError)
-            wait_for(attempt, wait, self._sleep)
+            wait_for(
+                attempt,
+                Wait(f"the evaluation of policy {policy_version}", self.url, deadline_s, TimeoutError),
+                self._sleep,
+            )
         except TimeoutError:
             log.warning(
                 "Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
@@ -180,7 +183,6 @@ class ApiClient:
         self._api.close()
 
     def _next_batch(self) -> BatchReply[Any]:
-        """The reply to a request for a lease, or, from an API that has none, to GET /batch."""
         if self._leases:
             try:
                 reply = self._patiently(
@@ -207,14 +209,12 @@ class ApiClient:
         self._api.call(routes.HEARTBEAT, wire.Heartbeat(trainer=self._trainer))
 
     def _call(self, route: Route[R], body: msgspec.Struct | None, query: Mapping[str, int] | None) -> R:
-        """One request. A batch with groups that are not as they should be is read group by group, so that these do
-        not cost the others.
-        """
         try:
             return self._api.call(route, body, query=query)
         except UnexpectedReply as error:
             if route.reply is not routes.BATCH.reply:
                 raise
+            # group by group, so that those which are not as they should be do not cost the others
             reply: Any = error.answer.read(BatchReply[Raw])
             reply.batch = [_item(error.answer, raw) for raw in reply.batch or []]
             return cast(R, reply)

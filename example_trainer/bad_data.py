@@ -33,12 +33,11 @@ class RejectionBudget:
         self._recent: deque[str | None] = deque(maxlen=WINDOW)  # the environment of a rejected group, None for another
         self.total = 0
 
-    def note_trainable(self, groups: int) -> None:
-        """Count groups that can be trained on."""
-        self._recent.extend([None] * min(groups, WINDOW))
-
-    def note(self, rejections: Sequence[Rejection]) -> None:
-        """Count groups that were set aside. Raises TrainerError when there are too many."""
+    def note(self, rejections: Sequence[Rejection], trainable: int = 0) -> None:
+        """Count groups that were set aside, after `trainable` that were not. Raises TrainerError when there are too
+        many.
+        """
+        self._recent.extend([None] * min(trainable, WINDOW))
         for rejection in rejections:
             self.total += 1
             self._recent.append(rejection.environment)

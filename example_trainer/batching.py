@@ -11,7 +11,7 @@ counted. A first token cannot be trained, since nothing predicts it. A group tha
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,13 @@ def make_batch(
     items: Sequence[Item], *, seq_len: int, divide_by_std: bool, policy_version: int, vocab_size: int | None = None
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts."""
-    needs = Needs(vocab_size, trainable_only=True)
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
     for place, item in enumerate(items):
         try:
             if isinstance(item, Untrainable):
                 raise item
-            check(item, needs)
+            check(item, Needs(vocab_size, trainable_only=True))
             trainable.append(item)
         except Untrainable as error:
             rejected[place] = str(error)
@@ -97,10 +96,9 @@ def make_batch(
         advantages = _advantages(group, divide_by_std)
         if advantages is None:
             zero_variance += 1
-            continue
-        sampled = [_rollout(group, index, each) for index, each in enumerate(advantages)]
-        truncated += sum(len(rollout.tokens) > seq_len for rollout in sampled)
-        rollouts += [_truncate(rollout, seq_len) for rollout in sampled]
+        else:
+            rollouts += [_rollout(group, index, each, seq_len) for index, each in enumerate(advantages)]
+            truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
         rollouts=[rollout for rollout in rollouts if rollout.trained_tokens],
         groups=len(trainable),
@@ -137,30 +135,22 @@ def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float3
     return rows if any(row.any() for row in rows) else None
 
 
-def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32]) -> Rollout:
-    tokens = np.asarray(item.tokens[index], dtype=np.int64)
-    trained = np.asarray(item.masks[index], dtype=np.int64) != NOT_TRAINED
+def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int) -> Rollout:
+    tokens = np.asarray(item.tokens[index][:seq_len], dtype=np.int64)
+    trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
     reference = item.ref_logprobs
     assert item.inference_logprobs is not None  # checked
     return Rollout(
         tokens=tokens,
         trained=trained,
-        sampler_logprobs=np.asarray(item.inference_logprobs[index], dtype=np.float32),
-        advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages,
-        reference_logprobs=np.asarray(reference[index], dtype=np.float32) if reference else None,
-        temperature=sampling_temperature(item, index),
+        sampler_logprobs=np.asarray(item.inference_logprobs[index][:seq_len], dtype=np.float32),
+        advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages[:seq_len],
+        reference_logprobs=np.asarray(reference[index][:seq_len], dtype=np.float32) if reference else None,
+        temperature=float(sampling_setting(item, index, "temperature") or 1.0),  # greedy (0) counts as 1
         top_p=float(sampling_setting(item, index, "top_p") or 1.0),
         top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
     )
-
-
-def sampling_temperature(item: ScoredData, index: int) -> float:
-    """The sampler's temperature for one sequence: its override, else the group's parameters, else 1. Greedy (0) counts
-    as 1.
-    """
-    temperature = sampling_setting(item, index, "temperature")
-    return float(temperature) if temperature is not None and float(temperature) > 0 else 1.0
 
 
 def sampling_setting(item: ScoredData, index: int, name: str) -> Any:
@@ -170,17 +160,3 @@ def sampling_setting(item: ScoredData, index: int, name: str) -> Any:
         if source and source.get(name) is not None:
             return source[name]
     return None
-
-
-def _truncate(rollout: Rollout, seq_len: int) -> Rollout:
-    if len(rollout.tokens) <= seq_len:
-        return rollout
-    reference = rollout.reference_logprobs
-    return replace(
-        rollout,
-        tokens=rollout.tokens[:seq_len],
-        trained=rollout.trained[:seq_len],
-        sampler_logprobs=rollout.sampler_logprobs[:seq_len],
-        advantages=rollout.advantages[:seq_len],
-        reference_logprobs=None if reference is None else reference[:seq_len],
-    )

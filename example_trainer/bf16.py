@@ -61,8 +61,7 @@ def write_back(parameters: Iterable[MasteredParameter]) -> None:
 def stochastic_round(exact: Tensor) -> Tensor:
     """float32 -> bfloat16, up with the probability of the part that is cut off; finite numbers only."""
     bits = exact.view(torch.int32)
-    noise = torch.randint_like(bits, 1 << 16)
-    return ((bits + noise) & -(1 << 16)).view(torch.float32).bfloat16()
+    return ((bits + torch.randint_like(bits, 1 << 16)) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
 class StochasticAdamW(Optimizer):

@@ -68,18 +68,23 @@ class Checkpoints:
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             },
         }
-        moments = [
-            value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)
-        ]
         target = trained.write(
             self._save_path / f"{trained.form.step_prefix}{progress.step}",
             progress.policy_version,
             also=lambda folder: torch.save(state, folder / STATE),
-            also_bytes=sum(moment.nbytes for moment in moments),
+            also_bytes=sum(
+                moment.nbytes
+                for moments in optimizer.state.values()
+                for moment in moments.values()
+                if isinstance(moment, torch.Tensor)
+            ),
         )
         pointer = self._save_path / LATEST
-        remedy = f"free space, then use --resume {target}"
-        with reading(f"{target} is written, but {pointer} is not", CheckpointError, remedy=remedy):
+        with reading(
+            f"{target} is written, but {pointer} is not",
+            CheckpointError,
+            remedy=f"free space, then use --resume {target}",
+        ):
             write_whole(pointer, f"{target.name}\n".encode())
         self._written.append(target)
         if self._keep:
@@ -99,9 +104,6 @@ def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
 
 
 def _latest(resume: str, save_path: Path) -> Path | None:
-    """The directory that `latest` names; None where there is neither it nor a checkpoint, and `resume` is auto. Raises
-    CheckpointError.
-    """
     pointer = save_path / LATEST
     steps = sorted(path.parent for path in save_path.glob(f"*step_[0-9]*/{MANIFEST}"))
     remedy = (
@@ -146,8 +148,10 @@ def verify(folder: Path) -> None:
             path = folder / name
             size = path.stat().st_size if path.is_file() else None
             if size != expected.bytes:
-                found = "is missing" if size is None else f"has {size} bytes"
-                raise CheckpointError(f"{path} {found}, the checkpoint was written with {expected.bytes}; {another}")
+                raise CheckpointError(
+                    f"{path} {'is missing' if size is None else f'has {size} bytes'}, the checkpoint was written with"
+                    f" {expected.bytes}; {another}"
+                )
             if digest(path) != expected.sha256:
                 raise CheckpointError(
                     f"{path} has its size but other contents than were written (SHA-256 differs); {another}"

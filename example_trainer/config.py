@@ -78,11 +78,6 @@ class OptimizationSettings(Config):
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this L2 norm")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the trainer's generators")
 
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences in one batch, as registered with the API."""
-        return self.batch_size * self.gradient_accumulation_steps
-
     @field_validator("optimizer")
     @classmethod
     def _optimizer_is_here(cls, value: str) -> str:
@@ -238,9 +233,9 @@ class TrainerConfig(
     @model_validator(mode="before")
     @classmethod
     def _flags_choose_the_bridge(cls, values: Any) -> Any:
-        """The guide's flags for a mode stand at the top; they go down into `bridge`."""
         if not isinstance(values, Mapping):
             return values
+        # the guide's flags for a mode stand at the top; they go down into `bridge`
         bridge = values.get("bridge")
         given = {"bridge": bridge.model_dump()} if isinstance(bridge, BaseModel) else {}
         placed = in_place({**values, **given}, cls)

@@ -53,7 +53,7 @@ def exchange(model: PreTrainedModel, kernels: Any, dtype: torch.dtype) -> None:
 
 
 def _product(kernels: Any, layers: Sequence[Any], x: Tensor, *, multiple: int = 1) -> Tensor:
-    """One product with the weights of all `layers`, one below the other, and rows of zeros up to a multiple."""
+    # the weights of all `layers`, one below the other, and rows of zeros up to a multiple
     weight = _stacked([layer.weight for layer in layers], x.dtype)
     bias = None if layers[0].bias is None else _stacked([layer.bias for layer in layers], x.dtype)
     rows = weight.shape[0]
@@ -105,15 +105,13 @@ def _attention(
     *,
     position_ids: Tensor,  # [rows or 1, T]
     attention_mask: Tensor | None = None,
-    packed_lengths: tuple[int, ...] | None = None,
+    packed_lengths: tuple[int, ...] | None = None,  # of one packed row; else each row is one sequence
     past_key_values: Any = None,
     **other: Any,
 ) -> tuple[Tensor, None]:
-    """Of a packed row (`packed_lengths`), or of rows of one sequence each; without masks and caches."""
     if attention_mask is not None or past_key_values is not None:
         raise ValueError(f"exact attention of {type(module).__name__} takes packed sequences, neither masks nor caches")
     rows, length = hidden_states.shape[:2]
-    lengths = packed_lengths or (length,) * rows
     positions = position_ids.expand(rows, length).flatten()
     projections = (module.q_proj, module.k_proj, module.v_proj)
     together = _product(kernels, projections, hidden_states.flatten(0, 1))
@@ -124,16 +122,24 @@ def _attention(
     query, key = Kernel.apply(
         partial(kernels.rotate, positions), partial(_rotate, kernels.rotary_table(), positions), query, key
     )
-    heads_first = (tensor.transpose(0, 1) for tensor in (query, key, value))
-    output = PackedAttention.apply(kernels.attention, *heads_first, lengths, module.scaling)
+    output = PackedAttention.apply(
+        kernels.attention,
+        query.transpose(0, 1),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+        packed_lengths or (length,) * rows,
+        module.scaling,
+    )
     return module.o_proj(output.flatten(1)).unflatten(0, (rows, length)), None
 
 
 def _rotate(table: Tensor, positions: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Each [N, heads, d] rotated by the angles of its token's position; `table` is cos | sin, [positions, d]."""
+    # tensors are [N, heads, d], and `table` is cos | sin, [positions, d]
     cos, sin = table[positions].to(tensors[0].dtype)[:, None].chunk(2, -1)
-    halves = (tensor.chunk(2, -1) for tensor in tensors)
-    return tuple(torch.cat((first * cos - second * sin, second * cos + first * sin), -1) for first, second in halves)
+    return tuple(
+        torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        for first, second in (tensor.chunk(2, -1) for tensor in tensors)
+    )
 
 
 def override_log_softmax(kernels: Any, dispatch_key: str = "CUDA") -> torch.library.Library:

@@ -98,8 +98,11 @@ class Kernel(torch.autograd.Function):
         ]
         with torch.enable_grad():
             outputs = ctx.formula(*inputs)
-        wanted = [value for value in inputs if value.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, [grad.float() for grad in grads]))
+        found = iter(
+            torch.autograd.grad(
+                outputs, [value for value in inputs if value.requires_grad], [grad.float() for grad in grads]
+            )
+        )
         of_inputs = (
             next(found).to(saved.dtype) if need else None for saved, need in zip(ctx.saved_tensors, needed, strict=True)
         )

@@ -55,7 +55,8 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
     kind = type(module).__name__
     if kind == "Linear":
         check_weight(module.weight)
-        module.forward = partial(_linear, module, ranks)
+        product = partial(kernels.row_parallel_linear, ranks=ranks)
+        module.forward = lambda x: Linear.apply(product, x, module.weight, module.bias)
     elif kind == "Embedding":
         module.forward = lambda ids: F.embedding(ids, module.weight).to(dtype)
     elif kind.endswith("RMSNorm"):
@@ -69,8 +70,6 @@ def _exchange(module: Any, dtype: torch.dtype, ranks: int) -> None:
 
 
 class _Silu(torch.autograd.Function):
-    """SiLU as vLLM computes it."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -80,11 +79,6 @@ class _Silu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return cast(Tensor, torch.ops.aten.silu_backward(grad, x))
-
-
-def _linear(module: nn.Linear, ranks: int, x: Tensor) -> Tensor:
-    product = partial(kernels.row_parallel_linear, ranks=ranks)
-    return cast(Tensor, Linear.apply(product, x, module.weight, module.bias))
 
 
 def exact_attention(

@@ -186,7 +186,6 @@ class Exactness:
             raise self._mismatch
 
     def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
-        """Write the step's sequences, and the weights that scored them; the file to replay."""
         assert self.served is not None
         folder = self._config.log_dir / f"bit_exact_step_{step}"
         model.save_pretrained(folder / "model")
@@ -202,9 +201,7 @@ class Exactness:
 
 
 def _refuse_truncation(batch: Batch, step: int) -> None:
-    """vLLM's sampler on CUDA finds the tokens that top-p and top-k keep by one of two ways, by the size of its
-    batch.
-    """
+    # vLLM's sampler on CUDA finds the tokens that they keep by one of two ways, by the size of its batch
     for rollout in batch.rollouts:
         if rollout.top_p < 1 or rollout.top_k:
             raise NotExact(
@@ -214,8 +211,10 @@ def _refuse_truncation(batch: Batch, step: int) -> None:
 
 
 def _tensors(rollout: Rollout) -> dict[str, Any]:
-    fields = asdict(rollout)
-    return {name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+    return {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in asdict(rollout).items()
+    }
 
 
 def rollout_from(fields: dict[str, Any]) -> Rollout:

@@ -67,9 +67,8 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
     """Train to `config.training_steps`. `prepare` replaces the configured bridge. Raises TrainerError, of which
     BridgeError is one.
     """
-    device = prepare_torch(config)
     with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
-        run = Run(config, device, prepare or make_bridge(config), resources)
+        run = Run(config, prepare_torch(config), prepare or make_bridge(config), resources)
         run.start()
         for step in range(run.progress.step + 1, config.training_steps + 1):
             run.step(step)
@@ -115,9 +114,7 @@ class Run:
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
                 " to go on"
             )
-        self.metrics = open_metrics(config, self.progress.step + 1)
-        for sink in self.metrics:
-            resources.callback(sink.close)
+        self.metrics = open_metrics(config, self.progress.step + 1, resources)
         self.checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
         self.vocab_size = self.model.config.get_text_config().vocab_size
         self.proven = False  # vLLM's weights by the parity probe, after an update
@@ -150,14 +147,15 @@ class Run:
         self.api.report_step(step, sync.policy_version)
         synced = time.monotonic()
         version = self.progress.policy_version
-        serves_it = sync.policy_version == version
         row = step_row(
             batch,
             measured,
             sync,
             step=step,
             policy_version=version,
-            accuracy=self.api.evaluation(version, self.config.eval_deadline) if serves_it else None,
+            accuracy=(
+                self.api.evaluation(version, self.config.eval_deadline) if sync.policy_version == version else None
+            ),
             updates=self.progress.updates,
             rejected_groups=self.rejections.total - rejected_before,
             bad_batches=self.bad_batches.total,
@@ -166,8 +164,8 @@ class Run:
             step_s=synced - start,
             eval_wait_s=time.monotonic() - synced,
         )
-        for sink in self.metrics:
-            sink.write(row)
+        for write in self.metrics:
+            write(row)
         print(step_line(row, self.config.training_steps), flush=True)
         self.save_if_due(step)
 
@@ -192,9 +190,7 @@ class Run:
                 policy_version=self.progress.policy_version,
                 vocab_size=self.vocab_size,
             )
-            self.rejections.note_trainable(batch.groups)
-            if batch.rejected:
-                self.rejections.note(self.api.reject(batch.rejected))
+            self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if batch.groups:
                 return batch
             log.warning("No group of this batch can be trained on: fetching another")
@@ -325,7 +321,7 @@ def registration(config: TrainerConfig) -> Registration:
     return Registration(
         wandb_group=config.wandb_group or config.save_path.name,
         wandb_project=config.wandb_project,
-        batch_size=config.sequences_per_step,
+        batch_size=config.batch_size * config.gradient_accumulation_steps,  # sequences
         max_token_len=config.seq_len,
         checkpoint_dir=str(config.save_path),
         save_checkpoint_interval=config.checkpoint_interval,

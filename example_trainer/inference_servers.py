@@ -89,14 +89,15 @@ class VllmServers(Config):
     @field_validator("vllm_ports", mode="before")
     @classmethod
     def _one_port_or_several(cls, value: Any) -> Any:
-        """From Python and YAML also 9001 and "9001,9002"."""
+        # from Python and YAML also 9001 and "9001,9002"
         return value.split(",") if isinstance(value, str) else (value,) if isinstance(value, int) else value
 
 
 def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     """One address a line; a host without a port stands for all of `ports`. Raises ValueError naming file and line."""
-    remedy = "give a text file with one host[:port] a line"
-    with reading(f"--hosts-file {path} cannot be read", ValueError, remedy=remedy):
+    with reading(
+        f"--hosts-file {path} cannot be read", ValueError, remedy="give a text file with one host[:port] a line"
+    ):
         lines = path.read_text().splitlines()
     addresses: list[Address] = []
     for number, line in enumerate(lines, start=1):

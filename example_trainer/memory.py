@@ -135,7 +135,6 @@ def _rounds(config: TrainerConfig) -> bool:
 
 
 def _remedies(lines: list[MemoryItem], config: TrainerConfig) -> str:
-    """Flags that would help, and do not hold already."""
     shared = any(line.shared for line in lines)
     remedies = [
         "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)" if shared else "",

@@ -5,7 +5,8 @@ of ROW_KEYS, null where a value was not measured at that step, and may have more
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ ROW_KEYS = (
     "ratio_tokens_different",
 )
 Row = Mapping[str, float | int | None]
+Sink = Callable[[Row], None]
 
 log = get_logger(__name__)
 
@@ -139,71 +141,64 @@ def _rows_before(path: Path, first_step: int) -> bytes:
     if last.endswith(b"}"):
         lines.append(last)
     for number, line in enumerate(lines, start=1):
-        remedy = "move the file away, or give another --metrics-path"
-        with reading(f"{path}:{number} is no row of metrics (an object with a step)", TrainerError, remedy=remedy):
+        with reading(
+            f"{path}:{number} is no row of metrics (an object with a step)",
+            TrainerError,
+            remedy="move the file away, or give another --metrics-path",
+        ):
             if line and msgspec.json.decode(line, type=StepOfRow).step < first_step:
                 kept.append(line + b"\n")
     return b"".join(kept)
 
 
-class TensorBoardSink:
-    """Scalars `train/<key>` for TensorBoard."""
+def tensorboard_sink(folder: Path, resources: ExitStack) -> Sink:
+    """Scalars `train/<key>` for TensorBoard, one a measured value."""
+    with loading("--tensorboard needs the package tensorboard", TrainerError, remedy="pip install tensorboard"):
+        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(folder))
+    resources.callback(writer.close)
 
-    def __init__(self, folder: Path) -> None:
-        with loading("--tensorboard needs the package tensorboard", TrainerError, remedy="pip install tensorboard"):
-            from torch.utils.tensorboard import SummaryWriter
-        self._writer = SummaryWriter(str(folder))
-
-    def write(self, row: Row) -> None:
-        """One scalar a measured value."""
+    def write(row: Row) -> None:
         for key, value in row.items():
             if value is not None:
-                self._writer.add_scalar(f"train/{key}", value, row["step"])
-        self._writer.flush()
+                writer.add_scalar(f"train/{key}", value, row["step"])
+        writer.flush()
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
+    return write
 
 
-class WandbSink:
-    """Weights & Biases, under the project and group that the environments are told too."""
-
-    def __init__(self, config: TrainerConfig) -> None:
-        with loading("--use-wandb needs the package wandb", TrainerError, remedy="pip install wandb"):
-            import wandb
-        self._run = wandb.init(
-            project=config.wandb_project,
-            group=config.wandb_group,
-            name="trainer",
-            dir=str(config.log_dir),
-            config=config.model_dump(mode="json"),
-        )
-
-    def write(self, row: Row) -> None:
-        """One log entry a step, `train/<key>`."""
-        self._run.log(
-            {f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0)
-        )
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-MetricSink = JsonlSink | TensorBoardSink | WandbSink
-
-
-def open_metrics(config: TrainerConfig, first_step: int) -> list[MetricSink]:
-    """The sinks the configuration asks for: each is given every step's row, and closed at the end. Raises TrainerError
-    for a package that is not installed, or a folder not to be written.
+def wandb_sink(config: TrainerConfig, resources: ExitStack) -> Sink:
+    """Weights & Biases, under the project and group that the environments are told too: one log entry a step,
+    `train/<key>`.
     """
-    remedy = "set --log-dir, or free space"
-    with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy=remedy):
+    with loading("--use-wandb needs the package wandb", TrainerError, remedy="pip install wandb"):
+        import wandb
+    run = wandb.init(
+        project=config.wandb_project,
+        group=config.wandb_group,
+        name="trainer",
+        dir=str(config.log_dir),
+        config=config.model_dump(mode="json"),
+    )
+    resources.callback(run.finish)
+
+    def write(row: Row) -> None:
+        run.log({f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0))
+
+    return write
+
+
+def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -> list[Sink]:
+    """The sinks the configuration asks for, each of which is given every step's row; `resources` closes them. Raises
+    TrainerError for a package that is not installed, or a folder not to be written.
+    """
+    with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy="set --log-dir, or free space"):
         config.log_dir.mkdir(parents=True, exist_ok=True)
-        sinks: list[MetricSink] = [JsonlSink(config.metrics_file, first_step)]
+        jsonl = JsonlSink(config.metrics_file, first_step)
+    resources.callback(jsonl.close)
+    sinks: list[Sink] = [jsonl.write]
     if config.tensorboard:
-        sinks.append(TensorBoardSink(config.log_dir / "tensorboard"))
+        sinks.append(tensorboard_sink(config.log_dir / "tensorboard", resources))
     if config.use_wandb:
-        sinks.append(WandbSink(config))
+        sinks.append(wandb_sink(config, resources))
     return sinks

@@ -35,8 +35,10 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
 def meta_model(name: str) -> PreTrainedModel:
     """The architecture of `name` (hub id or local folder) without any weights: it reads config.json alone."""
     with reading_model(name), torch.device("meta"):
-        config = AutoConfig.from_pretrained(name)
-        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA))
+        return cast(
+            PreTrainedModel,
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), attn_implementation=PACKED_SDPA),
+        )
 
 
 def reading_model(name: str) -> AbstractContextManager[None]:
@@ -78,9 +80,17 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     lengths = (5, 7)
     tokens = torch.arange(1, 1 + sum(lengths), device=device) % model.config.get_text_config().vocab_size
     none = torch.empty(0, device=device)
-    position_ids = torch.cat([torch.arange(length, device=device) for length in lengths])
-    rows = torch.arange(len(tokens), device=device)
-    packed = MicroBatch(tokens[None], position_ids[None], lengths, rows, tokens, none, none, none, none)
+    packed = MicroBatch(
+        input_ids=tokens[None],
+        position_ids=torch.cat([torch.arange(length, device=device) for length in lengths])[None],
+        lengths=lengths,
+        rows=torch.arange(len(tokens), device=device),
+        targets=tokens,
+        sampler_logprobs=none,
+        advantages=none,
+        temperatures=none,
+        reference_logprobs=none,
+    )
     try:
         found = model.get_output_embeddings()(trained_hidden(model, packed))
     except (TypeError, ValueError) as error:

@@ -76,8 +76,9 @@ def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: in
 
 def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
     """Scale the gradients to at most `max_grad_norm`; their L2 norm before. Raises BadBatch if it is not finite."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(
+        [parameter for group in optimizer.param_groups for parameter in group["params"]], max_grad_norm
+    )
     if not torch.isfinite(norm):
         raise BadBatch(
             f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities"

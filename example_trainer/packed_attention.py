@@ -41,8 +41,7 @@ def packed_sdpa(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling)
     lengths = packed_lengths or (query.shape[2],)
     pieces = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in pieces]
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    return torch.cat([_causal(q, k, v, scaling, sliding_window) for q, k, v in pieces], 2).transpose(1, 2), None
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:

@@ -68,7 +68,6 @@ def micro_batches(rollouts: Sequence[Rollout], budget: int, device: torch.device
 
 def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
     lengths = tuple(fed_length(rollout) for rollout in rollouts)
-    starts = np.cumsum((0, *lengths[:-1]))
     trained = [np.flatnonzero(rollout.trained) for rollout in rollouts]  # positions within each sequence, from 1
 
     def tensor(parts: Sequence[NDArray[np.generic]]) -> Tensor:
@@ -82,7 +81,7 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
             [np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)]
         )
 
-    truncated = any(rollout.top_k or rollout.top_p < 1 for rollout in rollouts)
+    starts = np.cumsum((0, *lengths[:-1]))
     return MicroBatch(
         input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
@@ -105,7 +104,7 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
                 of_sampler([rollout.top_k for rollout in rollouts], np.int64),
                 of_sampler([rollout.top_p for rollout in rollouts], np.float32),
             )
-            if truncated
+            if any(rollout.top_k or rollout.top_p < 1 for rollout in rollouts)
             else None
         ),
     )

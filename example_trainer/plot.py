@@ -48,8 +48,7 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
 
 def read_rows(path: Path) -> Rows:
     """The objects of a jsonl file; a last line that is still being written is left out."""
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.strip()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1] if line.strip()]
 
 
 def main(argv: list[str] | None = None) -> int:

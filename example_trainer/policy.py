@@ -100,7 +100,7 @@ def trained_hidden(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
 
 
 def _chunks(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
-    """Of as many rows as have `chunk_mb` MiB of float32 logits, at least one."""
+    # as many rows as have `chunk_mb` MiB of float32 logits
     size = max(1, chunk_mb * 2**20 // (4 * head.out_features))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 

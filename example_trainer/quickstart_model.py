@@ -154,8 +154,12 @@ def model_config(field: dict[str, Any]) -> dict[str, Any]:
 def build_tokenizer(field: dict[str, Any]) -> Tokenizer:
     """The model's byte-level BPE. Digits stand alone, as in its training data."""
     tokens: list[str] = field["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in field["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in field["tokenizer.ggml.merges"]],
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

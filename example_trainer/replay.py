@@ -35,9 +35,10 @@ def replay(file: Path) -> Comparison:
     device = torch.device(state["device"])
     model = load_model(str(file.parent / "model"), device)
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
-    rollouts = [rollout_from(fields) for fields in state["rollouts"]]
     comparison = Comparison()
-    for batch in micro_batches(rollouts, state["micro_batch_tokens"], device):
+    for batch in micro_batches(
+        [rollout_from(fields) for fields in state["rollouts"]], state["micro_batch_tokens"], device
+    ):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, state["logits_chunk_mb"]))
     return comparison
 

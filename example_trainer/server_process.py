@@ -35,6 +35,7 @@ POLL_S = 0.05
 FOLLOW_S = 0.5  # in which vLLM's processes follow their leader (vllm_patching/plugin.py)
 KILL_WAIT_S = 3.0
 LINES_SHOWN = 20
+DEAD = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 log = get_logger(__name__)
 
@@ -111,11 +112,9 @@ class ServerProcess:
         return True
 
     def _members(self) -> Iterator[int]:
-        """Living processes of the group; zombies are dead."""
         for pid in psutil.pids():
             with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                dead = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-                if os.getpgid(pid) == self.pid and psutil.Process(pid).status() not in dead:
+                if os.getpgid(pid) == self.pid and psutil.Process(pid).status() not in DEAD:
                     yield pid
 
 

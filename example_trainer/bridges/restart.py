@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
@@ -42,6 +43,18 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank
 SHARED_GPU_FRACTION = "0.45"  # of the memory of a GPU that vLLM shares with the trainer
 
 log = get_logger(__name__)
+
+
+class ServedModel(msgspec.Struct):
+    """One name that clients may ask for."""
+
+    id: str
+
+
+class ServedModels(msgspec.Struct):
+    """GET /v1/models."""
+
+    data: list[ServedModel]
 
 
 def prepare(config: TrainerConfig, source: str, device: torch.device, launcher: Path = LAUNCHER) -> Prepared:
@@ -183,8 +196,10 @@ class RestartBridge(WeightBridge):
         if self._served is None and self._version_at_start == policy_version:
             self._served = policy_version  # started from these very weights
         # every multiple of the interval is served, and the last version, whose evaluation environments wait for
-        due = policy_version % self._config.mode(Restarting).restart_interval == 0
-        due = due or policy_version == self._config.training_steps
+        due = (
+            policy_version % self._config.mode(Restarting).restart_interval == 0
+            or policy_version == self._config.training_steps
+        )
         if self._served is not None and (policy_version == self._served or not due):
             return SyncReport(self._served, update_s, stall_s=0.0, transfer_s=0.0, apply_s=0.0, bytes_moved=0)
         return self._serve(policy_version, update_s)
@@ -199,8 +214,7 @@ class RestartBridge(WeightBridge):
         self._server.stop()
 
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
-        """Have vLLM serve the model as it is now; generation goes on until the checkpoint is on the disk."""
-        server, start = self._server, time.perf_counter()
+        server, start = self._server, time.perf_counter()  # generation goes on until the checkpoint is on the disk
         folder = self._trained.write(self._config.save_path / f"served_{policy_version}", policy_version).resolve()
         transfer_s = time.perf_counter() - start
         log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
@@ -210,7 +224,8 @@ class RestartBridge(WeightBridge):
             stopped = time.perf_counter()
             server.start(str(folder), policy_version, self._config.model_name)
         else:
-            command = server.command(str(folder), policy_version, server.client.models()[0])
+            served = server.client.ask(ServedModels, "GET", "/v1/models").data
+            command = server.command(str(folder), policy_version, served[0].id)
             log.warning(
                 "[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s",
                 server.client.url,
@@ -223,21 +238,26 @@ class RestartBridge(WeightBridge):
             shutil.rmtree(self._folder)
         self._folder = folder
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
-        moved = sum(path.stat().st_size for path in folder.iterdir())
-        return SyncReport(policy_version, update_s, end - start, transfer_s, end - stopped, moved)
+        return SyncReport(
+            policy_version,
+            update_s,
+            stall_s=end - start,
+            transfer_s=transfer_s,
+            apply_s=end - stopped,
+            bytes_moved=sum(path.stat().st_size for path in folder.iterdir()),
+        )
 
 
 def _serves(config: TrainerConfig, status: ServerStatus, folder: str, policy_version: int) -> bool:
-    if status.policy_version != policy_version:
-        return False
-    if config.bridge.trains_adapter:
-        return status.served_model == _adapter_name(policy_version)
-    return Path(status.model).resolve() == Path(folder)
+    return status.policy_version == policy_version and (
+        status.served_model == _adapter_name(policy_version)
+        if config.bridge.trains_adapter
+        else Path(status.model).resolve() == Path(folder)
+    )
 
 
 def _adapter_name(policy_version: int) -> str:
-    """By which the server knows the version of an adapter that it was started with (vllm_patching/engines)."""
-    return f"policy-v{policy_version}"
+    return f"policy-v{policy_version}"  # by which vllm_patching/engines knows the version
 
 
 def _listens(host: str, port: int) -> bool:

@@ -135,10 +135,9 @@ class ServerLink:
 
     @contextmanager
     def _reaching_workers(self, failed: str) -> Iterator[None]:
-        """torch.distributed's errors for a dead or silent peer become a BridgeError with what the workers report."""
         try:
             yield
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch.distributed's, for a dead or silent peer
             raise BridgeError(
                 f"{failed} within {self._timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"
             ) from error

@@ -41,8 +41,7 @@ class Session:
         self.id = offer.session
         self._route = route
         self._open = True
-        beat = partial(vllm.heartbeat, self.id, route)
-        self.heart = Heartbeat(vllm.url, beat, offer.lease_s / 3, BridgeError)
+        self.heart = Heartbeat(vllm.url, partial(vllm.heartbeat, self.id, route), offer.lease_s / 3, BridgeError)
         self.heart.start()
 
     def check(self) -> None:
@@ -64,8 +63,7 @@ class Session:
             with told(f"{self.vllm.url} could not be fenced off and may go on serving an older version"):
                 self.vllm.fence(self.id, reason)
 
-    def _end(self, timeout_s: float) -> bool:
-        """Stop the heartbeat; False if the session has ended before."""
+    def _end(self, timeout_s: float) -> bool:  # whether the session was open
         was_open, self._open = self._open, False
         self.heart.stop(timeout_s)
         return was_open
@@ -117,6 +115,5 @@ def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> M
     manifest = vllm.manifest()
     with reading(f"trainer and the vLLM server at {vllm.url} do not hold the same model", BridgeError):
         compare(manifest, shapes)
-    count = len(manifest.tensors)
-    log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", count, count)
+    log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", len(manifest.tensors), len(shapes))
     return manifest

@@ -123,23 +123,20 @@ class SingleCopyBridge(SessionBridge):
         return SyncReport(policy_version, update_s, reply.stall_s, 0.0, reply.update_s, copied)
 
     def _writes(self) -> int:
-        """Rises with every write to a shared parameter."""
+        # `_version` rises with every write to a tensor
         return sum(piece.parameter._version for tensor in self._tensors for piece in tensor.pieces)
 
     def _wait_for_devices(self) -> None:
-        """Writes by this process are ordered with vLLM's kernels by nothing but this."""
+        # nothing else orders this process's writes with vLLM's kernels
         for device in {piece.parameter.device for tensor in self._tensors for piece in tensor.pieces}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
 
     def _give_up(self, *, written: bool) -> None:
-        """After a failed update: serve on if nothing was written, else have vLLM refuse to serve what is half
-        written.
-        """
         with told("vLLM could not be told that the update failed"):
             self._wait_for_devices()
             if written:
-                self.close()
+                self.close()  # so that vLLM refuses to serve what is half written
             else:
                 self._vllm.resume(self._session.id, None)
 
@@ -151,7 +148,6 @@ def _as_parameter(bf16_update: str, storage: torch.Tensor) -> nn.Parameter:
 
 
 def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: Manifest) -> None:
-    """Of every device, for the ranks whose weights are there."""
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         ranks = sum(buffer.device == device for buffer in buffers)
         sizes = [(math.prod(tensor.shape) * ranks // manifest.tp_size, tensor.dtype) for tensor in manifest.tensors]
@@ -161,9 +157,7 @@ def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: 
 
 
 def _open(worker: SharedRank) -> torch.Tensor:
-    """One rank's live weights, flat uint8. Raises BridgeError."""
-    what = f"the weights of vLLM's rank {worker.rank} cannot be shared"
-    with reading(what, BridgeError, also=(SharedBufferError,)):
+    with reading(f"the weights of vLLM's rank {worker.rank} cannot be shared", BridgeError, also=(SharedBufferError,)):
         if worker.ipc is not None:
             return cuda_ipc.open_handle(worker.ipc)
         assert worker.fd is not None

@@ -33,18 +33,6 @@ class NoAnswer(BridgeError):
     """The server did not answer: it is not up, silent or gone."""
 
 
-class ServedModel(msgspec.Struct):
-    """One name that clients may ask for."""
-
-    id: str
-
-
-class ServedModels(msgspec.Struct):
-    """GET /v1/models."""
-
-    data: list[ServedModel]
-
-
 class ScoredPrompt(msgspec.Struct):
     """The reply of /v1/generate, as far as it is read: token id -> log-probability, per position."""
 
@@ -98,10 +86,6 @@ class VllmClient:
         """Bridge status; raises NoAnswer while the server is not up, another BridgeError if it refuses us."""
         return self.ask(ServerStatus, "GET", "/v1/bridge/status", timeout_s=QUICK_S)
 
-    def models(self) -> list[str]:
-        """The names that clients may ask for."""
-        return [model.id for model in self.ask(ServedModels, "GET", "/v1/models").data]
-
     def manifest(self) -> Manifest:
         return self.ask(Manifest, "GET", "/v1/bridge/manifest")
 
@@ -148,9 +132,8 @@ class VllmClient:
 
     def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
         """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
-        content = self._send(method, path, body, timeout_s)
         with reading(f"{self.url} answered {method} {path} with what is no {kind.__name__}", BridgeError):
-            return msgspec.json.decode(content, type=kind)
+            return msgspec.json.decode(self._send(method, path, body, timeout_s), type=kind)
 
     def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
         limit_s = min(timeout_s, self._timeout_s)

@@ -15,12 +15,11 @@ def load_trained(
     """The model of `source` (hub id or directory) in training mode; over `storage`, where one is given, whose values
     stay as they are. Raises ModelError or AdapterError.
     """
-    checkpointing = config.gradient_checkpointing
     if config.bridge.trains_adapter:
         return TrainedModel(load_adapted_model(source, config, device), load_tokenizer(source), ADAPTER)
     if storage is None:
-        model = load_model(source, device, gradient_checkpointing=checkpointing)
+        model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
     else:
         model = meta_model(source)
-        bind(model, storage.tensors, gradient_checkpointing=checkpointing)
+        bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)

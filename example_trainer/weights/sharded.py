@@ -80,8 +80,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{module_name}.{leaf}" if module_name else leaf, whole
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:
-    """(leaf, pieces, dim) of each weight that `module` itself holds."""
+def _own(module: nn.Module) -> Iterator[tuple[str, list[nn.Parameter], int]]:  # leaf, pieces, dim
     if isinstance(module, ShardedLinear):
         yield "weight", list(module.weights), module.dim
         yield "bias", list(module.biases), 0

@@ -99,8 +99,12 @@ def _whole(
         end += views[start][0].shape[dim] if shape else 1
     if shape and end != shape[dim]:
         raise TrainerError(f"{shard.name}: vLLM's ranks hold {end} of {shape[dim]} rows or columns")
-    pieces = (Piece(start, as_parameter(same[0]), tuple(same[1:])) for start, same in sorted(views.items()))
-    return SharedTensor(shard.name, dim, shape, tuple(pieces))
+    return SharedTensor(
+        shard.name,
+        dim,
+        shape,
+        tuple(Piece(start, as_parameter(same[0]), tuple(same[1:])) for start, same in sorted(views.items())),
+    )
 
 
 def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradient_checkpointing: bool) -> None:

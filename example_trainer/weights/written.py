@@ -118,12 +118,22 @@ def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: in
         partial.mkdir()
         cleanup.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing left of it
         write(partial)
-        files = sorted(path for path in partial.rglob("*") if path.is_file())
-        manifest = {str(path.relative_to(partial)): FileRecord(path.stat().st_size, digest(path)) for path in files}
+        manifest = {
+            str(path.relative_to(partial)): FileRecord(path.stat().st_size, digest(path))
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
         (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         for path in (*partial.rglob("*"), partial):
             sync(path)
-        _replace_folder(partial, target)
+        # a directory already there, from an earlier run, steps aside first and is removed after
+        aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+        if target.exists():
+            target.rename(aside)
+        partial.rename(target)
+        sync(target.parent)
+        if aside.exists():
+            shutil.rmtree(aside)
 
 
 def remove_leftovers(save_path: Path) -> None:
@@ -138,16 +148,3 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _replace_folder(partial: Path, target: Path) -> None:
-    """Rename `partial` to `target`; a directory already there, from an earlier run, steps aside first and is removed
-    after.
-    """
-    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-    if target.exists():
-        target.rename(aside)
-    partial.rename(target)
-    sync(target.parent)
-    if aside.exists():
-        shutil.rmtree(aside)

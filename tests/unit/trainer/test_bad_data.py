@@ -281,7 +281,7 @@ def test_the_budget_is_of_the_last_hundred_groups() -> None:
     budget = RejectionBudget(2)
     for _ in range(3):
         budget.note([Rejection("a", "no")])
-        budget.note_trainable(60)
+        budget.note([], trainable=60)
     budget.note([Rejection("a", "no")])
     with pytest.raises(TrainerError, match="3 of the last 100 groups"):
         budget.note([Rejection("a", "no")])

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atroposlib.wire.batching import ScoredData
 from example_trainer.advantages import group_advantages, has_signal
-from example_trainer.batching import Batch, make_batch, sampling_temperature
+from example_trainer.batching import Batch, make_batch
 from tests.unit.trainer.fakes import as_records, item
 
 
@@ -174,9 +173,7 @@ def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
     ],
 )
 def test_temperature_comes_from_the_most_specific_place(fields: dict[str, Any], expected: float) -> None:
-    (record,) = as_records([item([1.0, 0.0], **fields)])
-    assert isinstance(record, ScoredData)
-    assert sampling_temperature(record, 0) == expected
+    assert batch_of(item([1.0, 0.0], **fields)).rollouts[0].temperature == expected
 
 
 def broken(change: str) -> dict[str, Any]:
