@@ -15,19 +15,18 @@ before leaves the previous checkpoint and `latest` as they were. Of a LoRA run t
 """
 
 import re
-import shutil
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 
-import msgspec
 import torch
 from torch.optim import Optimizer
 
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
-from example_trainer.weights.written import MANIFEST, CheckpointError, FileRecord, TrainedModel, digest
+from example_trainer.weights.manifest import MANIFEST, expect_whole
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
 
 STATE = "trainer_state.pt"
 LATEST = "latest"
@@ -89,7 +88,7 @@ class Checkpoints:
         self._written.append(target)
         if self._keep:
             while len(self._written) > self._keep:
-                shutil.rmtree(self._written.pop(0))
+                remove_folder(self._written.pop(0), f"remove it by hand, then use --resume {target}")
         return target
 
 
@@ -136,31 +135,7 @@ def _step_of(folder: Path) -> int:
 
 def verify(folder: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size and digest."""
-    manifest_path = folder / MANIFEST
-    another = "resume from another step_N folder"
-    try:
-        if not manifest_path.is_file():
-            raise CheckpointError(
-                f"{folder} is not a complete checkpoint: it has no {MANIFEST}; give another folder to --resume"
-            )
-        manifest = msgspec.json.decode(manifest_path.read_bytes(), type=dict[str, FileRecord])
-        for name, expected in manifest.items():
-            path = folder / name
-            size = path.stat().st_size if path.is_file() else None
-            if size != expected.bytes:
-                raise CheckpointError(
-                    f"{path} {'is missing' if size is None else f'has {size} bytes'}, the checkpoint was written with"
-                    f" {expected.bytes}; {another}"
-                )
-            if digest(path) != expected.sha256:
-                raise CheckpointError(
-                    f"{path} has its size but other contents than were written (SHA-256 differs); {another}"
-                )
-    except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
-        raise CheckpointError(f"{manifest_path} is damaged ({error}); {another}") from None
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error}); {another}") from None
-    if STATE not in manifest:
+    if STATE not in expect_whole(folder, CheckpointError):
         raise CheckpointError(
             f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume"
         )

@@ -8,7 +8,6 @@ must never see a name twice. Trainer and vLLM see the folder under the same path
 system.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,12 +17,12 @@ import torch
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import Prepared, SyncReport
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
 from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Lora
-from example_trainer.weights.written import TrainedModel, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_folder, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -92,7 +91,8 @@ class LoraBridge(SessionBridge):
         # adapters that no request can use any more, those of earlier runs in this --save-path among them
         for old in self._folder.glob("policy-v*"):
             if old.name not in loaded.needed:
-                shutil.rmtree(old)
+                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
+                remove_folder(old, remedy, BridgeError)
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,

@@ -6,14 +6,12 @@ Needs no network but HTTP: trainer and vLLM see the directory under the same pat
 system. A directory is whole or absent; vLLM checks it before it reads it, and generates meanwhile.
 """
 
-import shutil
 import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Committed, ReloadOffer
 from atroposlib.wire.processes import this_process
@@ -23,7 +21,7 @@ from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Reload
 from example_trainer.weights.source import shapes_of
-from example_trainer.weights.written import TrainedModel, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_folder, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -75,13 +73,8 @@ class ReloadBridge(SessionBridge):
         )
         for old in self._folder.glob("policy-v*"):
             if old != folder:
-                with reading(
-                    f"cannot remove {old}",
-                    BridgeError,
-                    remedy=f"policy version {policy_version} is served; remove it by hand, then start the trainer"
-                    " again",
-                ):
-                    shutil.rmtree(old)
+                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
+                remove_folder(old, remedy, BridgeError)
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,

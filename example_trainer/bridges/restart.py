@@ -12,7 +12,6 @@ Needs no bridge inside vLLM.
 import ipaddress
 import os
 import shlex
-import shutil
 import socket
 import sys
 import time
@@ -33,7 +32,7 @@ from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Adapter, Restarting
 from example_trainer.server_process import ServerProcess
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import TrainedModel, remove_folder
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
@@ -235,7 +234,8 @@ class RestartBridge(WeightBridge):
         end = time.perf_counter()
         self._served = policy_version
         if self._folder is not None and self._folder != folder:
-            shutil.rmtree(self._folder)
+            remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
+            remove_folder(self._folder, remedy, BridgeError)
         self._folder = folder
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(

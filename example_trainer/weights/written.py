@@ -7,7 +7,6 @@ before. What a directory holds of the model is a `Form`: the whole model here, t
 example_trainer/adapters.py.
 """
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -15,19 +14,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from atroposlib.errors import reading
+from atroposlib.errors import MakeError, reading
 from atroposlib.files import sync
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import write_policy_version
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
+from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters
-
-MANIFEST = "manifest.json"
 
 log = get_logger(__name__)
 
@@ -44,13 +41,6 @@ class Form:
     final: str
     write: Callable[[Path, PreTrainedModel, PreTrainedTokenizerBase | None], None]
     nbytes: Callable[[PreTrainedModel], int]
-
-
-class FileRecord(msgspec.Struct):
-    """A file of a directory, in its manifest."""
-
-    bytes: int
-    sha256: str
 
 
 def _write_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
@@ -118,12 +108,7 @@ def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: in
         partial.mkdir()
         cleanup.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing left of it
         write(partial)
-        manifest = {
-            str(path.relative_to(partial)): FileRecord(path.stat().st_size, digest(path))
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
-        (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        write_manifest(partial)
         for path in (*partial.rglob("*"), partial):
             sync(path)
         # a directory already there, from an earlier run, steps aside first and is removed after
@@ -141,10 +126,10 @@ def remove_leftovers(save_path: Path) -> None:
     for folder in save_path.glob(".*.partial-*"):
         if not Path(f"/proc/{folder.name.rpartition('-')[2]}").exists():
             log.info("Removing %s, left half-written by a process that has ended", folder)
-            shutil.rmtree(folder)
+            remove_folder(folder, "remove it by hand, then start the trainer again")
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:
+    """Remove what is needed no more. Raises `raises`, in one line with `remedy`."""
+    with reading(f"cannot remove {folder}", raises, remedy=remedy):
+        shutil.rmtree(folder)

@@ -11,7 +11,6 @@ while it is read leaves the weights served before.
 
 import asyncio
 import contextlib
-import hashlib
 import queue
 import time
 import uuid
@@ -19,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import torch
 from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
@@ -35,11 +33,11 @@ from atroposlib.wire.bridge import (
     compare,
     read_policy_version,
 )
+from atroposlib.wire.folders import MANIFEST, digest, read_manifest
 from atroposlib.wire.typed import MAX_LEASE_S, PolicyVersion, brief, printable
 from vllm_patching.engines.base import FileFault, Receiver, Refused, StagingEngine, WorkerFailed
 from vllm_patching.engines.session import Commit, Route, Sessions
 
-MANIFEST = "manifest.json"  # size and SHA-256 of every file, written last by who writes a directory in one piece
 BY_HAND_S = 3600.0  # to read a directory, by hand
 POLL_S = 0.05
 DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them; cast to what is served
@@ -58,13 +56,6 @@ class ReloadWeights(Struct):
 
     path: Directory
     policy_version: PolicyVersion | None = None
-
-
-class WrittenFile(Struct):
-    """One file of a directory's manifest."""
-
-    bytes: int
-    sha256: str
 
 
 class ReloadEngine(StagingEngine):
@@ -171,7 +162,7 @@ def _check_digests(folder: Path, weights: set[str], *, written: bool) -> None:
         return
     _check_inside(folder, path)
     with reading(f"{MANIFEST} is damaged", FileFault):
-        files = msgspec.json.decode(path.read_bytes(), type=dict[str, WrittenFile])
+        files = read_manifest(folder)
     if unknown := sorted(weights - set(files)):
         raise FileFault(f"{MANIFEST} does not name {brief(unknown)}")
     for name, expected in files.items():
@@ -179,9 +170,8 @@ def _check_digests(folder: Path, weights: set[str], *, written: bool) -> None:
         _check_inside(folder, file)
         if (size := file.stat().st_size) != expected.bytes:
             raise FileFault(f"{brief(name)} has {size} bytes, it was written with {expected.bytes}")
-        with file.open("rb") as content:
-            if hashlib.file_digest(content, "sha256").hexdigest() != expected.sha256:
-                raise FileFault(f"{brief(name)} has its size but other contents than were written (SHA-256 differs)")
+        if digest(file) != expected.sha256:
+            raise FileFault(f"{brief(name)} has its size but other contents than were written (SHA-256 differs)")
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -22,8 +22,9 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.routing import APIRoute
 from msgspec import Struct
-from starlette.types import Scope
+from starlette.types import Receive, Scope, Send
 
 from atroposlib.wire.typed import WrongValue
 from vllm_patching.engines import ROUTES
@@ -32,11 +33,14 @@ from vllm_patching.engines.session import Route, Sessions
 from vllm_patching.http.generate import run_generate
 
 
-async def check_key(request: Request) -> None:
-    """Raise the 401 that vLLM's own middleware gives for /v1."""
-    keys: list[str] = request.app.state.generate_keys
-    if keys and not bears_key(request.scope, keys):
-        raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")
+class KeyChecked(APIRoute):
+    """Answers the 401 that vLLM's own middleware gives for /v1, before it reads a body."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        keys: list[str] = scope["app"].state.generate_keys
+        if keys and not bears_key(scope, keys):
+            raise HTTPException(401, "Unauthorized: send the server's --api-key as 'Authorization: Bearer KEY'")
+        await super().handle(scope, receive, send)
 
 
 async def _sessions(request: Request) -> Any:
@@ -44,16 +48,15 @@ async def _sessions(request: Request) -> Any:
 
 
 Server = Annotated[Sessions, Depends(_sessions)]
-KEY_CHECKED = Depends(check_key)
 
 bridge = APIRouter(tags=["bridge"])
-sampling = APIRouter(tags=["generate"], dependencies=[KEY_CHECKED])  # the ancestor's /generate, also under /v1
+keyed = APIRouter(route_class=KeyChecked)
 
 
 def add_routes(app: FastAPI) -> None:
     """Answer for the bridge and under /generate; `app.state.sessions` is the server's Sessions."""
     app.include_router(bridge)
-    app.include_router(sampling)
+    app.include_router(keyed)
     app.add_exception_handler(Refused, _refusal)
     app.add_exception_handler(WrongValue, _refusal)
 
@@ -84,7 +87,7 @@ async def close_session(sessions: Server, session: str) -> Response:
 
 
 def _mount(route: Route) -> None:
-    @bridge.post(route.path, dependencies=[] if route.path.startswith("/v1/") else [KEY_CHECKED])
+    @(bridge if route.path.startswith("/v1/") else keyed).post(route.path)
     async def act(sessions: Server, body: Annotated[Any, Body()]) -> Response:
         return await _whole(route.answer(sessions, body))
 
@@ -93,8 +96,8 @@ for route in ROUTES:
     _mount(route)
 
 
-@sampling.post("/generate")
-@sampling.post("/v1/generate")
+@keyed.post("/generate", tags=["generate"])  # the ancestor's
+@keyed.post("/v1/generate", tags=["generate"])
 async def generate(request: Request, sessions: Server, body: Annotated[dict[str, Any], Body()]) -> Response:
     return _json(await run_generate(request, sessions, body))
 

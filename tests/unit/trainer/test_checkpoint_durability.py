@@ -9,7 +9,8 @@ from torch.optim import AdamW
 
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
-from example_trainer.weights.written import MANIFEST, CheckpointError, TrainedModel, write_folder
+from example_trainer.weights.manifest import MANIFEST
+from example_trainer.weights.written import CheckpointError, TrainedModel, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
 
@@ -95,3 +96,15 @@ def test_a_model_is_flushed_before_its_directory_has_its_name(tmp_path: Path, mo
     folder = TrainedModel(tiny_model()).write(tmp_path / "served_3", 3)
     expect_durable(acts, folder)
     assert {"model.safetensors", "policy.json", MANIFEST} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_former_checkpoint_that_cannot_be_removed_is_named_and_the_new_one_resumes(tmp_path: Path) -> None:
+    trained = TrainedModel(tiny_model())
+    optimizer = AdamW(trained.model.parameters())
+    checkpoints = Checkpoints(tmp_path, 1)
+    former = checkpoints.save(Progress(1, 1, 1), trained, optimizer)
+    former.rename(tmp_path / "away")
+    former.write_text("no directory")
+    with pytest.raises(CheckpointError, match=r"cannot remove .*step_1: Not a directory; .* use --resume .*step_2"):
+        checkpoints.save(Progress(2, 2, 2), trained, optimizer)
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step_2"

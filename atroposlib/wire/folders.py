@@ -1,0 +1,30 @@
+"""A directory that one process writes and another reads: `manifest.json`, written last, holds the size and SHA-256 of
+every file in it.
+"""
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+MANIFEST = "manifest.json"
+
+
+class FileRecord(msgspec.Struct):
+    """A file of a directory, in its manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def read_manifest(folder: Path) -> dict[str, FileRecord]:
+    """The files of `folder` as they were written, by their paths in it. Raises OSError, and for a damaged manifest
+    ValueError or RecursionError.
+    """
+    return msgspec.json.decode((folder / MANIFEST).read_bytes(), type=dict[str, FileRecord])
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,41 @@
+"""The manifest of a directory, written and compared; without torch, so that a command that only checks is fast."""
+
+from pathlib import Path
+
+import msgspec
+
+from atroposlib.errors import MakeError
+from atroposlib.wire.folders import MANIFEST, FileRecord, digest, read_manifest
+
+__all__ = ["MANIFEST", "FileRecord", "digest", "expect_whole", "write_manifest"]
+
+
+def write_manifest(folder: Path) -> None:
+    """Note every file of `folder` in its manifest. Raises OSError."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path)) for path in files}
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def expect_whole(
+    folder: Path, raises: MakeError, remedy: str = "resume from another step_N folder"
+) -> dict[str, FileRecord]:
+    """The files of the manifest; raises `raises(line)` unless every one is there with its size and digest."""
+    manifest_path = folder / MANIFEST
+    try:
+        if not manifest_path.is_file():
+            raise raises(f"{folder} is not a complete checkpoint: it has no {MANIFEST}; {remedy}")
+        manifest = read_manifest(folder)
+        for name, expected in manifest.items():
+            path = folder / name
+            size = path.stat().st_size if path.is_file() else None
+            if size != expected.bytes:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise raises(f"{path} {found}, the checkpoint was written with {expected.bytes}; {remedy}")
+            if digest(path) != expected.sha256:
+                raise raises(f"{path} has its size but other contents than were written (SHA-256 differs); {remedy}")
+    except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
+        raise raises(f"{manifest_path} is damaged ({error}); {remedy}") from None
+    except OSError as error:
+        raise raises(f"{folder} cannot be read ({error}); {remedy}") from None
+    return manifest
