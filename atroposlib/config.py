@@ -112,7 +112,11 @@ def read_config_file(argv: Sequence[str]) -> Tree:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path} is not YAML: {_where(error)}") from None
+        # what is wrong and in which line; the line itself may hold a secret
+        problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "unreadable")).split())
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        raise ConfigError(f"--config {path} is not YAML: {problem}{place}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -167,13 +171,6 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
     return _nested(found)
 
 
-def _where(error: yaml.YAMLError) -> str:
-    """What is wrong and in which line; the line itself may hold a secret."""
-    mark = getattr(error, "problem_mark", None)
-    problem = " ".join(str(getattr(error, "problem", None) or getattr(error, "reason", "unreadable")).split())
-    return problem if mark is None else f"{problem} (line {mark.line + 1}, column {mark.column + 1})"
-
-
 def _nested(values: Mapping[str, Any]) -> Tree:
     """`{"env.steps": 5}` as `{"env": {"steps": 5}}`."""
     tree: Tree = {}
@@ -187,7 +184,6 @@ def _nested(values: Mapping[str, Any]) -> Tree:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    """`above` over `below`, tree by tree."""
     return {**below} | {
         name: _merge(below[name], value)
         if isinstance(value, Mapping) and isinstance(below.get(name), Mapping)
@@ -213,7 +209,9 @@ def _explain(error: ValidationError, keys: Sequence[Key]) -> str:
         elif problem["type"] == "missing":
             problems.append(f"--{key.replace('_', '-')} is required")
         else:
-            is_closed = isinstance(problem["input"], (dict, list, SecretStr)) or _may_hold(path, secrets)
+            # a secret, what is inside of one, and a tree that has one are not shown
+            is_closed = not path or any(path[: len(one)] == one or one[: len(path)] == path for one in secrets)
+            is_closed = is_closed or isinstance(problem["input"], (dict, list, SecretStr))
             value = "" if is_closed else f" (got {problem['input']!r})"
             of_tree = problem["type"] == "value_error" and path in trees  # its message names the keys
             message = problem["msg"].removeprefix("Value error, ")
@@ -231,8 +229,3 @@ def _without_tags(
         if depth == len(location) or path not in trees or longer in trees or longer in leaves:
             path = longer
     return path
-
-
-def _may_hold(path: tuple[str, ...], secrets: Set[tuple[str, ...]]) -> bool:
-    """Whether a value at this place is a secret, is inside of one, or is a tree that has one."""
-    return any(path[: len(secret)] == secret or secret[: len(path)] == path for secret in secrets) or not path

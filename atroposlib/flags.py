@@ -123,9 +123,10 @@ def parse(
 
     Raises ConfigError.
     """
-    parser = _parser(keys, prog, about, epilog, defaults or {})
     try:
-        typed, rest = parser.parse_known_args([_dashed(token) for token in argv])
+        typed, rest = _parser(keys, prog, about, epilog, defaults or {}).parse_known_args(
+            [_dashed(token) for token in argv]
+        )
     except argparse.ArgumentError as error:
         flag = str(error.argument_name).split("/")[0]
         if "expected" not in error.message:

@@ -366,10 +366,9 @@ def refuse_undecodable_requests(engine: Any) -> None:
     hand_over = engine.output_processor.add_request
 
     def checked(request: Any, *arguments: Any, **named: Any) -> None:
-        # tensors of vLLM's own making, which may take another way than MessagePack
-        plain = msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)
         try:
-            decoder.decode(encoder.encode(plain))
+            # without tensors of vLLM's own making, which may take another way than MessagePack
+            decoder.decode(encoder.encode(msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)))
         except Exception as error:  # whatever it is, it would be raised there
             raise VLLMValidationError(
                 f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}"
@@ -439,8 +438,11 @@ def adapter_request(name: str, lora_id: int, path: str) -> Any:
 
 def adapters_in_use(engine: Any) -> set[str]:
     """Names of the adapters that unfinished requests sample from."""
-    requests = engine.output_processor.request_states.values()
-    return {request.lora_request.lora_name for request in requests if request.lora_request is not None}
+    return {
+        request.lora_request.lora_name
+        for request in engine.output_processor.request_states.values()
+        if request.lora_request is not None
+    }
 
 
 def add_base_names(models: Any, names: list[str]) -> None:

@@ -66,8 +66,11 @@ def host_store(address: str, port: int, timeout_s: float) -> tuple[dist.TCPStore
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        remedy = "choose another --master-port or 0 for any free one"
-        with reaching(f"cannot listen on {address}:{port}", TransportError, remedy=remedy):
+        with reaching(
+            f"cannot listen on {address}:{port}",
+            TransportError,
+            remedy="choose another --master-port or 0 for any free one",
+        ):
             listener.bind((address, port))
         listener.listen()
         bound = listener.getsockname()[1]

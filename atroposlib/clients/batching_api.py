@@ -200,7 +200,6 @@ class AsyncBatchingApi(_Client[httpx.AsyncClient]):
 
 
 def _encoded(body: Any, packed: bool) -> tuple[bytes | None, dict[str, str]]:
-    """`body` as bytes and their headers: MessagePack, or JSON, compressed when that makes it smaller."""
     if body is None:
         return None, {}
     if packed:

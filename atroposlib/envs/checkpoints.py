@@ -4,7 +4,6 @@ set again.
 Each is written whole. One that was damaged since is passed over for the one before it, with a log line.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,12 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
     """The newest whole checkpoint at or before `step`: of `name`, else of the name with another number, which a
     restart gets.
     """
-    for path in _candidates(checkpoint_dir, name, display_name, step):
+    root = _root(checkpoint_dir)
+    numbered = [
+        folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()
+    ]
+    folders = dict.fromkeys([root / name, *numbered])
+    for path in [path for folder in folders for saved, path in _newest_first(folder) if saved <= step]:
         try:
             attributes = orjson.loads(path.read_bytes())
         except (OSError, ValueError) as error:
@@ -43,15 +47,6 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
             return path, attributes
         log.warning("Passing over the checkpoint %s, which is damaged (it holds no JSON object)", path)
     return None
-
-
-def _candidates(checkpoint_dir: str, name: str, display_name: str, step: int) -> Iterator[Path]:
-    root = _root(checkpoint_dir)
-    numbered = [
-        folder for folder in sorted(root.glob(f"{display_name}_*")) if folder.name.rpartition("_")[2].isdecimal()
-    ]
-    for folder in dict.fromkeys([root / name, *numbered]):
-        yield from (path for saved, path in _newest_first(folder) if saved <= step)
 
 
 def _newest_first(folder: Path) -> list[tuple[int, Path]]:

@@ -70,20 +70,6 @@ class TeacherTree(EnvTree):
 # --- commands -------------------------------------------------------------------------------------------------------
 
 
-async def run_serve(env: Environment, tree: EnvTree) -> None:
-    """Feed the trainer until its last step."""
-    from atroposlib.envs.serve import serve  # `--help` does not need its HTTP client
-
-    await serve(env)
-
-
-async def run_process(env: Environment, tree: EnvTree) -> None:
-    """Sample groups into files."""
-    from atroposlib.envs.process import process
-
-    await process(env)
-
-
 async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
     async with env._env_run as run:
@@ -96,11 +82,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
             write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
 
 
-COMMANDS: dict[str, Callable[[Environment, EnvTree], Awaitable[None]]] = {
-    "serve": run_serve,
-    "process": run_process,
-    "evaluate": run_evaluate,
-}
+COMMANDS = ("serve", "process", "evaluate")
 
 
 def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_command: str | None = None) -> NoReturn:
@@ -118,14 +100,23 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     """Build the environment, run the command, and return the exit code; what went wrong is one line, or a traceback if
     it is a bug.
     """
-    from atroposlib.envs.discovery import fill_in_models  # `--help` does not need its HTTP client
+    # `--help` does not need their HTTP clients
+    from atroposlib.envs.discovery import fill_in_models
+    from atroposlib.envs.process import process
+    from atroposlib.envs.serve import serve
 
     try:
         await fill_in_models(tree.env, tree.openai)
         if isinstance(tree, TeacherTree) and tree.teacher is not None:
             await fill_in_models(tree.env, tree.teacher)
         env = build(env_cls, tree)
-        await COMMANDS[command](env, tree)
+        match command:
+            case "serve":
+                await serve(env)
+            case "process":
+                await process(env)
+            case _:
+                await run_evaluate(env, tree)
     except EnvError as error:
         log.error("%s", error)
         return 1
@@ -149,15 +140,13 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
 
 
 def _command(arguments: list[str], default: str | None) -> str:
-    """The command, taken off `arguments`. Raises ConfigError."""
     if arguments and arguments[0] in COMMANDS:
         return arguments.pop(0)
     if arguments and not arguments[0].startswith("-"):
         raise ConfigError(f"unknown command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}")
     if default is not None or arguments[:1] in (["-h"], ["--help"], ["--version"]):
         return default or "serve"
-    example = f"{Path(sys.argv[0]).name} serve --help"
-    raise ConfigError(f"no command; choose one of: {', '.join(COMMANDS)}, e.g. `{example}`")
+    raise ConfigError(f"no command; choose one of: {', '.join(COMMANDS)}, e.g. `{Path(sys.argv[0]).name} serve --help`")
 
 
 # --- configuration --------------------------------------------------------------------------------------------------
@@ -174,18 +163,24 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
             name: _server_group(name, given, content.get(name), arguments)
             for name, given in ({"openai": servers} | further).items()
         }
-        annotations: dict[str, Any] = {name: group.annotation for name, group in groups.items()}
-        tree_cls = create_model("EnvTree", __base__=base, env=type(env_config), **annotations)
+        fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
+        tree_cls = create_model("EnvTree", __base__=base, **fields)
         content = _own_keys(content, tree_cls)
         for name, kind in ({"env": type(env_config)} | {name: group.kind for name, group in groups.items()}).items():
             if name in content:
                 content[name] = _own_keys(content[name], kind, f"{name}.")
+    env_defaults = env_config.model_dump(exclude_unset=True)
+    if command == "process":
+        env_defaults |= {
+            "ensure_scores_are_not_same": False,
+            "include_messages": True,
+            "data_path_to_save_groups": f"data/{env_cls.name or env_cls.__name__}.jsonl",
+        }
     tree: Any = load_config(
         tree_cls,
         arguments,
         prog=f"{prog} {command}",
-        defaults={"env": env_config.model_dump(exclude_unset=True) | command_defaults(command, env_cls)}
-        | {name: group.given for name, group in groups.items()},
+        defaults={"env": env_defaults} | {name: group.given for name, group in groups.items()},
         epilog=COMMANDS_HELP,
         content=content,
     )
@@ -194,17 +189,6 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree
     }
     return base(**resolved)
-
-
-def command_defaults(command: str, env_cls: type[Environment]) -> dict[str, Any]:
-    """What a command changes about `config_init`, below YAML and flags."""
-    if command != "process":
-        return {}
-    return {
-        "ensure_scores_are_not_same": False,
-        "include_messages": True,
-        "data_path_to_save_groups": f"data/{env_cls.name or env_cls.__name__}.jsonl",
-    }
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,11 @@ class Environment(ABC):
     @property
     def derived_batch_size(self) -> int:
         """Sequences of each batch that this environment may fill."""
-        fraction = self.status_dict.get("unallocated_fraction", 1.0)
-        return batch_share(self.config.batch_size, fraction, self.config.min_batch_allocation)
+        return batch_share(
+            self.config.batch_size,
+            self.status_dict.get("unallocated_fraction", 1.0),
+            self.config.min_batch_allocation,
+        )
 
     async def register_env(self) -> None:
         """Join the API, once a trainer has started."""

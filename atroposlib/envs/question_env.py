@@ -196,8 +196,8 @@ class QuestionEnv(BaseEnv):
         right, total = sum(reward >= self.right_from for reward in rewards), len(rewards)
         shares = {"accuracy": right / total, "mean_score": sum(rewards) / total} if total else {}
         counts = Counter(each.outcome for each in scored)
-        by_outcome = {outcome: counts[outcome] for outcome in self.outcomes}
-        return {**shares, "correct": right, "total": total, "unscored": len(scored) - total, **by_outcome}
+        shares |= {"correct": right, "total": total, "unscored": len(scored) - total}
+        return shares | {outcome: counts[outcome] for outcome in self.outcomes}
 
     async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Add the scores since the last call."""

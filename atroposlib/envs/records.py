@@ -51,8 +51,7 @@ def append_line(file: IO[bytes], record: Mapping[str, Any]) -> None:
     line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
     end = file.seek(0, os.SEEK_END)
     try:
-        written = file.write(line)
-        if written != len(line):
+        if file.write(line) != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         file.truncate(end)

@@ -227,14 +227,12 @@ class ServeLoop:
     # --- the trainer moves on -------------------------------------------------------------------------------------
 
     def _joined(self, registration: EnvRegistered) -> None:
-        """Take over what the API said, and load the checkpoint of a run that goes on."""
         env, run = self.env, self.run
         run.registered_name = registration.wandb_name
         env.wandb_prepend = f"{registration.wandb_name}_"
         env.checkpoint_dir = registration.checkpoint_dir
         env.checkpoint_interval = registration.checkpoint_interval
-        limits = [steps for steps in (env.config.total_steps, registration.num_steps) if steps > 0]
-        run.total_steps = min(limits, default=1000)
+        run.total_steps = min((n for n in (env.config.total_steps, registration.num_steps) if n > 0), default=1000)
         if env.curr_step == 0 and registration.starting_step > 0:
             env.curr_step = registration.starting_step
             env.load_checkpoint()
@@ -243,7 +241,6 @@ class ServeLoop:
         )
 
     async def _follow(self, status: EnvStatus) -> None:
-        """Take over step and policy version; evaluate, checkpoint and log if they changed."""
         env, run = self.env, self.run
         old_step, moved = env.curr_step, (status.current_step, status.version) != (env.curr_step, run.policy_version)
         run.policy_version = status.version

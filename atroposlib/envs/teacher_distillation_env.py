@@ -83,7 +83,27 @@ class TeacherDistillationEnv(BaseEnv):
         return {"teacher": cls.teacher_config_init()}
 
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        return await self._attach_teacher_distillation(await super()._before_sending(group))
+        group = await super()._before_sending(group)
+        overrides = group.get("group_overrides") or {}
+        top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
+        group["distill_token_ids"] = group["distill_logprobs"] = None
+        if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
+            return group
+        answers = await asyncio.gather(
+            *(self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]), return_exceptions=True
+        )
+        fetched = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
+            log.warning(
+                "A group goes without the teacher, who failed on %d of %d sequences: %s",
+                len(failures),
+                len(answers),
+                failures[0],
+            )
+            return group
+        group["distill_token_ids"] = [ids for ids, _ in fetched]
+        group["distill_logprobs"] = [logprobs for _, logprobs in fetched]
+        return group
 
     async def _release(self) -> None:
         if self.teacher_server is not None:
@@ -95,33 +115,11 @@ class TeacherDistillationEnv(BaseEnv):
         if student == teacher_tokenizer_name:
             return
         refusal = f"Cross-tokenizer distillation is not supported: the student's tokenizer is {student!r}"
-        remedy = "set --teacher.tokenizer_name"
-        with reading(f"{refusal}, and the teacher's cannot be compared", ValueError, remedy=remedy):
+        unread = f"{refusal}, and the teacher's cannot be compared"
+        with reading(unread, ValueError, remedy="set --teacher.tokenizer_name"):
             teacher = load_tokenizer(teacher_tokenizer_name)
         if teacher.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(f"{refusal}, the teacher's {teacher_tokenizer_name!r} has another vocabulary")
-
-    async def _attach_teacher_distillation(self, group: ScoredDataGroup) -> ScoredDataGroup:
-        overrides = group.get("group_overrides") or {}
-        top_k = int(overrides.get("teacher_top_k", self.config.teacher_top_k))
-        group["distill_token_ids"] = group["distill_logprobs"] = None
-        if not self.config.teacher_enabled or top_k < 0 or overrides.get("skip_teacher_top_k"):
-            return group
-        fetches = [self._fetch_teacher_for_sequence(tokens, top_k) for tokens in group["tokens"]]
-        answers = await asyncio.gather(*fetches, return_exceptions=True)
-        fetched = [answer for answer in answers if not isinstance(answer, BaseException)]
-        if len(fetched) < len(answers):
-            failures = [answer for answer in answers if isinstance(answer, BaseException)]
-            log.warning(
-                "A group goes without the teacher, who failed on %d of %d sequences: %s",
-                len(failures),
-                len(answers),
-                failures[0],
-            )
-            return group
-        group["distill_token_ids"] = [ids for ids, _ in fetched]
-        group["distill_logprobs"] = [logprobs for _, logprobs in fetched]
-        return group
 
     async def _fetch_teacher_for_sequence(
         self, token_ids: list[int], top_k: int

@@ -94,9 +94,10 @@ class Serving:
 
         Raises WorkerFailed for the first rank that failed, or if a reply takes longer than RPC_DEADLINE_S.
         """
-        call = self.client.collective_rpc(method, args=tuple(msgspec.to_builtins(args)))
         try:
-            replies: list[Any] = await asyncio.wait_for(call, RPC_DEADLINE_S)
+            replies: list[Any] = await asyncio.wait_for(
+                self.client.collective_rpc(method, args=tuple(msgspec.to_builtins(args))), RPC_DEADLINE_S
+            )
         except TimeoutError:
             raise WorkerFailed(method, "on some rank", f"not done within {RPC_DEADLINE_S:.0f} s") from None
         for rank, reply in enumerate(replies):

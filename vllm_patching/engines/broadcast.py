@@ -57,8 +57,9 @@ class BroadcastReceiver(Receiver):
         self._store = transport.join_store(offer.address, offer.port, offer.timeout_s)
         ranks = (self._store, offer.session, rank + 1, offer.world_size, offer.timeout_s)
         control = transport.make_control_group(*ranks, transport.address_towards(offer.address))
-        data = transport.make_data_group(control, *ranks, offer.backend)
-        self._groups = transport.Groups(control, data, offer.backend)
+        self._groups = transport.Groups(
+            control, transport.make_data_group(control, *ranks, offer.backend), offer.backend
+        )
         self._groups.barrier()
         log.info(
             "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",

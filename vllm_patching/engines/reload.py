@@ -156,7 +156,6 @@ def _check_inside(folder: Path, path: Path) -> None:
 
 
 def _check_digests(folder: Path, weights: set[str], *, written: bool) -> None:
-    """Raise FileFault unless every file that the directory's own manifest names is as it was written."""
     path = folder / MANIFEST
     if not path.exists() and not written:
         return

@@ -64,7 +64,6 @@ class Sessions:
 
     async def status(self) -> ServerStatus:
         serving, session = self.serving, self._session
-        takes_adapters = serving.max_lora_rank is not None
         return ServerStatus(
             enabled=serving.bridge_on,
             model=serving.model,
@@ -81,7 +80,7 @@ class Sessions:
             lease_left_s=round(session.lease_left(), 1) if session else None,
             workers=await serving.workers() if serving.bridge_on else [],
             max_lora_rank=serving.max_lora_rank,
-            adapters_in_use=sorted(compat.adapters_in_use(serving.client)) if takes_adapters else [],
+            adapters_in_use=sorted(compat.adapters_in_use(serving.client)) if serving.max_lora_rank is not None else [],
         )
 
     async def manifest(self) -> Manifest:

@@ -115,9 +115,9 @@ class SingleCopyEngine(Engine):
             return
         self._pause = None
         self._late_writer = pause.session.offer.process
-        trainer = pause.session.offer.trainer
         await self.serving.poison(
-            pause.broken() or f"trainer {trainer} left in the middle of policy version {pause.version}"
+            pause.broken()
+            or f"trainer {pause.session.offer.trainer} left in the middle of policy version {pause.version}"
         )
 
     async def keep_out(self) -> None:

@@ -61,8 +61,7 @@ class WeightUpdater:
     def take(self, session: str, version: int) -> Staging | None:
         """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
         with self._lock:
-            asked_for = (self.status.session, self.status.staged_version) == (session, version)
-            return self._staged if asked_for else None
+            return self._staged if (self.status.session, self.status.staged_version) == (session, version) else None
 
     def committed(self) -> None:
         with self._lock:
@@ -86,7 +85,7 @@ class WeightUpdater:
             try:
                 self._serve(receiver)
             except (RuntimeError, OSError) as error:  # torch.distributed raises RuntimeError for dead and silent peers
-                self._fail(receiver, error)
+                self._fail(receiver, transport.describe(error))
 
     def _serve(self, receiver: Receiver) -> None:
         offer = receiver.offer
@@ -135,17 +134,17 @@ class WeightUpdater:
             if self.status.session == receiver.offer.session:
                 self.status.state = state
 
-    def _fail(self, receiver: Receiver, error: Exception) -> None:
-        message, offer = transport.describe(error), receiver.offer
+    def _fail(self, receiver: Receiver, reason: str) -> None:
+        offer = receiver.offer
         log.warning(
             "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may"
             " join",
             offer.session,
             offer.trainer,
-            message,
+            reason,
         )
         with self._lock:
             # a version that is staged whole stays: its commit may be under way
             if self.status.session == offer.session:
                 self.status.state = "failed"
-                self.status.error = message
+                self.status.error = reason

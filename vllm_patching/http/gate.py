@@ -57,8 +57,8 @@ class Unavailable:
         elif scope["type"] == "websocket":
             await WebSocketClose(TRY_AGAIN_LATER, reason[:120])(scope, receive, send)
         else:
-            error = {"message": reason, "type": "ServiceUnavailableError", "code": 503}
-            await JSONResponse({"error": error}, 503, {"retry-after": str(RETRY_AFTER_S)})(scope, receive, send)
+            content = {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}
+            await JSONResponse(content, 503, {"retry-after": str(RETRY_AFTER_S)})(scope, receive, send)
 
 
 def generates(scope: Scope) -> bool:

@@ -83,8 +83,10 @@ def _refusal(error: BaseException) -> Refused:
         return Refused(printable(str(error), 500), 503)
     if isinstance(error, compat.EngineGenerateError):  # it has no message of its own
         error = error.__cause__ or error
-    of_the_request = isinstance(error, ValueError | TypeError | compat.VLLMValidationError)
-    return Refused(f"vLLM cannot generate: {printable(str(error), 500)}", 400 if of_the_request else 500)
+    return Refused(
+        f"vLLM cannot generate: {printable(str(error), 500)}",
+        400 if isinstance(error, ValueError | TypeError | compat.VLLMValidationError) else 500,
+    )
 
 
 def _prompt(body: Body, vocabulary: int | None) -> Any:

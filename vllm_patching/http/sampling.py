@@ -34,8 +34,7 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
         raise WrongValue(
             f"logit_bias: expected numbers between -{LARGEST_BIAS:g} and {LARGEST_BIAS:g}, got {beyond[0]:g}"
         )
-    transfer = typed.get("extra_args", {}).get("kv_transfer_params")
-    typed_value("extra_args.kv_transfer_params", transfer, dict | None)
+    typed_value("extra_args.kv_transfer_params", typed.get("extra_args", {}).get("kv_transfer_params"), dict | None)
     try:
         return compat.SamplingParams(
             **{"max_tokens": None, **typed, "output_kind": compat.RequestOutputKind.FINAL_ONLY}

@@ -96,8 +96,7 @@ class Arena:
         """Each parameter of this rank, by vLLM's name, as a view into `buffer` (flat uint8 [nbytes])."""
         views = {}
         for name, parameter in self._parameters.items():
-            start = self.offsets[name]
-            flat = buffer[start : start + parameter.numel() * parameter.element_size()]
+            flat = buffer[self.offsets[name] :][: parameter.numel() * parameter.element_size()]
             views[name] = flat.view(parameter.dtype).view(parameter.shape)
         return views
 

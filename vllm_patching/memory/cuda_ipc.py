@@ -13,13 +13,14 @@ from vllm_patching.memory.shared_buffer import SharedBufferError
 
 def refusal(buffer: torch.Tensor) -> str | None:
     """Why the allocation of `buffer` cannot be shared; None if it can."""
-    address = buffer.data_ptr()
-    for segment in torch.cuda.memory_snapshot():
-        if segment["address"] <= address < segment["address"] + segment["total_size"] and segment.get("is_expandable"):
-            return (
-                "its weights lie in an expandable segment, which CUDA IPC cannot share: start vLLM without "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            )
+    if any(
+        0 <= buffer.data_ptr() - segment["address"] < segment["total_size"] and segment.get("is_expandable")
+        for segment in torch.cuda.memory_snapshot()
+    ):
+        return (
+            "its weights lie in an expandable segment, which CUDA IPC cannot share: start vLLM without "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
     return None
 
 
