@@ -149,11 +149,6 @@ def in_place(values: Mapping[str, Any], *trees: type[BaseModel]) -> Tree:
     return placed
 
 
-def known_keys(tree: type[BaseModel]) -> list[str]:
-    """Every spelling of the keys at the top of a tree."""
-    return [spelling for name, field in tree.model_fields.items() for spelling in flags.names(name, field)]
-
-
 # --- the layers -----------------------------------------------------------------------------------------------------
 
 

@@ -25,13 +25,13 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, Field, create_model
 
-from atroposlib.config import Config, config_yaml, known_keys, load_config, read_config_file
+from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
-from atroposlib.flags import ConfigError, nearest
+from atroposlib.flags import ConfigError, names, nearest
 from atroposlib.logs import configure_logging, get_logger
 
 log = get_logger(__name__)
@@ -233,7 +233,7 @@ def _own_keys(values: Any, tree: type[BaseModel], place: str = "") -> Any:
         return [_own_keys(each, tree, place) for each in values]
     if not isinstance(values, Mapping):
         return values
-    known = known_keys(tree)
+    known = [spelling for name, field in tree.model_fields.items() for spelling in names(name, field)]
     for key in values:
         if key in known:
             continue

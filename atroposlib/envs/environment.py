@@ -397,22 +397,19 @@ class EnvRun:
                 self.counts["items_without_group"] += 1
         except Unscored as error:  # costs the error budget nothing
             self.counts["items_without_group"] += 1
-            self._note_unscored(error)
+            self.counts[error.count] += 1
+            self._unscored_in_row += 1
+            log.warning("Dropped a group: %s", error)
+            if self._unscored_in_row % REJECTIONS_REPORTED == 0:
+                log.warning(
+                    "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer "
+                    "waits until the policy gives other answers. The scorer's warnings above show these answers; if "
+                    "they are reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
+                    self._unscored_in_row,
+                    error,
+                )
         finally:
             await self.env.cleanup()
-
-    def _note_unscored(self, reason: Unscored) -> None:
-        self.counts[reason.count] += 1
-        self._unscored_in_row += 1
-        log.warning("Dropped a group: %s", reason)
-        if self._unscored_in_row % REJECTIONS_REPORTED == 0:
-            log.warning(
-                "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer waits "
-                "until the policy gives other answers. The scorer's warnings above show these answers; if they are "
-                "reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
-                self._unscored_in_row,
-                reason,
-            )
 
     async def take(self, scored_data: Groups, item: Item, send: bool, limit_lengths: bool) -> None:
         """Check groups, keep the good ones in the files and tables, and send them. Waits while the API is away.

@@ -208,10 +208,8 @@ class ServeLoop:
 
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
-        if self.env.backlog:
-            return self.env.backlog.pop()
         try:
-            return await self.env.get_next_item()
+            return self.env.backlog.pop() if self.env.backlog else await self.env.get_next_item()
         except EnvError:
             raise
         except Exception as error:

@@ -12,6 +12,7 @@ The price is memory: each weight once more.
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -26,20 +27,20 @@ _packing = True
 _due = 0.0  # time.monotonic() from which on a layer may be packed
 
 
+@dataclass(eq=False)
 class PackedLinear:
     """One layer's product: `pack(weight)` once that is due, which must not look at the weight again; `plain` until
     then.
     """
 
-    def __init__(self, plain: Product, pack: Callable[[Tensor], Product]) -> None:
-        self._plain = plain
-        self._pack = pack
+    plain: Product
+    pack: Callable[[Tensor], Product]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         global _due
-        product = _products.get(self, self._plain)
-        if product is self._plain and _packing and (start := time.monotonic()) >= _due:
-            product = _products[self] = self._pack(weight)
+        product = _products.get(self, self.plain)
+        if product is self.plain and _packing and (start := time.monotonic()) >= _due:
+            product = _products[self] = self.pack(weight)
             end = time.monotonic()
             _due = end + (end - start) * (1 / PACKING_SHARE - 1)
         return product(x, weight, bias)

@@ -88,6 +88,8 @@ def test_a_server_without_a_bridge_says_what_to_start_it_with(client: TestClient
 @pytest.mark.parametrize("body", [b'{"prompt": ', b"[]", b"", b"7"])
 def test_a_wrong_key_is_a_401_whatever_the_body(client: TestClient, path: str, body: bytes) -> None:
     client.app.state.generate_keys = ["k"]  # type: ignore[attr-defined]
-    for headers in ({}, {"Authorization": "Bearer another"}):
+    typed = {"Content-Type": "application/json"}
+    for headers in (typed, typed | {"Authorization": "Bearer another"}):
         assert client.post(path, content=body, headers=headers).status_code == 401
-    assert client.post(path, content=body, headers={"Authorization": "Bearer k"}).status_code in (400, 409, 422)
+    headers = typed | {"Authorization": "Bearer k"}
+    assert client.post(path, content=body, headers=headers).status_code in (400, 409, 422)
