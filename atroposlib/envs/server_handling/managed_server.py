@@ -62,7 +62,6 @@ class ManagedServer(SequenceKeeper):
         self.server = server
         self.tokenizer = tokenizer or server.tokenizer or load_tokenizer(server.tokenizer_id)
         self.translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser is not None else None
-        self.track_tree = track_tree
         self.preserve_think_blocks = preserve_think_blocks
 
     def render(
@@ -112,16 +111,15 @@ class ManagedServer(SequenceKeeper):
         text = self.render(messages, tools, extra.pop("chat_template_kwargs", None))
         sampling = {**extra, **sampling}
         prompt, sampled, texts = await self._sample(text, n or 1, split, sampling, templated=True, shows_special=parses)
-        choices = [
-            self._choice(index, sequence, reply, tools if parses else None)
-            for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
-        ]
         return ChatCompletion(
             id=f"chatcmpl-{uuid.uuid4()}",
             object="chat.completion",
             created=int(time.time()),
             model=self.server.model_name,
-            choices=choices,
+            choices=[
+                self._choice(index, sequence, reply, tools if parses else None)
+                for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
+            ],
             usage=_usage(prompt, sampled),
         )
 
@@ -133,16 +131,15 @@ class ManagedServer(SequenceKeeper):
         """
         extra = sampling.pop("extra_body", None) or {}
         known, sampled, texts = await self._sample(prompt, n or 1, split, {**extra, **sampling}, templated=False)
-        choices = [
-            CompletionChoice(index=index, finish_reason=_reason(sequence), text=text)
-            for index, (sequence, text) in enumerate(zip(sampled.sequences, texts, strict=True))
-        ]
         return Completion(
             id=f"cmpl-{uuid.uuid4()}",
             object="text_completion",
             created=int(time.time()),
             model=self.server.model_name,
-            choices=choices,
+            choices=[
+                CompletionChoice(index=index, finish_reason=_reason(sequence), text=text)
+                for index, (sequence, text) in enumerate(zip(sampled.sequences, texts, strict=True))
+            ],
             usage=_usage(known, sampled),
         )
 
@@ -165,8 +162,7 @@ class ManagedServer(SequenceKeeper):
             raise ValueError(f"n {n}: the log-probabilities of a prompt are one set")
         if input_ids is not None:
             return await self.server.get_logprobs(input_ids=input_ids, top_k=top_k, split=split)
-        text = prompt if messages is None else self.render(messages)
-        assert text is not None
+        text = self.render(messages) if messages is not None else prompt or ""
         ids = fresh_prompt(text, self.tokenizer, templated=messages is not None).tokens
         return await self.server.get_logprobs(prompt=text, input_ids=ids, top_k=top_k, split=split)
 
@@ -191,8 +187,7 @@ class ManagedServer(SequenceKeeper):
         ids = sequence.token_ids
         if shows_special and not self.tokenizer.decode(ids[-1:], skip_special_tokens=True):
             ids = ids[:-1]
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=not shows_special)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=not shows_special))
 
     async def _sample(
         self, text: str, n: int, split: Split, sampling: Arguments, *, templated: bool, shows_special: bool = False
@@ -201,8 +196,8 @@ class ManagedServer(SequenceKeeper):
         if sampling.get("stream"):
             raise ValueError("stream=True is not supported: tokens are kept when a completion is whole")
         parameters = {key: value for key, value in sampling.items() if value is not None and key != "model"}
-        call = self._book.open_call()
-        parent = self._book.longest_prefix(text)
+        call = self.open_call()
+        parent = self.longest_prefix(text)
         prompt = (
             fresh_prompt(text, self.tokenizer, templated=templated)
             if parent is None
@@ -213,7 +208,7 @@ class ManagedServer(SequenceKeeper):
             prompt = unsampled_prompt(text, sampled.prompt_token_ids)
         texts = [self._visible_text(sequence, shows_special) for sequence in sampled.sequences]
         nodes = [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)]
-        self._book.record(call, parent, nodes)
+        self.record(call, parent, nodes)
         return prompt, sampled, texts
 
 
@@ -243,8 +238,8 @@ def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:
 
 def _usage(prompt: SequenceNode, sampled: SampledTokens) -> CompletionUsage:
     completion = sum(len(sequence.token_ids) for sequence in sampled.sequences)
-    total = len(prompt.tokens) + completion
-    return CompletionUsage(prompt_tokens=len(prompt.tokens), completion_tokens=completion, total_tokens=total)
+    known = len(prompt.tokens)
+    return CompletionUsage(prompt_tokens=known, completion_tokens=completion, total_tokens=known + completion)
 
 
 class DummyManagedServer(SequenceKeeper):
@@ -261,22 +256,21 @@ class DummyManagedServer(SequenceKeeper):
 
     async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> ChatCompletion:
         """The server's reply; a node with placeholder tokens per choice."""
-        call = self._book.open_call()
+        call = self.open_call()
         reply = await self.server.chat_completion(messages=list(messages), **arguments)
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
         nodes = [
             _dummy_node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason)
             for choice in reply.choices
         ]
-        self._book.record(call, None, nodes)
+        self.record(call, None, nodes)
         return reply
 
     async def completion(self, *, prompt: str, **arguments: Any) -> Completion:
         """The server's completion; a node with placeholder tokens per choice."""
-        call = self._book.open_call()
+        call = self.open_call()
         reply = await self.server.completion(prompt=prompt, **arguments)
-        nodes = [_dummy_node(prompt + choice.text, choice.finish_reason) for choice in reply.choices]
-        self._book.record(call, None, nodes)
+        self.record(call, None, [_dummy_node(prompt + each.text, each.finish_reason) for each in reply.choices])
         return reply
 
 

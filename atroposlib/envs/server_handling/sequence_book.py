@@ -3,7 +3,6 @@ again.
 """
 
 import bisect
-from abc import ABC, abstractmethod
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -85,29 +84,34 @@ def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(node.tokens[-1:], skip_special_tokens=False)
 
 
-class SequenceBook(ABC):
-    """Keeps the sequences of one ManagedServer. Nothing in it awaits, so concurrent calls cannot interleave inside
-    it.
+class SequenceKeeper:
+    """What every managed server of this process keeps: the sequences that it sampled, in the order of the calls.
+
+    Without `track_tree` there is one node per completion: a continuation takes its parent's place, its siblings
+    (n > 1) go to the end. With it, every prefix that was ever sampled is kept by its text, so that a branch keeps the
+    turns it shares with its siblings. Nothing here awaits, so concurrent calls cannot interleave.
     """
 
-    _calls = 0
+    def __init__(self, track_tree: bool) -> None:
+        self.track_tree = track_tree
+        self._calls = 0
+        self._entries: list[tuple[int, SequenceNode]] = []  # (the call, what it sampled)
 
     @property
-    @abstractmethod
-    def nodes(self) -> list[SequenceNode]:
-        """All sequences."""
+    def current_nodes(self) -> list[SequenceNode]:
+        """The nodes so far."""
+        return [node for _, node in self._entries]
 
-    @abstractmethod
-    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        """Keep what a call sampled as a continuation of `parent`."""
+    def get_state(self) -> State:
+        """`{"nodes": [...]}`, or with track_tree `{"sequences": {text: node}, "tree": {text: node}}`."""
+        if not self.track_tree:
+            return {"nodes": self.current_nodes}
+        by_text = {node.full_text: node for node in self.current_nodes}
+        return {"sequences": by_text, "tree": dict(by_text)}
 
-    @abstractmethod
-    def state(self) -> State:
-        """The sequences, in the form `get_state` returns."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Forget all sequences."""
+    def reset(self) -> None:
+        """Forget all nodes."""
+        self._entries.clear()
 
     def open_call(self) -> int:
         """A number for a call that begins; results stand in the order of these, whichever call ends first."""
@@ -116,70 +120,19 @@ class SequenceBook(ABC):
 
     def longest_prefix(self, text: str) -> SequenceNode | None:
         """The sequence that `text` continues: of all whose full_text starts it, the longest."""
-        matching = [node for node in self.nodes if text.startswith(node.full_text)]
+        matching = [node for node in self.current_nodes if text.startswith(node.full_text)]
         return max(matching, key=lambda node: len(node.full_text), default=None)
 
-
-class ListBook(SequenceBook):
-    """One node per completion; a continuation takes its parent's place, its siblings (n > 1) go to the end."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[int, SequenceNode]] = []
-
-    @property
-    def nodes(self) -> list[SequenceNode]:
-        return [node for _, node in self._entries]
-
     def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        place = next((index for index, (_, node) in enumerate(self._entries) if node is parent), None)
-        if place is not None:
-            self._entries[place] = (self._entries[place][0], nodes[0])
-            nodes = nodes[1:]
+        """Keep what a call sampled as a continuation of `parent`."""
+        if self.track_tree:
+            by_text = {node.full_text: node for node in nodes}
+            self._entries = [entry for entry in self._entries if entry[1].full_text not in by_text]
+            nodes = list(by_text.values())
+        else:
+            place = next((index for index, (_, node) in enumerate(self._entries) if node is parent), None)
+            if place is not None:
+                self._entries[place] = (self._entries[place][0], nodes[0])
+                nodes = nodes[1:]
         for node in nodes:
             bisect.insort(self._entries, (call, node), key=lambda entry: entry[0])
-
-    def state(self) -> State:
-        return {"nodes": self.nodes}
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-
-class TreeBook(SequenceBook):
-    """Every prefix that was ever sampled, by its text: a branch keeps the turns it shares with its siblings."""
-
-    def __init__(self) -> None:
-        self._by_text: dict[str, SequenceNode] = {}
-
-    @property
-    def nodes(self) -> list[SequenceNode]:
-        return list(self._by_text.values())
-
-    def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
-        self._by_text.update({node.full_text: node for node in nodes})
-
-    def state(self) -> State:
-        return {"sequences": dict(self._by_text), "tree": dict(self._by_text)}
-
-    def clear(self) -> None:
-        self._by_text.clear()
-
-
-class SequenceKeeper:
-    """What all managed servers of this process show of the sequences that they keep."""
-
-    def __init__(self, track_tree: bool) -> None:
-        self._book: SequenceBook = TreeBook() if track_tree else ListBook()
-
-    @property
-    def current_nodes(self) -> list[SequenceNode]:
-        """The nodes so far."""
-        return self._book.nodes
-
-    def get_state(self) -> State:
-        """`{"nodes": [...]}`, or with track_tree `{"sequences": {text: node}, "tree": {text: node}}`."""
-        return self._book.state()
-
-    def reset(self) -> None:
-        """Forget all nodes."""
-        self._book.clear()

@@ -4,9 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.sequence_book import (
-    ListBook,
+    SequenceKeeper,
     SequenceNode,
-    TreeBook,
     extended_prompt,
     fresh_prompt,
 )
@@ -60,25 +59,39 @@ def _leaf(text: str) -> SequenceNode:
 
 
 def test_a_list_keeps_the_order_of_calls_whichever_ends_first() -> None:
-    book = ListBook()
+    book = SequenceKeeper(track_tree=False)
     first, second = book.open_call(), book.open_call()
     book.record(second, None, [_leaf("2a"), _leaf("2b")])
     book.record(first, None, [_leaf("1a"), _leaf("1b")])
-    assert [node.full_text for node in book.nodes] == ["1a", "1b", "2a", "2b"]
+    assert [node.full_text for node in book.current_nodes] == ["1a", "1b", "2a", "2b"]
 
 
 def test_an_extension_takes_its_parents_place_even_beside_an_equal_node() -> None:
-    book = ListBook()
+    book = SequenceKeeper(track_tree=False)
     twins = [_leaf("same"), _leaf("same")]
     book.record(book.open_call(), None, twins)
     book.record(book.open_call(), twins[1], [_leaf("same and more")])
-    assert [node.full_text for node in book.nodes] == ["same", "same and more"]
+    assert [node.full_text for node in book.current_nodes] == ["same", "same and more"]
 
 
 def test_the_longest_prefix_is_found_in_both_books() -> None:
-    for book in (ListBook(), TreeBook()):
+    for book in (SequenceKeeper(track_tree=False), SequenceKeeper(track_tree=True)):
         book.record(book.open_call(), None, [_leaf("Pans1"), _leaf("Pans10"), _leaf("Q")])
         found = book.longest_prefix("Pans10 and more")
         assert found is not None
         assert found.full_text == "Pans10"
         assert book.longest_prefix("Pan") is None
+
+
+def test_a_tree_keeps_the_prefix_and_each_text_once() -> None:
+    book = SequenceKeeper(track_tree=True)
+    root = _leaf("root")
+    book.record(book.open_call(), None, [root])
+    book.record(book.open_call(), root, [_leaf("root a"), _leaf("root b"), _leaf("root b")])
+    again = _leaf("root a")
+    book.record(book.open_call(), root, [again])
+    state = book.get_state()
+    assert sorted(state["sequences"]) == ["root", "root a", "root b"]
+    assert state["sequences"] == state["tree"]
+    assert state["sequences"]["root a"] is again
+    assert len(book.current_nodes) == 3
