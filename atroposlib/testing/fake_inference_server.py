@@ -180,15 +180,18 @@ class FakeInferenceServer:
 
     async def _chat(self, request: web.Request) -> web.Response:
         body = await request.json()
-        ids = chat_ids(self.tokenizer, body["messages"], add_generation_prompt=True)
         return self._openai_reply(
-            "chat.completion", body, ids, lambda text: {"message": {"role": "assistant", "content": text}}
+            "chat.completion",
+            body,
+            chat_ids(self.tokenizer, body["messages"], add_generation_prompt=True),
+            lambda text: {"message": {"role": "assistant", "content": text}},
         )
 
     async def _completion(self, request: web.Request) -> web.Response:
         body = await request.json()
-        ids = self.tokenizer.encode(body["prompt"])
-        return self._openai_reply("text_completion", body, ids, lambda text: {"text": text})
+        return self._openai_reply(
+            "text_completion", body, self.tokenizer.encode(body["prompt"]), lambda text: {"text": text}
+        )
 
     # --- replies --------------------------------------------------------------------------------------------------
 
@@ -239,11 +242,13 @@ class FakeServerConfig(Config):
 
 
 async def _serve(config: FakeServerConfig) -> None:
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else None
-    server = FakeInferenceServer(
-        lambda prompt: config.answer, tokenizer, host=config.host, port=config.port, model_name=config.served_name
-    )
-    async with server:
+    async with FakeInferenceServer(
+        lambda prompt: config.answer,
+        load_tokenizer(config.tokenizer) if config.tokenizer else None,
+        host=config.host,
+        port=config.port,
+        model_name=config.served_name,
+    ) as server:
         log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
         await asyncio.Event().wait()
 

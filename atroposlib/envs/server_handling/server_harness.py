@@ -23,11 +23,18 @@ def create_chat_completion(
 ) -> ChatCompletion:
     """A chat reply with `n` choices of one text, or one choice per text of a list."""
     texts = [message] * n if isinstance(message, str) else list(message)
-    choices = [
-        Choice(index=index, finish_reason=finish_reason, message=ChatCompletionMessage(role="assistant", content=text))
-        for index, text in enumerate(texts)
-    ]
-    return ChatCompletion(id="harness", object="chat.completion", created=0, model="harness", choices=choices)
+    return ChatCompletion(
+        id="harness",
+        object="chat.completion",
+        created=0,
+        model="harness",
+        choices=[
+            Choice(
+                index=index, finish_reason=finish_reason, message=ChatCompletionMessage(role="assistant", content=each)
+            )
+            for index, each in enumerate(texts)
+        ],
+    )
 
 
 def create_completion(
@@ -35,10 +42,15 @@ def create_completion(
 ) -> Completion:
     """A text completion with `n` choices of one text, or one choice per text of a list."""
     texts = [text] * n if isinstance(text, str) else list(text)
-    choices = [
-        CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)
-    ]
-    return Completion(id="harness", object="text_completion", created=0, model="harness", choices=choices)
+    return Completion(
+        id="harness",
+        object="text_completion",
+        created=0,
+        model="harness",
+        choices=[
+            CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)
+        ],
+    )
 
 
 class ServerHarness(APIServer):

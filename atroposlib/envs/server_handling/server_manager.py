@@ -42,15 +42,15 @@ SERVER_TYPES: dict[ServerType, type[APIServer]] = {
 
 def make_server(
     config: APIServerConfig,
-    server_class: type[APIServer] = APIServer,
-    reasoning_config: ReasoningConfig | None = None,
-    retry: RetryPolicy | None = None,
+    server_class: type[APIServer],
+    reasoning_config: ReasoningConfig | None,
+    retry: RetryPolicy,
 ) -> APIServer:
     """The client for `config`: of `server_class`, or, when that is the abstract one, by `config.server_type`."""
     chosen = SERVER_TYPES[config.server_type] if server_class is APIServer else server_class
     server = chosen(config, reasoning_config=reasoning_config)
-    if retry is not None:
-        server.retry, server.health.dead_interval_s = retry, retry.dead_interval_s
+    server.retry = retry
+    server.health.dead_interval_s = retry.dead_interval_s
     return server
 
 
@@ -103,7 +103,7 @@ class ServerManager(InferenceCalls):
         return ServerEnvironment()
 
     @functools.cached_property
-    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
+    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher]]:
         return {}
 
     @property
@@ -114,7 +114,7 @@ class ServerManager(InferenceCalls):
     def model_name(self) -> str:
         return self.servers[0].model_name
 
-    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher[APIServer]]:
+    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher]:
         """The queues of calls for any of `servers`, the same for the same servers."""
         key = tuple(servers)
         if key not in self._dispatchers:

@@ -33,8 +33,7 @@ def parse_hermes(text: str) -> Parsed:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen write it; the last may be left
     open.
     """
-    calls = [call for body in HERMES_CALL.findall(text) for call in _calls(body)]
-    return text.partition("<tool_call>")[0], calls
+    return text.partition("<tool_call>")[0], [call for body in HERMES_CALL.findall(text) for call in _calls(body)]
 
 
 def parse_llama_json(text: str) -> Parsed:
@@ -130,7 +129,17 @@ class ToolCallTranslator:
         if not found:
             return raw_text, None, "stop"
         try:
-            calls = [_tool_call(name, arguments) for name, arguments in found]
+            calls = [
+                ToolCall(
+                    id=f"call_{uuid.uuid4().hex[:24]}",
+                    type="function",
+                    function=CalledFunction(
+                        name=name,
+                        arguments=given if isinstance(given, str) else json.dumps(given, ensure_ascii=False),
+                    ),
+                )
+                for name, given in found
+            ]
         except RecursionError:  # nested just below what could be read
             return raw_text, None, "stop"
         self.call_id_to_raw_text.update({call.id: raw_text for call in calls})
@@ -151,8 +160,7 @@ class ToolCallTranslator:
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
         """The text of `token_ids`; with tools special tokens are kept, since they may mark a call."""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools)
-        return text
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
 
     def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
         calls = [call if isinstance(call, Mapping) else call.model_dump() for call in message["tool_calls"]]
@@ -160,13 +168,6 @@ class ToolCallTranslator:
         content = message.get("content") or ""
         whole = text if content.strip() in text else f"{content}\n{text}"
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": whole}
-
-
-def _tool_call(name: str, arguments: Any) -> ToolCall:
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(
-        id=f"call_{uuid.uuid4().hex[:24]}", type="function", function=CalledFunction(name=name, arguments=written)
-    )
 
 
 def _hermes_text(function: Mapping[str, Any]) -> str:

@@ -51,8 +51,11 @@ def slurm_urls(environment: ServerEnvironment) -> list[str]:
             f"NUM_TRAINING_NODES={environment.num_training_nodes} leaves none of the {len(nodes)} nodes for inference;"
             " lower it"
         )
-    per_node = GPUS_PER_NODE // environment.infer_tp
-    return [f"http://{node}:{SLURM_FIRST_PORT + index}/v1" for node in inference_nodes for index in range(per_node)]
+    return [
+        f"http://{node}:{SLURM_FIRST_PORT + index}/v1"
+        for node in inference_nodes
+        for index in range(GPUS_PER_NODE // environment.infer_tp)
+    ]
 
 
 def expand_nodelist(nodelist: str) -> Iterator[str]:

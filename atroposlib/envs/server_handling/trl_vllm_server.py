@@ -54,38 +54,35 @@ class TrlVllmServer(VLLMServer):
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         tokenizer = await self._tokenizer()
-        reply = await self._reply(
-            render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools")), arguments
-        )
-        choices = [
-            Choice(
-                index=index,
-                finish_reason=_reason(ids, tokenizer),
-                message=ChatCompletionMessage(role="assistant", content=text),
-            )
-            for index, (ids, text) in enumerate(_texts(reply, tokenizer))
-        ]
+        prompt = render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools"))
+        reply = await self._reply(prompt, arguments)
         return ChatCompletion(
             id=f"chatcmpl-{uuid.uuid4()}",
             object="chat.completion",
             created=int(time.time()),
             model=self.model_name,
-            choices=choices,
+            choices=[
+                Choice(
+                    index=index,
+                    finish_reason=_reason(ids, tokenizer),
+                    message=ChatCompletionMessage(role="assistant", content=_text(ids, tokenizer)),
+                )
+                for index, ids in enumerate(reply.completion_ids)
+            ],
         )
 
     async def request_completion(self, arguments: Arguments) -> Completion:
         tokenizer = await self._tokenizer()
         reply = await self._reply(arguments["prompt"], arguments)
-        choices = [
-            CompletionChoice(index=index, finish_reason=_reason(ids, tokenizer), text=text)
-            for index, (ids, text) in enumerate(_texts(reply, tokenizer))
-        ]
         return Completion(
             id=f"cmpl-{uuid.uuid4()}",
             object="text_completion",
             created=int(time.time()),
             model=self.model_name,
-            choices=choices,
+            choices=[
+                CompletionChoice(index=index, finish_reason=_reason(ids, tokenizer), text=_text(ids, tokenizer))
+                for index, ids in enumerate(reply.completion_ids)
+            ],
         )
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
@@ -125,8 +122,8 @@ class TrlVllmServer(VLLMServer):
         return reply
 
 
-def _texts(reply: Reply, tokenizer: Any) -> list[tuple[list[int], str]]:
-    return [(ids, tokenizer.decode(ids, skip_special_tokens=True)) for ids in reply.completion_ids]
+def _text(ids: list[int], tokenizer: Any) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _reason(ids: list[int], tokenizer: Any) -> Literal["stop", "length"]:

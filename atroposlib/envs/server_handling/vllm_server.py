@@ -18,6 +18,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer, replied
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, SampledSequence, SampledTokens
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
 
 # What other dialects call max_tokens.
@@ -87,12 +88,9 @@ class VLLMServer(OpenAIServer):
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
-        top_k = arguments.get("top_k", 1)
         body = await self._body({key: arguments[key] for key in ("prompt", "input_ids") if key in arguments})
-        reply = self._decode(
-            await self._generate(body | {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0, "logprobs": 0}),
-            PromptLogprobsReply,
-        )
+        body |= {"prompt_logprobs": arguments.get("top_k", 1), "max_tokens": 1, "temperature": 0.0, "logprobs": 0}
+        reply = self._decode(await self._generate(body), PromptLogprobsReply)
         ranked = [_own_token_first(*pair) for pair in zip(reply.prompt_token_ids, reply.prompt_logprobs, strict=True)]
         return {
             "prompt_tokens": reply.prompt_token_ids,
@@ -123,12 +121,9 @@ class VLLMServer(OpenAIServer):
             return await reply.read()
 
     def _decode(self, content: bytes, shape: type[Any]) -> Any:
-        try:
+        what = f"{self.generate_url} replied in another shape than this client reads"
+        with reading(what, PermanentServerError, also=(msgspec.DecodeError,)):
             return msgspec.json.decode(content, type=shape)
-        except msgspec.DecodeError as error:
-            raise PermanentServerError(
-                f"{self.generate_url} replied in another shape than this client reads: {error}"
-            ) from error
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
         ids, positions = reply.token_ids[index], reply.logprobs[index]
@@ -153,5 +148,4 @@ def _own_token_first(own: int, position: dict[int, float] | list[dict[int, float
     first.
     """
     maps = position if isinstance(position, list) else [position or {}]
-    pairs = [pair for entry in maps for pair in entry.items()]
-    return sorted(pairs, key=lambda pair: (pair[0] != own, -pair[1]))
+    return sorted((pair for entry in maps for pair in entry.items()), key=lambda pair: (pair[0] != own, -pair[1]))
