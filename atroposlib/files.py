@@ -7,6 +7,7 @@ directory that others can write to would choose the file. Directories on the way
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -34,12 +35,10 @@ class NotRegularFile(OSError, ValueError):
 
 def expect_regular(path: P) -> P:
     """`path`, if a regular file is there or nothing. Raises NotRegularFile."""
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         mode = os.lstat(path).st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return path
-    if not stat.S_ISREG(mode):
-        raise NotRegularFile(path, _KINDS.get(stat.S_IFMT(mode), "special file"))
+        if not stat.S_ISREG(mode):
+            raise NotRegularFile(path, _KINDS.get(stat.S_IFMT(mode), "special file"))
     return path
 
 

@@ -130,7 +130,6 @@ class CalculatorEnv(QuestionEnv):
         return Rollout("".join(turns), messages, node)
 
     async def _tool_result(self, text: str) -> str | None:
-        """What the calculator replies to the call in `text`; None when that is no call."""
         if "<tool_call>" not in text:
             return None
         try:

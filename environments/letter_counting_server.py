@@ -78,11 +78,13 @@ class LetterCountingEnv(QuestionEnv):
 
     def prompt(self, item: Question) -> Messages:
         """The question, and where to put the count."""
-        question = (
-            f"How many times does the letter '{item.letter}' occur in the word '{item.word}'? Spell the word first,"
-            " then write the count as a number inside <answer> </answer> tags."
-        )
-        return [{"role": "user", "content": question}]
+        return [
+            {
+                "role": "user",
+                "content": f"How many times does the letter '{item.letter}' occur in the word '{item.word}'? Spell the"
+                " word first, then write the count as a number inside <answer> </answer> tags.",
+            }
+        ]
 
     async def score(self, item: Question, answer: str) -> float:
         """1 for the right count, else 0."""

@@ -62,7 +62,6 @@ def _landlock(readable: list[str], folder: str) -> list[str]:
 
 
 def _seccomp(libc: ctypes.CDLL, instructions: bytes) -> list[str]:
-    """Let only the system calls of the filter pass."""
     program = FilterProgram(len(instructions) // INSTRUCTION_BYTES, instructions)
     if not instructions or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         return []

@@ -31,17 +31,15 @@ def judge(gold_text: str, answer_text: str) -> dict[str, Any]:
     answer = read(answer_text, "first_match")
     if not answer:
         return {"verdict": "unparseable"}
-    if not verify(gold, answer, timeout_seconds=None, raise_on_error=True):
-        return {"verdict": "wrong"}
-    if _offers_choice(answer_text) and not _offers_choice(gold_text):
+    equal = verify(gold, answer, timeout_seconds=None, raise_on_error=True)
+    if not equal or (_offers_choice(answer_text) and not _offers_choice(gold_text)):
         return {"verdict": "wrong"}
     if _equations(gold):
         return {"verdict": "right"}
     # Of a chain math-verify compares the last part alone, and drops what follows an "about" sign.
     chain = answer_text.replace(r"\approx", "=").replace("≈", "=")
     equations = _equations(answer if chain == answer_text else read(chain, "first_match"))
-    consistent = all(_is_consistent(equation.lhs, equation.rhs, verify) for equation in equations)
-    return {"verdict": "right" if consistent else "wrong"}
+    return {"verdict": "right" if all(_is_consistent(each.lhs, each.rhs, verify) for each in equations) else "wrong"}
 
 
 def _offers_choice(text: str) -> bool:

@@ -132,8 +132,8 @@ class _Child:
     async def ask(self, content: Mapping[str, Any]) -> Reply:
         request = {"id": secrets.token_hex(8), "time_limit_s": self._time_limit_s, **content}
         process = await self.started()
-        late_s = self._time_limit_s + 1.0  # the child's own alarm comes first
-        async with self._killed_when_it_fails(), asyncio.timeout(late_s):
+        # the child's own alarm comes first
+        async with self._killed_when_it_fails(), asyncio.timeout(self._time_limit_s + 1.0):
             self._errors.truncate(0)
             reply = await _exchange(process, request)
             if reply.get("id") != request["id"]:

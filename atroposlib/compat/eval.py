@@ -24,6 +24,8 @@ from pydantic import Field, SecretStr
 from atroposlib.config import Config, load_config
 from atroposlib.envs.records import markdown_table, write_eval_results
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.server_handling.server_baseline import InferenceCalls
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerType
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.logs import configure_logging, get_logger
@@ -104,16 +106,21 @@ class EvalBase(ABC):
 
     def get_generation_params(self) -> dict[str, Any]:
         """The sampling parameters of every request."""
-        n = max(self.pass_at_n, self.pass_at_n_samples)
-        return {"temperature": self.temperature, "n": n, "top_p": self.top_p, "max_tokens": self.max_tokens}
+        return {
+            "temperature": self.temperature,
+            "n": max(self.pass_at_n, self.pass_at_n_samples),
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+        }
 
-    async def chat_completion(self, server: Any, messages: Sequence[Mapping[str, Any]]) -> ChatCompletion:
+    async def chat_completion(
+        self, server: InferenceCalls | ManagedServer, messages: Sequence[Mapping[str, Any]]
+    ) -> ChatCompletion:
         """`n` replies to `messages` of a server, or of a managed one."""
         parameters = {
             name: value for name, value in self.get_generation_params().items() if name != "max_tokens" or value >= 0
         }
-        reply: ChatCompletion = await server.chat_completion(messages=messages, **parameters)
-        return reply
+        return await server.chat_completion(messages=messages, **parameters)
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
         """Ask everything, and return the means."""

@@ -101,17 +101,20 @@ def fetch_groups(config: GenerationConfig) -> Iterator[ScoredData]:
             raise GenerationError(
                 f"a trainer has registered with {config.api_url}; start another API, or pass --take-over to end its run"
             )
-        registration = Registration(
-            wandb_group="",
-            wandb_project="",
-            batch_size=config.group_size * config.tasks_per_step,
-            max_token_len=config.max_token_len,
-            checkpoint_dir="",
-            save_checkpoint_interval=-1,
-            starting_step=0,
-            num_steps=0,
+        _call(
+            api,
+            routes.REGISTER,
+            Registration(
+                wandb_group="",
+                wandb_project="",
+                batch_size=config.group_size * config.tasks_per_step,
+                max_token_len=config.max_token_len,
+                checkpoint_dir="",
+                save_checkpoint_interval=-1,
+                starting_step=0,
+                num_steps=0,
+            ),
         )
-        _call(api, routes.REGISTER, registration)
         while True:
             yield from _next_batch(config, api)
 
@@ -132,8 +135,12 @@ def _next_batch(config: GenerationConfig, api: BatchingApi) -> list[ScoredData]:
 
 
 def _call(api: BatchingApi, route: Route[R], body: Registration | None = None) -> R:
-    remedy = "start the API with `run-api`, or correct --api-url"
-    with reaching(api.url, GenerationError, remedy=remedy, also=(ApiRefused, ApiUnreachable)):
+    with reaching(
+        api.url,
+        GenerationError,
+        remedy="start the API with `run-api`, or correct --api-url",
+        also=(ApiRefused, ApiUnreachable),
+    ):
         return api.call(route, body)
 
 

@@ -66,9 +66,13 @@ async def project(config: WatcherConfig, api: AsyncBatchingApi) -> tuple[str | N
             raise NotYet("no trainer has named one")
         return named.group, named.project
 
-    remedy = "start the trainer with --use-wandb and --wandb-project, or correct --api-addr"
     return await wait_for_peer(
-        "W&B project", config.api_addr, attempt, timeout_s=config.startup_timeout, remedy=remedy, every_s=1.0
+        "W&B project",
+        config.api_addr,
+        attempt,
+        timeout_s=config.startup_timeout,
+        remedy="start the trainer with --use-wandb and --wandb-project, or correct --api-addr",
+        every_s=1.0,
     )
 
 

@@ -113,9 +113,12 @@ class Sessions:
         now = time.monotonic()
         self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
         servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
-        route = StickyRoute(self.manager, servers)
         managed = ManagedServer(
-            route, self.tokenizer, request.track_tree, request.tool_parser, request.preserve_think_blocks
+            StickyRoute(self.manager, servers),
+            self.tokenizer,
+            request.track_tree,
+            request.tool_parser,
+            request.preserve_think_blocks,
         )
         session = Session(managed, request)
         self.by_id[session.uuid] = session
@@ -270,10 +273,15 @@ def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
 async def _serve(config: ProxyConfig) -> None:
     assert config.servers is not None
     model_name, tokenizer_name, servers = read_servers(config.servers)
-    tokenizer = load_tokenizer(tokenizer_name)
-    hosts = OwnHosts.of(config.host, config.allowed_host)
     async with contextlib.aclosing(ServerManager(servers)) as manager:
-        app = create_app(manager, tokenizer, model_name, config.token, config.session_timeout, hosts)
+        app = create_app(
+            manager,
+            load_tokenizer(tokenizer_name),
+            model_name,
+            config.token,
+            config.session_timeout,
+            OwnHosts.of(config.host, config.allowed_host),
+        )
         names = ", ".join(server.name for server in manager.servers)
         log.info("Proxy for %s listens on http://%s:%d", names, config.host, config.port)
         await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()

@@ -32,21 +32,16 @@ def tokenize_for_trainer(
     trained = [turn for turn, message in enumerate(chat) if message["role"] in TRAINED_ROLES]
     masks = [NOT_TRAINED] * len(tokens)
     for turn in trained if train_on_all_assistant_turns else [last]:
-        start = _prompt_length(tokenizer, chat, turn, tokens)
+        start = 0  # of what the message says itself, behind its role header
+        if turn > 0:
+            before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES)
+            start = _shared_length(before, tokens)
         end = len(tokens) if turn == last else _shared_length(chat_ids(tokenizer, chat[: turn + 1]), tokens)
         masks[start:end] = tokens[start:end]
     if finish_reason == "length":
         tokens, masks = _without_ending(tokenizer, tokens, masks)
     result: dict[str, Any] = {"tokens": tokens, "masks": masks}
     return result | {"messages": chat} if include_messages else result
-
-
-def _prompt_length(tokenizer: Any, chat: Sequence[Message], turn: int, tokens: list[int]) -> int:
-    """How many leading tokens of the whole chat precede what message `turn` says itself, its role header included."""
-    if turn == 0:
-        return 0
-    before = chat_ids(tokenizer, chat[:turn], add_generation_prompt=chat[turn]["role"] in TRAINED_ROLES)
-    return _shared_length(before, tokens)
 
 
 def _shared_length(prefix: list[int], tokens: list[int]) -> int:

@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -98,18 +99,15 @@ class Server:
 
 def main() -> int:
     """The command line: 0 without a failing check, 1 with one, 2 on wrong flags."""
-    config = load_config(DoctorConfig, prog="bridge_doctor")
-    findings = []
-    for finding in examine(config):
+    levels: Counter[str] = Counter()
+    for finding in examine(load_config(DoctorConfig, prog="bridge_doctor")):
         print(finding, flush=True)
-        findings.append(finding)
-    failed = sum(finding.level == "fail" for finding in findings)
-    warned = sum(finding.level == "warn" for finding in findings)
+        levels[finding.level] += 1
     print(
-        f"{len(findings)} checks, {failed} failed, {warned} warnings"
-        + (": mend what failed before you start" if failed else "")
+        f"{levels.total()} checks, {levels['fail']} failed, {levels['warn']} warnings"
+        + (": mend what failed before you start" if levels["fail"] else "")
     )
-    return 1 if failed else 0
+    return 1 if levels["fail"] else 0
 
 
 def examine(config: DoctorConfig) -> Iterator[Finding]:
@@ -262,14 +260,14 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     # no notes of the driver
     rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4]
     names = None if visible is None else [name.strip() for name in visible.split(",")]
-    chosen = [
-        row
+    gpus = [
+        Gpu(int(row[0]), row[2], int(row[3]) * MIB)
         for row in rows
         if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)
     ]
     header = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
     release = re.search(r"CUDA[A-Za-z ]*Version:\s*([\d.]+)", header)
-    return [Gpu(int(row[0]), row[2], int(row[3]) * MIB) for row in chosen], release[1] if release else None
+    return gpus, release[1] if release else None
 
 
 def installed(name: str) -> str | None:

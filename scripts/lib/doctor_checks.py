@@ -288,7 +288,6 @@ def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Fi
             f"generation is paused ({status['poisoned']})",
             "the next trainer's first sync ends that",
         )
-    shown = f"vLLM serves policy version {status['policy_version']} with TP={status['tp_size']}"
     if (lease := status["lease_left_s"]) and lease > 0:
         return Finding(
             "fail",
@@ -296,7 +295,7 @@ def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Fi
             f"trainer {status['trainer']} holds the bridge for another {lease:.0f} s",
             "stop that trainer, or wait",
         )
-    return Finding("ok", where, shown)
+    return Finding("ok", where, f"vLLM serves policy version {status['policy_version']} with TP={status['tp_size']}")
 
 
 def check_ranks(asked: int, served: int) -> Finding:
@@ -351,8 +350,7 @@ def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int) -> Finding:
             f"{shown} must share one",
             "give vLLM --gpu-memory-utilization 0.4 and, to broadcast, the trainer --bridge-backend gloo",
         )
-    where = "the same" if mode.same_devices else "one of its own"
-    return Finding("ok", "GPUs", f"{shown} on {where}")
+    return Finding("ok", "GPUs", f"{shown} on {'the same' if mode.same_devices else 'one of its own'}")
 
 
 def check_cores(tensor_parallel: int, cores: int) -> Finding:
@@ -372,9 +370,13 @@ def check_cores(tensor_parallel: int, cores: int) -> Finding:
 def check_shared_memory(free: int, separate_workers: bool) -> Finding:
     """/dev/shm holds vLLM's queues to its workers, always on CPUs; weights that are shared are not in it."""
     need = 64 * MIB + (QUEUE_BYTES if separate_workers else 0)
-    shown = f"{_size(free)} free, {_size(need)} needed"
-    remedy = "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)"
-    return _enough("/dev/shm", free, need, shown, remedy)
+    return _enough(
+        "/dev/shm",
+        free,
+        need,
+        f"{_size(free)} free, {_size(need)} needed",
+        "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)",
+    )
 
 
 def check_memory(
@@ -416,8 +418,13 @@ def check_gpu_memory(
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:
     """Two checkpoints of weights and, where all of them are trained, moments."""
     need = 2 * model.parameters * (1 if mode.trains_adapter else 12)
-    shown = f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}"
-    return _enough("disk", free, need, shown, "free some, or give the trainer another --save-path")
+    return _enough(
+        "disk",
+        free,
+        need,
+        f"{_size(free)} free in {folder}, two checkpoints take {_size(need)}",
+        "free some, or give the trainer another --save-path",
+    )
 
 
 def _enough(check: str, free: int, need: int, shown: str, remedy: str) -> Finding:

@@ -51,11 +51,6 @@ def trained_line(checkpoints: Path) -> str:
     return "checkpoints/final_model    the trained model, a Hugging Face directory"
 
 
-def minutes(seconds: int) -> str:
-    """412 -> `6 min 52 s`."""
-    return f"{seconds // 60} min {seconds % 60} s"
-
-
 def summary(run_dir: Path, seconds: int) -> str:
     """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row."""
     name = run_dir.name
@@ -64,7 +59,7 @@ def summary(run_dir: Path, seconds: int) -> str:
             "",
             accuracy_line(read_rows(run_dir / "evaluations.jsonl")),
             reward_line(read_rows(run_dir / "metrics.jsonl")),
-            f"Took {minutes(seconds)}",
+            f"Took {seconds // 60} min {seconds % 60} s",
             "",
             "Where to look:",
             f"  runs/{name}/reward.png                 reward and accuracy by step",

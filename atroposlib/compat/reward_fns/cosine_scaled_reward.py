@@ -42,14 +42,12 @@ class CosineScaledReward(RewardFunction):
         if solution is None:
             return [self.default_reward] * len(completions)
         golds = one_each(solution, len(completions), "solution")
-        return [
-            self._scaled(cosine(self.get_content(each), str(gold)))
-            for each, gold in zip(completions, golds, strict=True)
+        similarities = [
+            cosine(self.get_content(each), str(gold)) for each, gold in zip(completions, golds, strict=True)
         ]
-
-    def _scaled(self, similarity: float) -> float:
-        value = self.min_reward + (self.max_reward - self.min_reward) * similarity * self.scale_factor
-        return max(self.min_reward, min(self.max_reward, value))
+        span = self.max_reward - self.min_reward
+        scaled = [self.min_reward + span * similarity * self.scale_factor for similarity in similarities]
+        return [max(self.min_reward, min(self.max_reward, value)) for value in scaled]
 
 
 def cosine(left: str, right: str) -> float:
