@@ -12,13 +12,12 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
+from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
+from atroposlib.envs.server_handling.health import HealthMonitor
 from atroposlib.logs import get_logger
-
-if TYPE_CHECKING:
-    from atroposlib.envs.server_handling.server_baseline import APIServer
 
 log = get_logger(__name__)
 
@@ -27,7 +26,25 @@ SPLITS: tuple[Split, ...] = ("train", "eval")
 REPORT_INTERVAL_S = 60.0
 
 
+class Dispatchable(Protocol):
+    """What a dispatcher knows of a server."""
+
+    gates: dict[Split, AdmissionGate]
+    timings: dict[Split, deque[tuple[float, int]]]
+    health: HealthMonitor
+    dedicated_users: int
+
+    @property
+    def name(self) -> str:
+        """The address, as it appears in logs and errors."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Seconds that one request may take."""
+
+
 T = TypeVar("T")
+Server = TypeVar("Server", bound=Dispatchable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +67,23 @@ class RetryPolicy:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiter:
+class _Waiter(Generic[Server]):
     """A call that waits for a slot. `expiry` runs only while no server is live."""
 
-    granted: asyncio.Future["APIServer"]
-    prefer: "APIServer | None"
-    avoid: "APIServer | None"
+    granted: asyncio.Future[Server]
+    prefer: Server | None
+    avoid: Server | None
     since: float = field(default_factory=time.monotonic)
     expiry: asyncio.TimerHandle | None = None
 
 
-class Dispatcher:
+class Dispatcher(Generic[Server]):
     """The calls of one split that wait for one of `servers`."""
 
-    def __init__(self, servers: Sequence["APIServer"], split: Split) -> None:
+    def __init__(self, servers: Sequence[Server], split: Split) -> None:
         self._servers = servers
         self._split = split
-        self._waiters: deque[_Waiter] = deque()
+        self._waiters: deque[_Waiter[Server]] = deque()
         self._outage_since: float | None = None
         self._report: asyncio.TimerHandle | None = None
         for server in servers:
@@ -74,9 +91,7 @@ class Dispatcher:
             server.health.listeners.append(self._dispatch)
 
     @contextlib.asynccontextmanager
-    async def slot(
-        self, prefer: "APIServer | None" = None, avoid: "APIServer | None" = None
-    ) -> AsyncIterator["APIServer"]:
+    async def slot(self, prefer: Server | None = None, avoid: Server | None = None) -> AsyncIterator[Server]:
         """Hold a slot of a live server: `prefer` if it has one free, else the one with most; never `avoid` if another
         is live.
 
@@ -84,7 +99,7 @@ class Dispatcher:
         """
         for server in self._servers:
             server.health.start()
-        granted: asyncio.Future[APIServer] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
         self._waiters.append(_Waiter(granted, prefer, avoid))
         self._dispatch()
         try:
@@ -96,7 +111,7 @@ class Dispatcher:
     def _dispatch(self) -> None:
         """Hand out what can be handed out; called on every arrival, freed slot, weight and health change."""
         self._note_outage()
-        unserved: list[_Waiter] = []
+        unserved: list[_Waiter[Server]] = []
         while self._waiters and any(
             server.health.live and server.gates[self._split].free > 0 for server in self._servers
         ):
@@ -113,7 +128,7 @@ class Dispatcher:
         if self._waiters and self._report is None:
             self._report = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_waiting)
 
-    def _choose(self, waiter: _Waiter) -> "APIServer | None":
+    def _choose(self, waiter: _Waiter[Server]) -> Server | None:
         live = [server for server in self._servers if server.health.live]
         candidates = [server for server in live if server is not waiter.avoid] or live
         free = [server for server in candidates if server.gates[self._split].free > 0]
@@ -141,17 +156,14 @@ class Dispatcher:
                 waiter.expiry = asyncio.get_running_loop().call_later(self._timeout_s, self._expire, waiter)
         if self._outage_since is None:
             self._outage_since = time.monotonic()
-            log.info(
-                "Waiting for an inference server to be live at %s, at most %.0f s",
-                ", ".join(server.name for server in self._servers),
-                self._timeout_s,
-            )
+            names = ", ".join(server.name for server in self._servers)
+            log.info("Waiting for an inference server to be live at %s, at most %.0f s", names, self._timeout_s)
 
     @property
     def _timeout_s(self) -> float:
         return max(server.timeout_s for server in self._servers)
 
-    def _expire(self, waiter: _Waiter) -> None:
+    def _expire(self, waiter: _Waiter[Server]) -> None:
         if waiter.granted.done():
             return
         problems = "; ".join(f"{server.name}: {server.health.problem}" for server in self._servers)
@@ -180,19 +192,19 @@ class Dispatcher:
 
 
 async def run_with_retries(
-    dispatcher: Dispatcher,
+    dispatcher: Dispatcher[Server],
     policy: RetryPolicy,
     split: Split,
     what: str,
-    operation: Callable[["APIServer"], Awaitable[T]],
-    prefer: "APIServer | None" = None,
-) -> tuple[T, "APIServer"]:
+    operation: Callable[[Server], Awaitable[T]],
+    prefer: Server | None = None,
+) -> tuple[T, Server]:
     """The result of `operation` and the server that gave it; each try is bounded by that server's timeout.
 
     Raises PermanentServerError at the first permanent failure, RetryableServerError when all attempts failed,
     NoLiveServerError when nothing was live for too long.
     """
-    avoid: APIServer | None = None
+    avoid: Server | None = None
     failure = RetryableServerError(f"{what} was not tried")
     for attempt in range(1, policy.attempts + 1):
         async with dispatcher.slot(prefer, avoid) as server:

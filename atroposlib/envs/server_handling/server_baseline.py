@@ -159,7 +159,7 @@ class APIServer(InferenceCalls):
             self.name, self.probe, enabled=config.health_check, dead_interval_s=self.retry.dead_interval_s
         )
         self.dedicated_users = 0
-        self._dispatchers: dict[Split, Dispatcher] = {split: Dispatcher([self], split) for split in SPLITS}
+        self._dispatchers: dict[Split, Dispatcher[APIServer]] = {split: Dispatcher([self], split) for split in SPLITS}
         self._said_healthy = True  # by check_server_status_task
         self._status_task: asyncio.Task[None] | None = None
 

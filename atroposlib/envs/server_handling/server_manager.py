@@ -103,7 +103,7 @@ class ServerManager(InferenceCalls):
         return ServerEnvironment()
 
     @functools.cached_property
-    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher]]:
+    def _dispatchers(self) -> dict[tuple[APIServer, ...], dict[Split, Dispatcher[APIServer]]]:
         return {}
 
     @property
@@ -114,7 +114,7 @@ class ServerManager(InferenceCalls):
     def model_name(self) -> str:
         return self.servers[0].model_name
 
-    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher]:
+    def dispatchers(self, servers: Sequence[APIServer]) -> dict[Split, Dispatcher[APIServer]]:
         """The queues of calls for any of `servers`, the same for the same servers."""
         key = tuple(servers)
         if key not in self._dispatchers:
