@@ -49,8 +49,9 @@ class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Let the old name, and those of the modules in it that are loaded already, stand for the new ones."""
         old, new = module.__name__, new_name(module.__name__) or ""
         sys.modules[old] = importlib.import_module(new)
-        inside = [name for name in sys.modules if name.startswith(f"{new}.")]
-        sys.modules.update({old + name.removeprefix(new): sys.modules[name] for name in inside})
+        sys.modules.update(
+            {old + name.removeprefix(new): found for name, found in sys.modules.items() if name.startswith(f"{new}.")}
+        )
 
     def get_code(self, name: str) -> CodeType | None:
         """The program that `python -m name` runs."""

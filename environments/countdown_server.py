@@ -130,8 +130,10 @@ def make_puzzle(generator: Random, config: CountdownConfig) -> Puzzle:
     target.
     """
     while True:
-        count = generator.randint(config.min_numbers, config.max_numbers)
-        numbers = [generator.randint(1, config.largest_number) for _ in range(count)]
+        numbers = [
+            generator.randint(1, config.largest_number)
+            for _ in range(generator.randint(config.min_numbers, config.max_numbers))
+        ]
         value = _combine(generator, [Fraction(number) for number in numbers])
         if (
             value is not None
@@ -164,8 +166,12 @@ def read_puzzles(path: Path) -> list[Puzzle]:
 
 
 def _puzzle(line: str, where: str) -> Puzzle:
-    remedy = f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}'
-    with reading(f"{where} is no puzzle", DataError, remedy=remedy, also=(KeyError, TypeError)):
+    with reading(
+        f"{where} is no puzzle",
+        DataError,
+        remedy=f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}',
+        also=(KeyError, TypeError),
+    ):
         record = json.loads(line)
         return Puzzle(tuple(int(number) for number in record["nums"]), int(record["target"]))
 

@@ -100,9 +100,13 @@ class GSM8kEnv(QuestionEnv):
     async def _load(self) -> tuple[ProblemSet, str]:
         config: GSM8kEnvConfig = self.config
         if config.dataset_path is not None:
-            test_path = Path(config.dataset_test_path) if config.dataset_test_path else None
             return (
-                read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed),
+                read_problem_set(
+                    Path(config.dataset_path),
+                    Path(config.dataset_test_path) if config.dataset_test_path else None,
+                    config.heldout_size,
+                    config.seed,
+                ),
                 config.dataset_path,
             )
         if config.dataset != "arithmetic":

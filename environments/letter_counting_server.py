@@ -8,7 +8,6 @@ of the questions ask for a letter that occurs. The count is read from the last <
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -99,9 +98,11 @@ class LetterCountingEnv(QuestionEnv):
 
 def make_word(generator: Random, config: LetterCountingConfig) -> str:
     """A word that can be pronounced, if not understood."""
-    syllables = generator.randint(config.min_syllables, config.max_syllables)
-    parts: Sequence[Sequence[str]] = (ONSETS, VOWELS, CODAS)
-    return "".join(generator.choice(part) for _ in range(syllables) for part in parts)
+    return "".join(
+        generator.choice(part)
+        for _ in range(generator.randint(config.min_syllables, config.max_syllables))
+        for part in (ONSETS, VOWELS, CODAS)
+    )
 
 
 def read_words(path: Path) -> list[str]:

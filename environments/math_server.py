@@ -76,8 +76,13 @@ class MathEnv(QuestionEnv):
         config: MathConfig = self.config
         fields = Fields(config.question_field, config.answer_field, marked=False)
         if config.dataset_path is not None:
-            test_path = Path(config.dataset_test_path) if config.dataset_test_path else None
-            return read_problem_set(Path(config.dataset_path), test_path, config.heldout_size, config.seed, fields)
+            return read_problem_set(
+                Path(config.dataset_path),
+                Path(config.dataset_test_path) if config.dataset_test_path else None,
+                config.heldout_size,
+                config.seed,
+                fields,
+            )
         if config.dataset != GENERATED:
             return await hub_problem_set(
                 config.dataset, config.dataset_config, config.heldout_size, config.seed, config.hub_timeout, fields

@@ -150,8 +150,13 @@ class ReasoningGymEnv(QuestionEnv):
             reply = {"error": str(error)}
         score = reply.get("score")
         if not (isinstance(score, float) and 0.0 <= score <= 1.0):
-            problem = reply.get("error", f"{score} is no score from 0 to 1")
-            log.warning("Scoring %r for entry %d of '%s' failed: %s", given[:200], item.index, item.name, problem)
+            log.warning(
+                "Scoring %r for entry %d of '%s' failed: %s",
+                given[:200],
+                item.index,
+                item.name,
+                reply.get("error", f"{score} is no score from 0 to 1"),
+            )
             return None
         if reply["rejected"]:
             self._env_run.counts["answers_rejected"] += 1

@@ -155,8 +155,7 @@ def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_
 
 def sampling_setting(item: ScoredData, index: int, name: str) -> Any:
     """One sampling parameter of one sequence: its override, else the group's parameters, else None."""
-    override = item.overrides[index] if item.overrides else None
-    for source in (override, item.generation_params, item.group_overrides):
+    for source in (item.overrides[index] if item.overrides else None, item.generation_params, item.group_overrides):
         if source and source.get(name) is not None:
             return source[name]
     return None

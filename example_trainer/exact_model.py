@@ -97,10 +97,9 @@ def exact_attention(
         raise ValueError(f"exact attention of {type(module).__name__} takes packed sequences, neither masks nor caches")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     lengths = packed_lengths or (query.shape[2],)
-    rows = [
-        PackedAttention.apply(packed_attention, *row, lengths, scale) for row in zip(query, key, value, strict=True)
-    ]
-    return torch.stack(rows), None
+    return torch.stack(
+        [PackedAttention.apply(packed_attention, *row, lengths, scale) for row in zip(query, key, value, strict=True)]
+    ), None
 
 
 def _no_mask(*, attention_mask: Tensor | None = None, **other: Any) -> Tensor | None:

@@ -167,7 +167,7 @@ class Exactness:
                     raise NotExact(
                         f"step {step}: {row['bit_exact/differing_tokens']} of {row['bit_exact/tokens']} tokens differ"
                         f" (--bit-exact strict), by at most {row['bit_exact/max_abs_diff']:.3g}.{behind} Kept for:"
-                        f" python -m example_trainer.replay {self._keep(step, batch, model)}"
+                        f" python -m example_trainer.replay {self._keep(self.served, step, batch, model)}"
                     )
         mean = comparison.mean_difference()
         if mean > self._config.mismatch_limit:
@@ -185,18 +185,19 @@ class Exactness:
         if self._mismatch is not None and not self._agreed:
             raise self._mismatch
 
-    def _keep(self, step: int, batch: Batch, model: PreTrainedModel) -> Path:
-        assert self.served is not None
+    def _keep(self, served: Served, step: int, batch: Batch, model: PreTrainedModel) -> Path:
         folder = self._config.log_dir / f"bit_exact_step_{step}"
         model.save_pretrained(folder / "model")
-        state = {
-            "rollouts": [_tensors(rollout) for rollout in batch.rollouts],
-            "micro_batch_tokens": self._config.micro_batch_tokens,
-            "logits_chunk_mb": self._config.logits_chunk_mb,
-            "served": asdict(self.served),
-            "device": model.device.type,
-        }
-        torch.save(state, folder / "batch.pt")
+        torch.save(
+            {
+                "rollouts": [_tensors(rollout) for rollout in batch.rollouts],
+                "micro_batch_tokens": self._config.micro_batch_tokens,
+                "logits_chunk_mb": self._config.logits_chunk_mb,
+                "served": asdict(served),
+                "device": model.device.type,
+            },
+            folder / "batch.pt",
+        )
         return folder / "batch.pt"
 
 

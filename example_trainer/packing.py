@@ -62,8 +62,10 @@ def fed_length(rollout: Rollout) -> int:
 
 def micro_batches(rollouts: Sequence[Rollout], budget: int, device: torch.device) -> list[MicroBatch]:
     """Pack rollouts, each with at least one trained token, into rows of at most `budget` tokens."""
-    lengths = [fed_length(rollout) for rollout in rollouts]
-    return [_micro_batch([rollouts[i] for i in members], device) for members in pack(lengths, budget)]
+    return [
+        _micro_batch([rollouts[i] for i in members], device)
+        for members in pack([fed_length(rollout) for rollout in rollouts], budget)
+    ]
 
 
 def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:

@@ -167,9 +167,13 @@ def build_tokenizer(field: dict[str, Any]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds: list[int] = field["tokenizer.ggml.token_type"]
-    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, field["tokenizer.ggml.token_type"], strict=True)
+            if kind == CONTROL_TOKEN
+        ]
+    )
     return tokenizer
 
 
@@ -183,8 +187,11 @@ def write_model(gguf_path: Path, folder: Path) -> None:
     field = {name: entry.contents() for name, entry in reader.fields.items()}
     config = model_config(field)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    weights = {hugging_face_name(tensor.name): float32_weight(tensor, heads, kv_heads) for tensor in reader.tensors}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {hugging_face_name(tensor.name): float32_weight(tensor, heads, kv_heads) for tensor in reader.tensors},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     write_json(folder / "config.json", config)
     write_json(
         folder / "generation_config.json",
@@ -213,8 +220,10 @@ def is_complete(folder: Path) -> bool:
     record = folder / RECORD_NAME
     if not record.is_file():
         return False
-    sizes: dict[str, int] = json.loads(record.read_text(encoding="utf-8"))
-    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in sizes.items())
+    return all(
+        (folder / name).is_file() and (folder / name).stat().st_size == size
+        for name, size in json.loads(record.read_text(encoding="utf-8")).items()
+    )
 
 
 def ensure_model(folder: Path) -> Path:

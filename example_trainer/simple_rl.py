@@ -30,6 +30,7 @@ from atroposlib.envs.problems import Problem, arithmetic_problems
 from atroposlib.errors import one_line_errors
 from atroposlib.files import open_regular
 from atroposlib.grading import last_number
+from atroposlib.utils.tokenizers import chat_ids
 from example_trainer.errors import TrainerError
 from vllm_patching.batch_invariant.switch import switch_on
 
@@ -100,7 +101,10 @@ def sample(
     """
     from vllm_patching.compat import SamplingParams
 
-    prompts = [prompt_ids(tokenizer, problem) for problem in problems]
+    prompts = [
+        chat_ids(cast(Any, tokenizer), [{"role": "user", "content": problem.question}], add_generation_prompt=True)
+        for problem in problems
+    ]
     asked, settings = [], []
     for index, prompt in enumerate(prompts):
         for member in range(config.group_size):
@@ -123,14 +127,6 @@ def sample(
             group.append(Rollout(prompt, ids, logprobs, reward, advantage))
         groups.append(group)
     return groups
-
-
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> list[int]:
-    """The question as one user turn."""
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": problem.question}], tokenize=False, add_generation_prompt=True
-    )
-    return cast(list[int], tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def answer_logprobs(model: PreTrainedModel, group: list[Rollout], temperature: float) -> tuple[Tensor, Tensor]:

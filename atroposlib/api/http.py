@@ -54,8 +54,9 @@ async def read_record(request: Request, kind: type[T]) -> T:
     """The body of anything but groups, as its record. Raises RefusedBody: 400 for broken gzip, 413 when too large, 422
     for what is no such record.
     """
-    most = min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes)
-    return decode_body(await read_body(request, most), kind)
+    return decode_body(
+        await read_body(request, min(MAX_SMALL_BYTES, service_of(request).settings.max_body_bytes)), kind
+    )
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -88,8 +88,10 @@ def _without_damaged_bodies(path: Path) -> _Kept:
         return _Kept(None, replayed.number, len(groups))
     newest = reader.newest
     with reading(path), contextlib.closing(sqlite3.connect(path)) as db, db:
-        others = [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in whole]
-        db.executemany("DELETE FROM bodies WHERE id = ?", others)
+        db.executemany(
+            "DELETE FROM bodies WHERE id = ?",
+            [(identity,) for (identity,) in db.execute("SELECT id FROM bodies") if identity not in whole],
+        )
         if letters_lost:
             db.execute("DELETE FROM dead_letters")
         if orders:

@@ -204,8 +204,9 @@ class _Reader:
                 error = still
         if "got `bool`" in str(error):
             try:
-                counted = booleans_counted(_scalars[self._packed][name](raw))
-                return msgspec.convert(counted, _TYPES[name], strict=self._packed)
+                return msgspec.convert(
+                    booleans_counted(_scalars[self._packed][name](raw)), _TYPES[name], strict=self._packed
+                )
             except UNREADABLE as still:
                 error = still
         raise self._refusal(name, bytes(raw), error) from None

@@ -159,8 +159,10 @@ class BatchQueue(Generic[R]):
         queued = []
         for env_id in env_ids:
             if self.environments.pop(env_id, None) is not None:
-                buffered = sorted(self._buffers.pop(env_id, Lanes()))
-                queued += [self._enqueue(group.sequences, env_id, group.record) for group in buffered]
+                queued += [
+                    self._enqueue(group.sequences, env_id, group.record)
+                    for group in sorted(self._buffers.pop(env_id, Lanes()))
+                ]
         self._namesakes = Counter()
         for environment in self.environments.values():
             self._note_name(environment)

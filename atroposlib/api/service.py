@@ -262,8 +262,15 @@ class RolloutService:
     async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
         letters = []
         for identity, (group, reason) in enumerate(found, self.dead_letters.next_id):
-            body = replace(self._bodies[group.record.id], id=identity)
-            letters.append(DeadLetter(time.time(), group.env_id, self.state.queue.name_of(group.env_id), reason, body))
+            letters.append(
+                DeadLetter(
+                    time.time(),
+                    group.env_id,
+                    self.state.queue.name_of(group.env_id),
+                    reason,
+                    replace(self._bodies[group.record.id], id=identity),
+                )
+            )
         await self._submit(changes.GroupsRejected([group.order for group, _ in found]), letters=letters)
         self.dead_letters.add(letters)
         self.counters.rejected[found_by] += len(letters)
@@ -392,8 +399,10 @@ class RolloutService:
         self._expect_room(groups, contents)
         first = self._next_id
         self._next_id += len(groups)
-        bodies = [Body(first + index, data, packed, checked) for index, (data, packed) in enumerate(contents)]
-        posting = self._submit(changes.GroupsPosted(first, list(groups), key), bodies)
+        posting = self._submit(
+            changes.GroupsPosted(first, list(groups), key),
+            [Body(first + index, data, packed, checked) for index, (data, packed) in enumerate(contents)],
+        )
         if key is None:
             return list(await posting)
         self._posting[key] = posting

@@ -155,8 +155,7 @@ class RolloutState:
             raise
         answer = []
         for identity, group in enumerate(change.groups, change.first):
-            rollout = Rollout(identity, group.version)
-            buffered, queued = self.queue.accept(group.sequences, group.env_id, rollout)
+            buffered, queued = self.queue.accept(group.sequences, group.env_id, Rollout(identity, group.version))
             answer.append(buffered)
             self._versions.add(queued)
         if change.key is not None:

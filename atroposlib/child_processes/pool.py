@@ -18,7 +18,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -104,36 +104,36 @@ class ChildPool:
         """Log the first child's report; a later child may not have more rights. Raises ChildFailed."""
         if self._report is None:
             self._report = report
-            level = logging.INFO if report.holds else logging.WARNING
-            log.log(level, "Child processes of %s run in a %s", self._module, report)
+            log.log(
+                logging.INFO if report.holds else logging.WARNING,
+                "Child processes of %s run in a %s",
+                self._module,
+                report,
+            )
         elif gained := set(report.escapes) - set(self._report.escapes):
             raise ChildFailed(f"its sandbox is weaker than that of the first child: it can {', '.join(sorted(gained))}")
 
 
+@dataclass(eq=False)
 class _Child:
-    def __init__(
-        self,
-        module: str,
-        time_limit_s: float,
-        start_limit_s: float,
-        readable: Sequence[str | Path],
-        note: Callable[[SandboxReport], None],
-    ) -> None:
-        self._module = module
-        self._time_limit_s = time_limit_s
-        self._start_limit_s = start_limit_s
-        self._readable = readable
-        self._note = note
-        self._process: asyncio.subprocess.Process | None = None
-        self._sandbox: Sandbox | None = None
-        # The child's stderr, bounded by its limit of file size.
-        self._errors: IO[bytes] = tempfile.TemporaryFile("ab+", buffering=0)  # noqa: SIM115  closes with this object
+    module: str
+    time_limit_s: float
+    start_limit_s: float
+    readable: Sequence[str | Path]
+    note: Callable[[SandboxReport], None]
+    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _sandbox: Sandbox | None = field(default=None, init=False)
+    # The child's stderr, bounded by its limit of file size.
+    _errors: IO[bytes] = field(
+        default_factory=lambda: tempfile.TemporaryFile("ab+", buffering=0),  # noqa: SIM115  closes with this object
+        init=False,
+    )
 
     async def ask(self, content: Mapping[str, Any]) -> Reply:
-        request = {"id": secrets.token_hex(8), "time_limit_s": self._time_limit_s, **content}
+        request = {"id": secrets.token_hex(8), "time_limit_s": self.time_limit_s, **content}
         process = await self.started()
         # the child's own alarm comes first
-        async with self._killed_when_it_fails(), asyncio.timeout(self._time_limit_s + 1.0):
+        async with self._killed_when_it_fails(), asyncio.timeout(self.time_limit_s + 1.0):
             self._errors.truncate(0)
             reply = await _exchange(process, request)
             if reply.get("id") != request["id"]:
@@ -145,8 +145,23 @@ class _Child:
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self.kill()
-        async with self._killed_when_it_fails(), asyncio.timeout(self._start_limit_s):
-            return await self._start()
+        async with self._killed_when_it_fails(), asyncio.timeout(self.start_limit_s):
+            self._sandbox = sandbox = Sandbox(self.module, self.readable)
+            self._process = process = await asyncio.create_subprocess_exec(
+                *sandbox.command(),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=self._errors,
+                cwd=sandbox.folder,
+                start_new_session=True,
+                env=sandbox.environment(),
+                limit=REPLY_LIMIT_BYTES,
+            )
+            found = await _exchange(process, sandbox.orders())
+            namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
+            self.note(SandboxReport(tuple(namespaces + found["means"]), tuple(found["escapes"])))
+            await _read(process)  # it is ready
+            return process
 
     async def kill(self) -> None:
         """End the process, if it runs, and remove its folder; the next request starts another."""
@@ -159,24 +174,6 @@ class _Child:
         if self._sandbox is not None:
             self._sandbox.close()
             self._sandbox = None
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        self._sandbox = sandbox = Sandbox(self._module, self._readable)
-        self._process = process = await asyncio.create_subprocess_exec(
-            *sandbox.command(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=self._errors,
-            cwd=sandbox.folder,
-            start_new_session=True,
-            env=sandbox.environment(),
-            limit=REPLY_LIMIT_BYTES,
-        )
-        found = await _exchange(process, sandbox.orders())
-        namespaces = ["namespaces (bubblewrap)"] if sandbox.namespaces else []
-        self._note(SandboxReport(tuple(namespaces + found["means"]), tuple(found["escapes"])))
-        await _read(process)
-        return process
 
     @contextlib.asynccontextmanager
     async def _killed_when_it_fails(self) -> AsyncIterator[None]:

@@ -50,8 +50,9 @@ def false_solution(task: str, answer: str, metadata: dict[str, Any]) -> str | No
 @functools.lru_cache(maxsize=512)
 def source(task: str, options: str, seed: int, chunk: int) -> Any:
     """A chunk of the entries of one task; `options` is JSON. reasoning-gym makes entry i from seed + i."""
-    first = seed * SEEDS_APART + chunk * CHUNK
-    return reasoning_gym.create_dataset(task, **{"size": CHUNK, "seed": first, **json.loads(options)})
+    return reasoning_gym.create_dataset(
+        task, **{"size": CHUNK, "seed": seed * SEEDS_APART + chunk * CHUNK, **json.loads(options)}
+    )
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:

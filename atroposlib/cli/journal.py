@@ -129,16 +129,20 @@ def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
     with to_stdout if arguments.output is None else arguments.output.open("xb") as lines:
         for body in bodies_of(reader, replayed.state):
             status, group = known[body.id]
-            fields = {
-                "id": body.id,
-                "status": status,
-                "env_id": group.env_id,
-                "environment": environments[group.env_id].name if group.env_id in environments else None,
-                "sequences": group.sequences,
-                "policy_version": group.record.version,
-                "group": _content(body),
-            }
-            lines.write(msgspec.json.encode(fields) + b"\n")  # UTF-8 whatever the locale
+            lines.write(
+                msgspec.json.encode(
+                    {
+                        "id": body.id,
+                        "status": status,
+                        "env_id": group.env_id,
+                        "environment": environments[group.env_id].name if group.env_id in environments else None,
+                        "sequences": group.sequences,
+                        "policy_version": group.record.version,
+                        "group": _content(body),
+                    }
+                )
+                + b"\n"
+            )  # UTF-8 whatever the locale
 
 
 def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
@@ -149,15 +153,19 @@ def _dead_letters(reader: JournalReader, replayed: Replayed, arguments: argparse
     if arguments.output is not None:
         with arguments.output.open("xb") as lines:
             for letter in letters:
-                fields = {
-                    "id": letter.body.id,
-                    "at": letter.at,
-                    "env_id": letter.env_id,
-                    "environment": letter.environment,
-                    "reason": letter.reason,
-                    "group": _content(letter.body),
-                }
-                lines.write(msgspec.json.encode(fields) + b"\n")
+                lines.write(
+                    msgspec.json.encode(
+                        {
+                            "id": letter.body.id,
+                            "at": letter.at,
+                            "env_id": letter.env_id,
+                            "environment": letter.environment,
+                            "reason": letter.reason,
+                            "group": _content(letter.body),
+                        }
+                    )
+                    + b"\n"
+                )
 
 
 def _content(body: Body) -> Any:

@@ -47,8 +47,12 @@ def compute_grpo_process_supervision_advantages(
         raise ValueError(
             f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they say nothing apart"
         )
-    normalised = [(np.asarray(trajectory, dtype=np.float64) - stats["mean"]) / deviation for trajectory in rewards]
-    return [compute_discounted_returns(trajectory, 1.0 if gamma is None else gamma) for trajectory in normalised]
+    return [
+        compute_discounted_returns(
+            (np.asarray(trajectory, dtype=np.float64) - stats["mean"]) / deviation, 1.0 if gamma is None else gamma
+        )
+        for trajectory in rewards
+    ]
 
 
 def _numbers(data: Any) -> Iterator[float]:

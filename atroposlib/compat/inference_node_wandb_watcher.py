@@ -48,10 +48,12 @@ class WatcherConfig(Config):
     @property
     def servers(self) -> dict[str, str]:
         """Address of each server's health by the name of its figure."""
-        urls = [
-            f"http://{self.host}:{self.first_port + index}{self.health_path}" for index in range(self.gpus // self.tp)
-        ]
-        return {f"server/server_health_{self.node_num}_{index}": url for index, url in enumerate(urls)}
+        return {
+            f"server/server_health_{self.node_num}_{index}": (
+                f"http://{self.host}:{self.first_port + index}{self.health_path}"
+            )
+            for index in range(self.gpus // self.tp)
+        }
 
 
 async def project(config: WatcherConfig, api: AsyncBatchingApi) -> tuple[str | None, str]:
@@ -84,8 +86,7 @@ async def health(config: WatcherConfig, client: httpx.AsyncClient) -> dict[str, 
             return float((await client.get(url)).status_code == 200)
         return 0.0
 
-    names, urls = list(config.servers), list(config.servers.values())
-    return dict(zip(names, await asyncio.gather(*map(one, urls)), strict=True))
+    return dict(zip(config.servers, await asyncio.gather(*map(one, config.servers.values())), strict=True))
 
 
 async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.AsyncClient, sink: WandbSink) -> None:

@@ -74,8 +74,9 @@ class ChatRequest(BaseModel):
 
     def arguments(self) -> JsonObject:
         """What `ManagedServer.chat_completion` is called with."""
-        limit = self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
-        return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {"max_tokens": limit}
+        return self.model_dump(exclude={"model", "max_completion_tokens"}, exclude_none=True) | {
+            "max_tokens": self.max_tokens or self.max_completion_tokens or DEFAULT_MAX_TOKENS
+        }
 
 
 @dataclass
@@ -113,14 +114,16 @@ class Sessions:
         now = time.monotonic()
         self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
         servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
-        managed = ManagedServer(
-            StickyRoute(self.manager, servers),
-            self.tokenizer,
-            request.track_tree,
-            request.tool_parser,
-            request.preserve_think_blocks,
+        session = Session(
+            ManagedServer(
+                StickyRoute(self.manager, servers),
+                self.tokenizer,
+                request.track_tree,
+                request.tool_parser,
+                request.preserve_think_blocks,
+            ),
+            request,
         )
-        session = Session(managed, request)
         self.by_id[session.uuid] = session
         return session
 
@@ -169,8 +172,7 @@ def create_app(  # noqa: C901  its routes
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        problems = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        return _error(400, problems)
+        return _error(400, "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()))
 
     @app.exception_handler(ServerError)
     async def server_error(request: Request, error: ServerError) -> Response:
@@ -270,9 +272,8 @@ def read_servers(path: Path) -> tuple[str, str, list[APIServerConfig]]:
     return name, content.get("tokenizer_name") or name, servers
 
 
-async def _serve(config: ProxyConfig) -> None:
-    assert config.servers is not None
-    model_name, tokenizer_name, servers = read_servers(config.servers)
+async def _serve(config: ProxyConfig, servers_file: Path) -> None:
+    model_name, tokenizer_name, servers = read_servers(servers_file)
     async with contextlib.aclosing(ServerManager(servers)) as manager:
         app = create_app(
             manager,
@@ -282,8 +283,12 @@ async def _serve(config: ProxyConfig) -> None:
             config.session_timeout,
             OwnHosts.of(config.host, config.allowed_host),
         )
-        names = ", ".join(server.name for server in manager.servers)
-        log.info("Proxy for %s listens on http://%s:%d", names, config.host, config.port)
+        log.info(
+            "Proxy for %s listens on http://%s:%d",
+            ", ".join(server.name for server in manager.servers),
+            config.host,
+            config.port,
+        )
         await uvicorn.Server(uvicorn.Config(app, host=config.host, port=config.port, log_level="warning")).serve()
 
 
@@ -301,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
             f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1"
         )
     with one_line_errors("managed_server_proxy", ValueError, OSError):
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(config, config.servers))
 
 
 if __name__ == "__main__":

@@ -67,10 +67,15 @@ def _fitted(step: Mapping[str, Any], tokenizer: Any, limit: int, number: int) ->
         messages = [_shortened(alternative) for alternative in messages]
         tokenized = [tokenize_for_trainer(tokenizer, alternative) for alternative in messages]
         if max(len(each["tokens"]) for each in tokenized) <= limit:
-            tokens, masks = [each["tokens"] for each in tokenized], [each["masks"] for each in tokenized]
             # What was sampled for the longer text no longer fits these tokens.
             stale = {key: None for key in OF_THE_TOKENS if step.get(key) is not None}
-            return {**step, **stale, "messages": messages, "tokens": tokens, "masks": masks}
+            return {
+                **step,
+                **stale,
+                "messages": messages,
+                "tokens": [each["tokens"] for each in tokenized],
+                "masks": [each["masks"] for each in tokenized],
+            }
     log.warning(
         "Left out step %d of a trajectory: it does not fit in %d tokens even without its old messages", number, limit
     )

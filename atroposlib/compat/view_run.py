@@ -78,10 +78,12 @@ class Watcher:
     def page(self) -> str:
         """The page, which loads itself again."""
         note = self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
-        seconds = max(2, round(self.config.interval))
-        head = f"<meta http-equiv=refresh content={seconds}><title>view-run</title><style>{STYLE}</style>"
+        refresh = f"<meta http-equiv=refresh content={max(2, round(self.config.interval))}>"
         body = "".join(group_html(self._with_text(group), group["number"]) for group in self.groups)
-        return f"<!doctype html><meta charset=utf-8>{head}<h1>Latest groups</h1><p>{html.escape(note)}</p>{body}"
+        return (
+            f"<!doctype html><meta charset=utf-8>{refresh}<title>view-run</title><style>{STYLE}</style>"
+            f"<h1>Latest groups</h1><p>{html.escape(note)}</p>{body}"
+        )
 
     def _with_text(self, group: dict[str, Any]) -> dict[str, Any]:
         if group["messages"] or self._tokenizer is None:
@@ -93,8 +95,11 @@ def create_app(watcher: Watcher) -> FastAPI:
     """The page's server; it looks while it is up."""
 
     async def watch() -> None:
-        headers = {"Authorization": f"Bearer {watcher.config.token}"} if watcher.config.token else {}
-        async with httpx.AsyncClient(headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {watcher.config.token}"} if watcher.config.token else {},
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+        ) as client:
             while True:
                 await watcher.look(client)
                 await asyncio.sleep(watcher.config.interval)

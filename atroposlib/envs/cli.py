@@ -127,8 +127,11 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
     """The environment as configured. Raises EnvError for a tokenizer, a file or a set of servers that cannot be."""
     if isinstance(tree, TeacherTree):
         # Whatever the arguments of its constructor, a class finds its teacher on itself.
-        body = {"teacher_servers": tree.teacher, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__}
-        env_cls = type(env_cls.__name__, (env_cls,), body)
+        env_cls = type(
+            env_cls.__name__,
+            (env_cls,),
+            {"teacher_servers": tree.teacher, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__},
+        )
     try:
         # By position: environments out there have other names for the third.
         env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
@@ -185,10 +188,9 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         content=content,
     )
     # Without SLURM, environments take one server as a list of it.
-    resolved = {
-        name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree
-    }
-    return base(**resolved)
+    return base(
+        **{name: [value] if isinstance(value, APIServerConfig) and not tree.slurm else value for name, value in tree}
+    )
 
 
 @dataclass(frozen=True)

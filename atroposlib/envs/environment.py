@@ -463,14 +463,22 @@ class EnvRun:
         env.completion_lengths.extend(lengths)
         del env.completion_lengths[:-LENGTHS_KEPT]
         if env.config.include_messages and not group.get("messages"):
-            texts = [env.tokenizer.decode(tokens) for tokens in group["tokens"]]
-            group["messages"] = [[{"role": "user", "content": text}] for text in texts]
+            group["messages"] = [
+                [{"role": "user", "content": env.tokenizer.decode(tokens)}] for tokens in group["tokens"]
+            ]
         if env.jsonl_writer is not None:
             text = (
                 {} if group.get("messages") else {"texts": [env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
             )
-            extra = {"step": env.curr_step, "policy_version": self.policy_version, "completion_tokens": lengths}
-            env.jsonl_writer.write({**extra, **group, **text})
+            env.jsonl_writer.write(
+                {
+                    "step": env.curr_step,
+                    "policy_version": self.policy_version,
+                    "completion_tokens": lengths,
+                    **group,
+                    **text,
+                }
+            )
 
     async def _send(self, groups: list[ScoredDataGroup]) -> None:
         from atroposlib.clients.batching_api import ApiRefused  # `--help` does not need it

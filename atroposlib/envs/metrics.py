@@ -35,8 +35,11 @@ class JsonlSink:
         self._file = open_regular(path, "ab", buffering=0)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, (int, float))}
-        append_line(self._file, {"step": step, "time": time.time()} | numbers)
+        append_line(
+            self._file,
+            {"step": step, "time": time.time()}
+            | {key: value for key, value in metrics.items() if isinstance(value, (int, float))},
+        )
 
     def close(self) -> None:
         self._file.close()

@@ -155,7 +155,7 @@ class QuestionEnv(BaseEnv):
         # As they were sampled: ids, log-probabilities and policy versions, never text tokenised again.
         nodes = [rollout.node for rollout in rollouts]
         versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
-        group = ScoredDataGroup(
+        return ScoredDataGroup(
             tokens=[node.tokens for node in nodes],
             masks=[node.masked_tokens for node in nodes],
             inference_logprobs=[node.logprobs for node in nodes],
@@ -163,8 +163,7 @@ class QuestionEnv(BaseEnv):
             messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
             generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
             policy_versions=versions if all(versions) else None,
-        )
-        return group, []
+        ), []
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text

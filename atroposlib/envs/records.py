@@ -93,15 +93,22 @@ def write_eval_results(
     """
     now = time.time()
     begun, ended = start_time if start_time is not None else now, end_time if end_time is not None else now
-    general = {
-        "model_name": model_name,
-        "start_time": begun,
-        "end_time": ended,
-        "total_evaluation_time_seconds": ended - begun,
-        "generation_parameters": generation_parameters or {},
+    content = {
+        "config_general": {
+            "model_name": model_name,
+            "start_time": begun,
+            "end_time": ended,
+            "total_evaluation_time_seconds": ended - begun,
+            "generation_parameters": generation_parameters or {},
+        },
+        "results": {f"atropos|{task}|0": results, "all": results},
     }
-    content = {"config_general": general, "results": {f"atropos|{task}|0": results, "all": results}}
     write_whole(folder / "metrics.json", orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_INDENT_2))
     if samples is not None:
-        lines = [orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY, default=str) for sample in samples]
-        write_whole(folder / "samples.jsonl", b"".join(line + b"\n" for line in lines))
+        write_whole(
+            folder / "samples.jsonl",
+            b"".join(
+                orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE, default=str)
+                for sample in samples
+            ),
+        )

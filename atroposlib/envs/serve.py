@@ -61,16 +61,20 @@ class ServeLoop:
     def __init__(self, run: EnvRun, client: AsyncBatchingApi) -> None:
         self.run = run
         self.env = env = run.env
-        announcement = EnvRegistration(
-            max_token_length=env.config.max_token_length,
-            desired_name=run.display_name,
-            weight=env.config.inference_weight,
-            group_size=env.config.group_size,
-            min_batch_allocation=env.config.min_batch_allocation,
-            steps_per_eval=evaluation_interval(env.config),
-            eval_at_start=env.config.eval_at_start,
+        self.link = run.link = ApiLink(
+            client,
+            EnvRegistration(
+                max_token_length=env.config.max_token_length,
+                desired_name=run.display_name,
+                weight=env.config.inference_weight,
+                group_size=env.config.group_size,
+                min_batch_allocation=env.config.min_batch_allocation,
+                steps_per_eval=evaluation_interval(env.config),
+                eval_at_start=env.config.eval_at_start,
+            ),
+            env.config.startup_timeout,
+            self._joined,
         )
-        self.link = run.link = ApiLink(client, announcement, env.config.startup_timeout, self._joined)
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )

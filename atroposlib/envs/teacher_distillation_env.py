@@ -115,8 +115,9 @@ class TeacherDistillationEnv(BaseEnv):
         if student == teacher_tokenizer_name:
             return
         refusal = f"Cross-tokenizer distillation is not supported: the student's tokenizer is {student!r}"
-        unread = f"{refusal}, and the teacher's cannot be compared"
-        with reading(unread, ValueError, remedy="set --teacher.tokenizer_name"):
+        with reading(
+            f"{refusal}, and the teacher's cannot be compared", ValueError, remedy="set --teacher.tokenizer_name"
+        ):
             teacher = load_tokenizer(teacher_tokenizer_name)
         if teacher.get_vocab() != self.tokenizer.get_vocab():
             raise ValueError(f"{refusal}, the teacher's {teacher_tokenizer_name!r} has another vocabulary")

@@ -64,8 +64,7 @@ class _Parser:
     def expression(self, depth: int) -> Fraction:
         value = self._term(depth)
         while self.next in ("+", "-"):
-            sign = 1 if self._rest.pop() == "+" else -1
-            value += sign * self._term(depth)
+            value += self._term(depth) if self._rest.pop() == "+" else -self._term(depth)
         return value
 
     def _term(self, depth: int) -> Fraction:

@@ -215,18 +215,24 @@ class FakeInferenceServer:
     ) -> web.Response:
         """`shown` is how a choice holds its text."""
         samples = self._sample(prompt_ids, body)
-        choices = [
-            {"index": index, "finish_reason": reason, **shown(self._text(tokens))}
-            for index, (tokens, reason) in enumerate(samples)
-        ]
         completion = sum(len(tokens) for tokens, _ in samples)
-        usage = {
-            "prompt_tokens": len(prompt_ids),
-            "completion_tokens": completion,
-            "total_tokens": len(prompt_ids) + completion,
-        }
-        about = {"id": "fake", "object": kind, "created": int(time.time()), "model": self.model_name}
-        return web.json_response({**about, "choices": choices, "usage": usage})
+        return web.json_response(
+            {
+                "id": "fake",
+                "object": kind,
+                "created": int(time.time()),
+                "model": self.model_name,
+                "choices": [
+                    {"index": index, "finish_reason": reason, **shown(self._text(tokens))}
+                    for index, (tokens, reason) in enumerate(samples)
+                ],
+                "usage": {
+                    "prompt_tokens": len(prompt_ids),
+                    "completion_tokens": completion,
+                    "total_tokens": len(prompt_ids) + completion,
+                },
+            }
+        )
 
 
 class FakeServerConfig(Config):

@@ -33,8 +33,7 @@ def make_tiny_tokenizer(merges: Sequence[tuple[str, str]] = (), chat_template: s
     from transformers import PreTrainedTokenizerFast
 
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in merges)]
-    model = models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=list(merges))
-    backend = Tokenizer(model)
+    backend = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

@@ -9,13 +9,14 @@ prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM
     close()                      at the end
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from example_trainer.errors import TrainerError
 from example_trainer.weights.shared import SharedWeights
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import TrainedModel, remove_folder
 
 
 class BridgeError(TrainerError):
@@ -70,3 +71,10 @@ class Prepared:
     connect: Callable[[TrainedModel], WeightBridge]
     close: Callable[[], None]
     storage: SharedWeights | None = None
+
+
+def remove_replaced(folders: Iterable[Path], policy_version: int) -> None:
+    """Remove the weights that `policy_version` has replaced. Raises BridgeError."""
+    remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
+    for folder in folders:
+        remove_folder(folder, remedy, BridgeError)

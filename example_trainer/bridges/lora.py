@@ -17,12 +17,12 @@ import torch
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
+from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, offered_by_us
 from example_trainer.bridges.vllm_client import ADAPTER_SESSIONS, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Lora
-from example_trainer.weights.written import TrainedModel, remove_folder, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -89,10 +89,9 @@ class LoraBridge(SessionBridge):
         )
         self._served = folder.name
         # adapters that no request can use any more, those of earlier runs in this --save-path among them
-        for old in self._folder.glob("policy-v*"):
-            if old.name not in loaded.needed:
-                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
-                remove_folder(old, remedy, BridgeError)
+        remove_replaced(
+            [old for old in self._folder.glob("policy-v*") if old.name not in loaded.needed], policy_version
+        )
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,

@@ -15,13 +15,13 @@ import torch
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Committed, ReloadOffer
 from atroposlib.wire.processes import this_process
-from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
+from example_trainer.bridges.base import Prepared, SyncReport, remove_replaced
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Reload
 from example_trainer.weights.source import shapes_of
-from example_trainer.weights.written import TrainedModel, remove_folder, remove_leftovers
+from example_trainer.weights.written import TrainedModel, remove_leftovers
 
 log = get_logger(__name__)
 
@@ -71,10 +71,7 @@ class ReloadBridge(SessionBridge):
             committed.stall_s * 1e3,
             committed.apply_s * 1e3,
         )
-        for old in self._folder.glob("policy-v*"):
-            if old != folder:
-                remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
-                remove_folder(old, remedy, BridgeError)
+        remove_replaced([old for old in self._folder.glob("policy-v*") if old != folder], policy_version)
         return SyncReport(
             policy_version=policy_version,
             update_s=updated - start,

@@ -26,13 +26,13 @@ import torch
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
-from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
+from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Adapter, Restarting
 from example_trainer.server_process import ServerProcess
-from example_trainer.weights.written import TrainedModel, remove_folder
+from example_trainer.weights.written import TrainedModel
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
@@ -234,8 +234,7 @@ class RestartBridge(WeightBridge):
         end = time.perf_counter()
         self._served = policy_version
         if self._folder is not None and self._folder != folder:
-            remedy = f"policy version {policy_version} is served; remove it by hand, then start the trainer again"
-            remove_folder(self._folder, remedy, BridgeError)
+            remove_replaced([self._folder], policy_version)
         self._folder = folder
         log.info("[Bridge] Policy version %d is served: stall %.1f s", policy_version, end - start)
         return SyncReport(

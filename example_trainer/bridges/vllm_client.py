@@ -119,8 +119,12 @@ class VllmClient:
 
     def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """vLLM's log-probability of each prompt token but the first."""
-        body = {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
-        scored = self.ask(ScoredPrompt, "POST", "/v1/generate", body).prompt_logprobs[1:]
+        scored = self.ask(
+            ScoredPrompt,
+            "POST",
+            "/v1/generate",
+            {"prompt": {"prompt_token_ids": token_ids}, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        ).prompt_logprobs[1:]
         return [(position or {})[str(token)] for token, position in zip(token_ids[1:], scored, strict=True)]
 
     def ask_status(self) -> ServerStatus:

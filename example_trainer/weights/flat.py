@@ -22,8 +22,7 @@ class FlatWeights(WeightSource):
             self._image = torch.zeros(manifest.nbytes, dtype=torch.uint8, device=self._device)
             for tensor in manifest.tensors:
                 parameter = parameters[tensor.name]
-                content = self._image[tensor.offset : tensor.offset + tensor.nbytes]
-                view = content.view(torch.float32).view(parameter.shape)
+                view = self._image[tensor.offset :][: tensor.nbytes].view(torch.float32).view(parameter.shape)
                 view.copy_(parameter.data)
                 parameter.data = view
 

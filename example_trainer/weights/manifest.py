@@ -12,8 +12,11 @@ __all__ = ["MANIFEST", "FileRecord", "digest", "expect_whole", "write_manifest"]
 
 def write_manifest(folder: Path) -> None:
     """Note every file of `folder` in its manifest. Raises OSError."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path)) for path in files}
+    manifest = {
+        str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 

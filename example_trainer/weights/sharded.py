@@ -32,8 +32,9 @@ class ShardedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.dim == 0:
             biases = list(self.biases) or [None] * len(self.weights)
-            pieces = [F.linear(x.to(w.device), w, b).to(x.device) for w, b in zip(self.weights, biases, strict=True)]
-            return torch.cat(pieces, -1)
+            return torch.cat(
+                [F.linear(x.to(w.device), w, b).to(x.device) for w, b in zip(self.weights, biases, strict=True)], -1
+            )
         inputs = x.split([weight.shape[1] for weight in self.weights], -1)
         partial = [F.linear(part.to(w.device), w).to(x.device) for part, w in zip(inputs, self.weights, strict=True)]
         return sum((*partial[1:], *self.biases), partial[0])

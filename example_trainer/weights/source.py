@@ -41,6 +41,7 @@ def pack(bucket: Bucket, whole: Callable[[str], Tensor], device: torch.device) -
     packed = torch.zeros(bucket.end - bucket.start, dtype=torch.uint8, device=device)
     for tensor in bucket.tensors:
         start = tensor.offset - bucket.start
-        target = packed[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype))
-        target.copy_(whole(tensor.name).detach().reshape(-1))
+        packed[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).copy_(
+            whole(tensor.name).detach().reshape(-1)
+        )
     return packed

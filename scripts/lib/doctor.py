@@ -33,7 +33,7 @@ from atroposlib.config import load_config
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
 from example_trainer.memory import available_memory
-from example_trainer.modes import MODES, Broadcast, Mode
+from example_trainer.modes import MODES, Broadcast
 from scripts.lib import doctor_checks as checks
 from scripts.lib.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
 
@@ -76,10 +76,6 @@ class DoctorConfig(VllmServers):
     cpu_kv_cache_gib: int = Field(
         1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"}
     )
-
-    @property
-    def chosen(self) -> type[Mode]:
-        return MODES[self.mode]
 
 
 @dataclass(frozen=True)
@@ -138,7 +134,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
         from vllm_patching.version import BEYOND, OLDEST, VERSION
 
         yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
-    if config.chosen.trains_adapter:
+    if MODES[config.mode].trains_adapter:
         yield checks.check_package("peft", installed("peft"), "0.14")
     if gpus:
         yield checks.check_driver(driver_cuda, torch_cuda())
@@ -146,10 +142,14 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
 
 
 def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = config.chosen
+    mode = MODES[config.mode]
     yield checks.check_switch(mode, config.shared_weights, any(server.running for server in servers))
-    command = " ".join(server.listener.command for server in servers if server.listener)
-    yield checks.check_allocator(mode.same_devices, len(gpus), config.cuda_alloc_conf, command)
+    yield checks.check_allocator(
+        mode.same_devices,
+        len(gpus),
+        config.cuda_alloc_conf,
+        " ".join(server.listener.command for server in servers if server.listener),
+    )
     remote = [server.where.split(":")[0] for server in servers if not server.local]
     yield checks.check_hosts(remote, mode.same_devices)
     if mode is Broadcast:
@@ -157,7 +157,7 @@ def settings(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server
 
 
 def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode = config.chosen
+    mode = MODES[config.mode]
     api = listeners.get(config.api_port)
     yield checks.check_api(
         config.api_port, api, ask(f"http://localhost:{config.api_port}/", None) if api else Answer(0)
@@ -171,7 +171,7 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
 
 
 def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
-    mode, ranks = config.chosen, config.tensor_parallel_size
+    mode, ranks = MODES[config.mode], config.tensor_parallel_size
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
     running = any(server.running for server in servers if server.local)
     if gpus:
@@ -226,9 +226,13 @@ def look_at(host: str, port: int, config: DoctorConfig, listeners: dict[int, Lis
 
 def ask(url: str, key: str | None) -> Answer:
     """One GET; status 0 if there is no answer in time."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     with contextlib.suppress(requests.RequestException, ValueError):
-        reply = requests.get(url, headers=headers, timeout=(CONNECT_S, ANSWER_S), allow_redirects=False)
+        reply = requests.get(
+            url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=(CONNECT_S, ANSWER_S),
+            allow_redirects=False,
+        )
         return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
     return Answer(0)
 
@@ -253,8 +257,12 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves, by index or UUID, and the CUDA release that the driver knows."""
     if shutil.which("nvidia-smi") is None:
         return [], None
-    query = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
     if done.returncode != 0:
         return [], None
     # no notes of the driver
@@ -265,8 +273,10 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
         for row in rows
         if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)
     ]
-    header = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout
-    release = re.search(r"CUDA[A-Za-z ]*Version:\s*([\d.]+)", header)
+    release = re.search(
+        r"CUDA[A-Za-z ]*Version:\s*([\d.]+)",
+        subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout,
+    )
     return gpus, release[1] if release else None
 
 

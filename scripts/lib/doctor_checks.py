@@ -428,9 +428,7 @@ def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Findin
 
 
 def _enough(check: str, free: int, need: int, shown: str, remedy: str) -> Finding:
-    if free < need:
-        return Finding("fail", check, shown, remedy)
-    return Finding("ok", check, shown)
+    return Finding("ok", check, shown) if free >= need else Finding("fail", check, shown, remedy)
 
 
 def _size(count: int) -> str:

@@ -52,10 +52,9 @@ def row_parallel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: i
     if ranks == 1:
         return linear(x, weight, bias)
     shares = zip(x.chunk(ranks, -1), weight.chunk(ranks, 1), strict=True)
-    parts = [
-        linear(part, columns.contiguous(), bias if rank == 0 else None) for rank, (part, columns) in enumerate(shares)
-    ]
-    return torch.stack(parts).sum(0)
+    return torch.stack(
+        [linear(part, columns.contiguous(), bias if rank == 0 else None) for rank, (part, columns) in enumerate(shares)]
+    ).sum(0)
 
 
 def silu(x: Tensor) -> Tensor:

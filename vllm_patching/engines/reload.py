@@ -189,8 +189,11 @@ async def _reload_by_hand(sessions: Sessions, body: ReloadWeights) -> Served:
     """A session of its own, for this one version."""
     version = body.policy_version
     if version is None and (Path(body.path) / POLICY_FILE).is_file():
-        damaged = f"{printable(body.path, 300)} has a damaged {POLICY_FILE}"
-        with reading(damaged, partial(Refused, status=422), also=(KeyError, TypeError)):
+        with reading(
+            f"{printable(body.path, 300)} has a damaged {POLICY_FILE}",
+            partial(Refused, status=422),
+            also=(KeyError, TypeError),
+        ):
             version = read_policy_version(body.path)
     elif version is None:
         version = sessions.serving.policy_version + 1

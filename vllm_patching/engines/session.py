@@ -137,8 +137,7 @@ class Sessions:
 
         Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
         """
-        current = self.current(session)
-        if not current.engine.feeds_several:
+        if not self.current(session).engine.feeds_several:
             raise Refused(f"session {session} feeds this server only: close it instead")
         self._session = None
         await self.serving.refuse_generation(

@@ -57,8 +57,11 @@ class Unavailable:
         elif scope["type"] == "websocket":
             await WebSocketClose(TRY_AGAIN_LATER, reason[:120])(scope, receive, send)
         else:
-            content = {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}}
-            await JSONResponse(content, 503, {"retry-after": str(RETRY_AFTER_S)})(scope, receive, send)
+            await JSONResponse(
+                {"error": {"message": reason, "type": "ServiceUnavailableError", "code": 503}},
+                503,
+                {"retry-after": str(RETRY_AFTER_S)},
+            )(scope, receive, send)
 
 
 def generates(scope: Scope) -> bool:

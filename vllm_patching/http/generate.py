@@ -106,10 +106,9 @@ def _prompt(body: Body, vocabulary: int | None) -> Any:
 
 
 async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:
-    outputs = [
+    return [
         output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)
-    ]
-    return outputs[-1]
+    ][-1]
 
 
 async def _disconnected(request: Request) -> None:

@@ -43,10 +43,10 @@ class AccuracyReward(RewardFunction):
     def compute(
         self, completions: list[Any], solution: Any = None, ground_truth: Any = None, **kwargs: Any
     ) -> list[float]:
-        golds = one_each(solution if solution is not None else ground_truth, len(completions), "solution")
+        known = solution if solution is not None else ground_truth
         return [
             self._score(self.get_content(completion), str(gold))
-            for completion, gold in zip(completions, golds, strict=True)
+            for completion, gold in zip(completions, one_each(known, len(completions), "solution"), strict=True)
         ]
 
     def _score(self, text: str, gold: str) -> float:

@@ -33,8 +33,7 @@ class CrosswordFormatReward(BaseReward):
         self.valid_chars = {*valid_chars.upper(), *valid_chars.lower()}
 
     def score(self, completion: str, **kwargs: Any) -> float:
-        entries = [ENTRY.fullmatch(line.strip()) for line in completion.split("\n")]
-        answers = [entry[1] for entry in entries if entry]
+        answers = [entry[1] for line in completion.split("\n") if (entry := ENTRY.fullmatch(line.strip()))]
         patterns = self.format_patterns
         fits = all(pattern.search(completion) for pattern in patterns) if patterns else bool(answers)
         valid = not self.penalize_invalid_chars or all(set(answer) <= self.valid_chars for answer in answers)

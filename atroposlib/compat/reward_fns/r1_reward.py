@@ -64,10 +64,9 @@ class AccuracyXReward(RewardFunction):
         self.reward_value = reward_value
 
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
-        golds = one_each(solution, len(completions), "solution")
         return [
             self.reward_value if self._right(self.get_content(each), str(gold)) else 0.0
-            for each, gold in zip(completions, golds, strict=True)
+            for each, gold in zip(completions, one_each(solution, len(completions), "solution"), strict=True)
         ]
 
     def _right(self, text: str, gold: str) -> bool:
@@ -88,9 +87,8 @@ def _ends_with(response: str, gold: str) -> bool:
     """Whether `gold` stands by itself at the end: after a word that gives an answer, a mark such as a colon, or
     nothing.
     """
-    end = response[-len(gold) - TAIL_CHARS :]
     before = rf"(?:\A|\b(?i:{'|'.join(GIVING)})\s|[:=\"'(*]\s?)"
-    return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", end) is not None
+    return re.search(rf"{before}{re.escape(gold)}\W{{0,3}}\Z", response[-len(gold) - TAIL_CHARS :]) is not None
 
 
 @register_reward

@@ -40,6 +40,8 @@ class ReasoningStepsReward(BaseReward):
     def score(self, completion: str, **kwargs: Any) -> float:
         if len(completion.split()) < self.min_words:
             return 0.0
-        counts = {name: len(pattern.findall(completion)) for name, pattern in PATTERNS.items()}
-        shares = (self.pattern_weights[name] * min(1.0, count / self.min_steps) for name, count in counts.items())
+        shares = (
+            self.pattern_weights[name] * min(1.0, len(pattern.findall(completion)) / self.min_steps)
+            for name, pattern in PATTERNS.items()
+        )
         return min(1.0, self.base_score + sum(shares))

@@ -48,11 +48,10 @@ class RepetitionPenaltyReward(BaseReward):
         sentences = _parts(r"(?<=[.!?])\s", completion)
         if len(words) < self.min_words or len(sentences) < self.min_sentences:
             return self.short_text_penalty
-        content = [word for word in words if word not in self.stopwords]
         shares = {
             "paragraph": _repeated(_parts(r"\n\s*\n", completion)),
             "sentence": _repeated(sentences),
-            "word": max(0.0, 1.5 * _repeated(content) - 0.5),
+            "word": max(0.0, 1.5 * _repeated([word for word in words if word not in self.stopwords]) - 0.5),
             "phrase": _repeated(
                 [tuple(words[start : start + PHRASE_WORDS]) for start in range(len(words) - PHRASE_WORDS + 1)]
             ),

@@ -163,8 +163,12 @@ class ManagedServer(SequenceKeeper):
         if input_ids is not None:
             return await self.server.get_logprobs(input_ids=input_ids, top_k=top_k, split=split)
         text = self.render(messages) if messages is not None else prompt or ""
-        ids = fresh_prompt(text, self.tokenizer, templated=messages is not None).tokens
-        return await self.server.get_logprobs(prompt=text, input_ids=ids, top_k=top_k, split=split)
+        return await self.server.get_logprobs(
+            prompt=text,
+            input_ids=fresh_prompt(text, self.tokenizer, templated=messages is not None).tokens,
+            top_k=top_k,
+            split=split,
+        )
 
     def _choice(self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[Any] | None) -> Choice:
         """A reply in OpenAI's form; one that was cut says so even if it holds a call."""
@@ -207,8 +211,11 @@ class ManagedServer(SequenceKeeper):
         if parent is None:
             prompt = unsampled_prompt(text, sampled.prompt_token_ids)
         texts = [self._visible_text(sequence, shows_special) for sequence in sampled.sequences]
-        nodes = [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)]
-        self.record(call, parent, nodes)
+        self.record(
+            call,
+            parent,
+            [_node(prompt, sequence, reply) for sequence, reply in zip(sampled.sequences, texts, strict=True)],
+        )
         return prompt, sampled, texts
 
 
@@ -259,11 +266,14 @@ class DummyManagedServer(SequenceKeeper):
         call = self.open_call()
         reply = await self.server.chat_completion(messages=list(messages), **arguments)
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
-        nodes = [
-            _dummy_node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason)
-            for choice in reply.choices
-        ]
-        self.record(call, None, nodes)
+        self.record(
+            call,
+            None,
+            [
+                _dummy_node(f"{prompt}\nassistant: {choice.message.content or ''}", choice.finish_reason)
+                for choice in reply.choices
+            ],
+        )
         return reply
 
     async def completion(self, *, prompt: str, **arguments: Any) -> Completion:

@@ -111,8 +111,9 @@ class OpenAIServer(APIServer):
     async def probe(self) -> str | None:
         """Any reply that is not a server error counts as life: some hosts guard or lack the address that is asked."""
         try:
-            limit = aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S)
-            async with self.http.get(self.health_url, timeout=limit, allow_redirects=False) as reply:
+            async with self.http.get(
+                self.health_url, timeout=aiohttp.ClientTimeout(total=PROBE_TIMEOUT_S), allow_redirects=False
+            ) as reply:
                 if reply.status < 500:
                     return None
                 return f"{self.health_url} replied {reply.status}: {reason_of(await reply.content.read(REASON_BYTES))}"

@@ -48,8 +48,12 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         self, *, messages: Sequence[Mapping[str, Any]], split: str = "train", **arguments: Any
     ) -> ChatCompletion:
         """As `ManagedServer.chat_completion`, with every sampling parameter."""
-        body = {key: value for key, value in arguments.items() if value is not None} | {"messages": list(messages)}
-        reply = await request(f"{self.get_url()}/chat/completions", "POST", body, self._headers)
+        reply = await request(
+            f"{self.get_url()}/chat/completions",
+            "POST",
+            {key: value for key, value in arguments.items() if value is not None} | {"messages": list(messages)},
+            self._headers,
+        )
         await self.fetch_state()
         return ChatCompletion.model_validate(reply)
 
@@ -81,22 +85,24 @@ async def create_proxy_session(
     token: str = "",
 ) -> ProxyManagedServer:
     """A new session of the proxy at `proxy_url`."""
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    body = {
-        "tool_parser": tool_parser,
-        "track_tree": track_tree,
-        "base_url": base_url,
-        "preserve_think_blocks": preserve_think_blocks,
-    }
-    reply = await request(f"{proxy_url.rstrip('/')}/sessions/create", "POST", body, headers)
+    reply = await request(
+        f"{proxy_url.rstrip('/')}/sessions/create",
+        "POST",
+        {
+            "tool_parser": tool_parser,
+            "track_tree": track_tree,
+            "base_url": base_url,
+            "preserve_think_blocks": preserve_think_blocks,
+        },
+        {"Authorization": f"Bearer {token}"} if token else {},
+    )
     return ProxyManagedServer(proxy_url, reply["uuid"], reply["model_name"], token)
 
 
 async def request(url: str, method: str, body: Any, headers: Mapping[str, str]) -> dict[str, Any]:
     """One JSON request. Raises a ServerError for what is not 200."""
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     async with (
-        aiohttp.ClientSession(trust_env=False, timeout=timeout) as session,
+        aiohttp.ClientSession(trust_env=False, timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)) as session,
         replied(session, method, url, json=body, headers=headers) as reply,
     ):
         content: dict[str, Any] = await reply.json()

@@ -120,8 +120,11 @@ class SequenceKeeper:
 
     def longest_prefix(self, text: str) -> SequenceNode | None:
         """The sequence that `text` continues: of all whose full_text starts it, the longest."""
-        matching = [node for node in self.current_nodes if text.startswith(node.full_text)]
-        return max(matching, key=lambda node: len(node.full_text), default=None)
+        return max(
+            (node for node in self.current_nodes if text.startswith(node.full_text)),
+            key=lambda node: len(node.full_text),
+            default=None,
+        )
 
     def record(self, call: int, parent: SequenceNode | None, nodes: list[SequenceNode]) -> None:
         """Keep what a call sampled as a continuation of `parent`."""

@@ -88,11 +88,13 @@ class ServerHarness(APIServer):
     ) -> None:
         """Sample these tokens for the text `prompt`, or for its ids."""
         versions: Sequence[tuple[int, int] | None] = policy_versions or [None] * len(output_tokens_list)
-        sequences = [
-            SampledSequence(*parts)
-            for parts in zip(output_tokens_list, output_logprobs_list, finish_reasons, versions, strict=True)
-        ]
-        self._tokens[prompt] = self._tokens[str(prompt_tokens)] = SampledTokens(prompt_tokens, sequences)
+        self._tokens[prompt] = self._tokens[str(prompt_tokens)] = SampledTokens(
+            prompt_tokens,
+            [
+                SampledSequence(*parts)
+                for parts in zip(output_tokens_list, output_logprobs_list, finish_reasons, versions, strict=True)
+            ],
+        )
 
     @property
     def tokenizer_id(self) -> str:

@@ -163,8 +163,9 @@ class ToolCallTranslator:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
 
     def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        calls = [call if isinstance(call, Mapping) else call.model_dump() for call in message["tool_calls"]]
-        text = self.reconstruct_raw_text_from_tool_calls(calls)
+        text = self.reconstruct_raw_text_from_tool_calls(
+            [call if isinstance(call, Mapping) else call.model_dump() for call in message["tool_calls"]]
+        )
         content = message.get("content") or ""
         whole = text if content.strip() in text else f"{content}\n{text}"
         return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": whole}

@@ -54,8 +54,9 @@ class TrlVllmServer(VLLMServer):
 
     async def request_chat(self, arguments: Arguments) -> ChatCompletion:
         tokenizer = await self._tokenizer()
-        prompt = render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools"))
-        reply = await self._reply(prompt, arguments)
+        reply = await self._reply(
+            render_chat(tokenizer, arguments["messages"], tools=arguments.get("tools")), arguments
+        )
         return ChatCompletion(
             id=f"chatcmpl-{uuid.uuid4()}",
             object="chat.completion",

@@ -116,13 +116,21 @@ class VLLMServer(OpenAIServer):
         return body | {"prompt": {"prompt_token_ids": ids}}
 
     async def _generate(self, body: Arguments) -> bytes:
-        headers = {"Content-Type": "application/json"}
-        async with replied(self.http, "POST", self.generate_url, data=orjson.dumps(body), headers=headers) as reply:
+        async with replied(
+            self.http,
+            "POST",
+            self.generate_url,
+            data=orjson.dumps(body),
+            headers={"Content-Type": "application/json"},
+        ) as reply:
             return await reply.read()
 
     def _decode(self, content: bytes, shape: type[Any]) -> Any:
-        what = f"{self.generate_url} replied in another shape than this client reads"
-        with reading(what, PermanentServerError, also=(msgspec.DecodeError,)):
+        with reading(
+            f"{self.generate_url} replied in another shape than this client reads",
+            PermanentServerError,
+            also=(msgspec.DecodeError,),
+        ):
             return msgspec.json.decode(content, type=shape)
 
     def _sequence(self, reply: GenerateReply, index: int) -> SampledSequence:
