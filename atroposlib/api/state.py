@@ -228,8 +228,11 @@ class RolloutState:
             self._versions = WaitingVersions()
             self._forget(forgotten)
         self.queue.register(registration)
-        unfitting = [lease.lease_id for lease in self.leases.values() if lease.sequences != registration.batch_size]
-        self.queue.put_back(self.leases.close(unfitting))
+        self.queue.put_back(
+            self.leases.close(
+                [lease.lease_id for lease in self.leases.values() if lease.sequences != registration.batch_size]
+            )
+        )
         return len(forgotten)
 
     def _on_snapshot(self, snapshot: changes.Snapshot) -> None:

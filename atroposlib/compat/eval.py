@@ -117,10 +117,10 @@ class EvalBase(ABC):
         self, server: InferenceCalls | ManagedServer, messages: Sequence[Mapping[str, Any]]
     ) -> ChatCompletion:
         """`n` replies to `messages` of a server, or of a managed one."""
-        parameters = {
-            name: value for name, value in self.get_generation_params().items() if name != "max_tokens" or value >= 0
-        }
-        return await server.chat_completion(messages=messages, **parameters)
+        return await server.chat_completion(
+            messages=messages,
+            **{key: value for key, value in self.get_generation_params().items() if key != "max_tokens" or value >= 0},
+        )
 
     async def __call__(self, server_manager: ServerManager) -> dict[str, float]:
         """Ask everything, and return the means."""

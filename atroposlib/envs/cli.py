@@ -240,8 +240,7 @@ def _own_keys(values: Any, tree: type[BaseModel], place: str = "") -> Any:
         if key in known:
             continue
         if nearest(str(key), known):
-            likely = nearest(f"{place}{key}", [f"{place}{name}" for name in known])
-            raise ConfigError(f"unknown key '{place}{key}'{likely}")
+            raise ConfigError(f"unknown key '{place}{key}'{nearest(place + key, [place + name for name in known])}")
         log.warning("Ignoring the key '%s', which %s does not know", key, tree.__name__)
     return {key: value for key, value in values.items() if key in known}
 

@@ -261,8 +261,12 @@ class Environment(ABC):
             return
         wanted = self.config.num_rollouts_per_group_for_logging
         count = len(scored_data["tokens"]) if wanted < 0 else wanted
-        texts = [self.tokenizer.decode(tokens) for tokens in scored_data["tokens"][:count]]
-        self.rollouts_for_wandb.append(list(zip(texts, scored_data["scores"], strict=False)))
+        self.rollouts_for_wandb.append(
+            [
+                (self.tokenizer.decode(tokens), score)
+                for tokens, score in zip(scored_data["tokens"][:count], scored_data["scores"], strict=False)
+            ]
+        )
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
     async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:

@@ -38,7 +38,6 @@ async def process(env: Environment) -> None:
 
 
 async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
-    """Try items until one gives a group that is accepted."""
     env, accepted = run.env, run.counts["groups_accepted"]
     failed = 0
     for _ in range(FRUITLESS_ITEMS):

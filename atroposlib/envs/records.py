@@ -70,11 +70,16 @@ def crossed(old: int, new: int, interval: int) -> int | None:
 
 def markdown_table(metrics: Mapping[str, Any]) -> str:
     """`metrics` as a table to print."""
-    rows = [
-        f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |"
-        for name, value in metrics.items()
-    ]
-    return "\n".join(["| Metric | Value |", "|---|---|", *rows])
+    return "\n".join(
+        [
+            "| Metric | Value |",
+            "|---|---|",
+            *(
+                f"| {name} | {value:.4f} |" if isinstance(value, float) else f"| {name} | {value} |"
+                for name, value in metrics.items()
+            ),
+        ]
+    )
 
 
 def write_eval_results(

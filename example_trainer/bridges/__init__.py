@@ -33,9 +33,9 @@ def make_bridge(config: TrainerConfig) -> Prepare:
     servers = config.vllm_servers
     if not mode.feeds_several and (len(servers) > 1 or config.num_inference_nodes):
         names = ", ".join(f"{host}:{port}" for host, port in servers)
-        several = [other.typed for other in MODES.values() if other.feeds_several]
         raise BridgeError(
             f"--weight-bridge-mode {mode.typed} feeds the one vLLM server of --vllm-host, not {names}: "
-            f"name one with NUM_INFERENCE_NODES=0, or choose --weight-bridge-mode {' or '.join(several)}"
+            "name one with NUM_INFERENCE_NODES=0, or choose --weight-bridge-mode "
+            + " or ".join(other.typed for other in MODES.values() if other.feeds_several)
         )
     return partial(BRIDGES[mode.kind], config)

@@ -106,7 +106,6 @@ def _plain(text: str) -> str:
 
 
 def _fraction(text: str) -> Fraction | None:
-    """The value of a number or of a quotient of numbers."""
     found = NUMBER.fullmatch(text) if len(text) <= MAX_ANSWER_CHARS else None
     if found is None or not Fraction(found["below"] or 1):
         return None

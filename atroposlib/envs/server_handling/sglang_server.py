@@ -82,7 +82,6 @@ class SGLangServer(VLLMServer):
         }
 
     async def _prompt_and_sampling(self, arguments: Arguments) -> tuple[list[int], Arguments]:
-        """The prompt's ids, and the sampling parameters in SGLang's words."""
         sampling = await self._body(arguments)
         ids = sampling.pop("prompt")["prompt_token_ids"]
         limit = sampling.pop("max_tokens", None)
