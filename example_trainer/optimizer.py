@@ -67,9 +67,11 @@ def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: in
         group["initial_lr"] = group["lr"]
 
     def factor(done: int) -> float:
-        rising = (done + 1) / max(1, config.warmup_steps)
-        falling = max(1, config.training_steps - done) / (config.lr_decay_steps + 1)
-        return min(1.0, rising, falling)
+        return min(
+            1.0,
+            (done + 1) / max(1, config.warmup_steps),
+            max(1, config.training_steps - done) / (config.lr_decay_steps + 1),
+        )
 
     return LambdaLR(optimizer, factor, last_epoch=updates_done - 1)
 

@@ -83,12 +83,13 @@ def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatc
             [np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)]
         )
 
-    starts = np.cumsum((0, *lengths[:-1]))
     return MicroBatch(
         input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
         lengths=lengths,
-        rows=tensor([start + positions - 1 for start, positions in zip(starts, trained, strict=True)]),
+        rows=tensor(
+            [start + positions - 1 for start, positions in zip(np.cumsum((0, *lengths[:-1])), trained, strict=True)]
+        ),
         targets=of_trained([rollout.tokens for rollout in rollouts]),
         sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
         advantages=of_trained([rollout.advantages for rollout in rollouts]),

@@ -54,9 +54,10 @@ class Admission:
         client = (scope["client"][0] if scope.get("client") else "", scope.get(ROLE))
         late_s = self._late_s(client)
         if late_s > 0:
-            rate = self._settings.max_requests_per_second
-            detail = f"more than {rate} requests a second of this client (--max-requests-per-second)"
-            await JSONResponse({"detail": detail}, 429, {"Retry-After": str(math.ceil(late_s))})(scope, receive, send)
+            reason = f"more than {self._settings.max_requests_per_second} requests a second of this client"
+            await JSONResponse(
+                {"detail": f"{reason} (--max-requests-per-second)"}, 429, {"Retry-After": str(math.ceil(late_s))}
+            )(scope, receive, send)
             return
         held = 0
 

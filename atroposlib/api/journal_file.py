@@ -151,8 +151,8 @@ def expect_regular_files(path: Path) -> None:
         except (OSError, ValueError) as error:
             raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
         if not stat.S_ISREG(mode):
-            letter = stat.filemode(mode)[0]  # the first that `ls -l` shows
-            kind = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}.get(letter, "device")
+            # by the first letter that `ls -l` shows
+            kind = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}.get(stat.filemode(mode)[0], "device")
             raise JournalError(
                 f"--journal {path} cannot be used: {name} is a {kind}, not a regular file; give another path"
             )

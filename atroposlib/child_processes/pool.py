@@ -51,8 +51,7 @@ class SandboxReport:
         return not self.escapes
 
     def __str__(self) -> str:
-        means = ", ".join(self.means) or "none"
-        return f"sandbox: {means}; " + (
+        return f"sandbox: {', '.join(self.means) or 'none'}; " + (
             f"the child can still {', '.join(self.escapes)}" if self.escapes else "no way out found"
         )
 

@@ -96,10 +96,9 @@ def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
 
 def _verify(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
     sizes = [len(body.data) for body in bodies_of(reader, replayed.state)]
-    letters = sum(1 for _ in reader.dead_letters())
     print(
         f"{reader.path} is whole; changes: {replayed.changes}, newest: {replayed.number}; "
-        f"groups: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB; dead letters: {letters}"
+        f"groups: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB; dead letters: {sum(1 for _ in reader.dead_letters())}"
     )
 
 

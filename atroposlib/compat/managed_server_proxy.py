@@ -111,8 +111,9 @@ class Sessions:
 
     def create(self, request: SessionRequest) -> Session:
         """A new session. Raises ValueError for a server or a tool parser that there is not."""
-        now = time.monotonic()
-        self.by_id = {key: each for key, each in self.by_id.items() if now - each.used_at <= self.timeout_s}
+        self.by_id = {
+            key: each for key, each in self.by_id.items() if time.monotonic() - each.used_at <= self.timeout_s
+        }
         servers = self.manager.servers_at(request.base_url) if request.base_url else self.manager.servers
         session = Session(
             ManagedServer(

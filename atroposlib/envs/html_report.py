@@ -70,8 +70,10 @@ def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -
         for message in messages
     ]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
-    kind = "good" if score > 0 else "bad"
-    return f"<details class={kind}><summary>score {score:g}</summary>{shown}{''.join(parts)}</details>"
+    return (
+        f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>"
+        f"{shown}{''.join(parts)}</details>"
+    )
 
 
 def _content_html(content: Any) -> str:

@@ -75,11 +75,10 @@ class WorkerPool:
 
     def drop_overdue(self, limit_s: float) -> int:
         """Cancel workers that run for more than `limit_s` seconds and drop their items; how many."""
-        now = time.monotonic()
         overdue = {
             task: worker
             for task, worker in self._workers.items()
-            if now - worker.since > limit_s and not task.cancelling()
+            if time.monotonic() - worker.since > limit_s and not task.cancelling()
         }
         for task, worker in overdue.items():
             log.warning("Dropping an item after %.0f s (--env.worker_timeout): %s", limit_s, shown(worker.item))

@@ -46,8 +46,10 @@ def tokenize_for_trainer(
 
 def _shared_length(prefix: list[int], tokens: list[int]) -> int:
     """Length of the common start: a template may render a turn differently once others follow it."""
-    pairs = enumerate(zip(prefix, tokens, strict=False))
-    return next((position for position, (left, right) in pairs if left != right), min(len(prefix), len(tokens)))
+    return next(
+        (at for at, (left, right) in enumerate(zip(prefix, tokens, strict=False)) if left != right),
+        min(len(prefix), len(tokens)),
+    )
 
 
 def _without_ending(tokenizer: Any, tokens: list[int], masks: list[int]) -> tuple[list[int], list[int]]:

@@ -77,8 +77,8 @@ def rotary_table(config: Any, positions: int) -> Tensor:
     """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(config)
-    cos, sin = rotary(torch.empty(0), torch.arange(positions)[None])  # [1, positions, 2 halves that are equal]
+    # [1, positions, 2 halves that are equal]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.empty(0), torch.arange(positions)[None])
     half = cos.shape[-1] // 2
     return torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
 

@@ -96,8 +96,11 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
     blocks: list[tuple[int, int, int]] = []  # of fused layers: this rank's length, the whole one, which block of it
     if isinstance(module, compat.QKVParallelLinear):
         size = module.head_size
-        kv_rank = tp_rank // module.num_kv_head_replicas
-        kv_block = (module.num_kv_heads * size, module.total_num_kv_heads * size, kv_rank)
+        kv_block = (
+            module.num_kv_heads * size,
+            module.total_num_kv_heads * size,
+            tp_rank // module.num_kv_head_replicas,
+        )
         blocks = [(module.num_heads * size, module.total_num_heads * size, tp_rank), kv_block, kv_block]
     elif isinstance(module, compat.MergedColumnParallelLinear):
         blocks = [(full_length // tp_size, full_length, tp_rank) for full_length in module.output_sizes]

@@ -41,9 +41,9 @@ class CosineScaledReward(RewardFunction):
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
         if solution is None:
             return [self.default_reward] * len(completions)
-        span = self.max_reward - self.min_reward
         scaled = [
-            self.min_reward + span * cosine(self.get_content(each), str(gold)) * self.scale_factor
+            self.min_reward
+            + (self.max_reward - self.min_reward) * cosine(self.get_content(each), str(gold)) * self.scale_factor
             for each, gold in zip(completions, one_each(solution, len(completions), "solution"), strict=True)
         ]
         return [max(self.min_reward, min(self.max_reward, value)) for value in scaled]

@@ -181,13 +181,18 @@ class Dispatcher(Generic[Server]):
         waiting = [waiter for waiter in self._waiters if not waiter.granted.done()]
         if not waiting:
             return
-        oldest_s = time.monotonic() - waiting[0].since
         state = ", ".join(
             f"{server.name} ({f'{server.gates[self._split].in_use} of {server.gates[self._split].limit} in use'}"
             f"{'' if server.health.live else f', unreachable: {server.health.problem}'})"
             for server in self._servers
         )
-        log.info("%d %s calls wait for a slot, the oldest for %.0f s: %s", len(waiting), self._split, oldest_s, state)
+        log.info(
+            "%d %s calls wait for a slot, the oldest for %.0f s: %s",
+            len(waiting),
+            self._split,
+            time.monotonic() - waiting[0].since,
+            state,
+        )
         self._report = asyncio.get_running_loop().call_later(REPORT_INTERVAL_S, self._report_waiting)
 
 

@@ -29,10 +29,9 @@ def server_configs(
             raise ValueError("the list of inference servers is empty; give at least one APIServerConfig")
         return list(configs)
     if slurm:
-        urls = slurm_urls(environment)
         if isinstance(configs, APIServerConfig) and configs.base_url:
             log.warning("slurm is on: the SLURM nodes replace base_url %s", configs.base_url)
-        return [_at(configs, url) for url in urls]
+        return [_at(configs, url) for url in slurm_urls(environment)]
     if isinstance(configs, APIServerConfig):
         return [configs]
     return [_at(configs, f"http://localhost:{port}/v1") for port in LOCAL_PORTS]
