@@ -20,10 +20,9 @@ def select_best_index(
             f"{len(primary_scores)} primary and {len(secondary_scores)} secondary scores; need one of each per"
             " alternative"
         )
-    primary_sign = 1 if primary_higher_is_better else -1
-    secondary_sign = -1 if secondary_lower_is_better else 1
 
     def rank(index: int) -> tuple[float, float]:
-        return primary_sign * primary_scores[index], secondary_sign * secondary_scores[index]
+        primary, secondary = primary_scores[index], secondary_scores[index]
+        return primary if primary_higher_is_better else -primary, -secondary if secondary_lower_is_better else secondary
 
     return max(range(len(primary_scores)), key=rank)
