@@ -1,0 +1,34 @@
+"""The extras of pyproject.toml: the line that says which one a command lacks.
+
+    need("trainer", "grpo", "torch", "peft")
+    grpo: error: grpo needs torch, which is not installed; pip install 'atropos[trainer]'
+
+A command calls `need` before it imports what the extra brings. It looks for the modules and imports none.
+"""
+
+from importlib.util import find_spec
+from typing import ClassVar, Literal
+
+from atroposlib.errors import AtroposError
+
+Extra = Literal["trainer", "gpu", "environments", "wandb", "tensorboard"]
+
+
+class MissingExtra(AtroposError):
+    """What the command needs is not installed; as a wrong flag does, this ends it with exit status 2."""
+
+    exit_status: ClassVar[int] = 2
+
+
+def need(extra: Extra, who: str, *modules: str) -> None:
+    """Raise MissingExtra, with which of `modules` `who` lacks, unless all of them are installed."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise MissingExtra(f"{who} needs {' and '.join(missing)}, which {verb} not installed; {install(extra)}")
+
+
+def install(extra: Extra) -> str:
+    """The command that installs an extra, in whatever way Atropos was installed."""
+    command = f"pip install 'atropos[{extra}]'"
+    return command if extra != "gpu" else f"{command}, or on a machine without an NVIDIA GPU scripts/setup.sh"

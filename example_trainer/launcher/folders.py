@@ -1,0 +1,43 @@
+"""Where recipes, environments and scripts are: in a checkout, or where pip has put them (setup.py).
+
+in a checkout          installed
+recipes/               example_trainer/recipes/
+scripts/               example_trainer/scripts/
+environments/          atropos_environments/
+"""
+
+from pathlib import Path, PurePath
+
+PACKAGES = Path(__file__).resolve().parents[2]  # the checkout, or site-packages
+ENVIRONMENTS = "environments"
+
+
+def recipes() -> Path:
+    """The folder of the recipes that come with Atropos."""
+    return _folder("recipes", installed="example_trainer/recipes")
+
+
+def scripts() -> Path:
+    """The folder of the shell scripts."""
+    return _folder("scripts", installed="example_trainer/scripts")
+
+
+def environments() -> Path:
+    """The folder of the environment servers that come with Atropos."""
+    return _folder(ENVIRONMENTS, installed="atropos_environments")
+
+
+def environment_file(name: str, beside: Path) -> Path:
+    """The file that a recipe in the folder `beside` calls `name`: there or in the working directory, else, for
+    `environments/FILE`, the one that comes with Atropos. A file that does not exist is given as it was written.
+    """
+    path = PurePath(name)
+    candidates = [beside / path, Path(path)]
+    if path.parts[0] == ENVIRONMENTS:
+        candidates.append(environments().joinpath(*path.parts[1:]))
+    return next((candidate for candidate in candidates if candidate.is_file()), Path(path))
+
+
+def _folder(name: str, installed: str) -> Path:
+    is_checkout = (PACKAGES / "pyproject.toml").is_file()
+    return PACKAGES / (name if is_checkout else installed)
