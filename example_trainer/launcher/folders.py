@@ -1,4 +1,4 @@
-"""Where recipes, environments and scripts are: in a checkout, or where pip has put them (setup.py).
+"""Where recipes and environments are: in a checkout, or where pip has put them (setup.py).
 
 in a checkout          installed
 recipes/               example_trainer/recipes/
@@ -15,11 +15,6 @@ ENVIRONMENTS = "environments"
 def recipes() -> Path:
     """The folder of the recipes that come with Atropos."""
     return _folder("recipes", installed="example_trainer/recipes")
-
-
-def scripts() -> Path:
-    """The folder of the shell scripts."""
-    return _folder("scripts", installed="example_trainer/scripts")
 
 
 def environments() -> Path:

@@ -19,13 +19,12 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_checkout_has_them_at_its_top() -> None:
-    assert [folders.recipes(), folders.scripts()] == [ROOT / "recipes", ROOT / "scripts"]
+    assert folders.recipes() == ROOT / "recipes"
     assert folders.environments() == ROOT / "environments"
 
 
 def test_installed_they_are_in_the_packages(installed: Path) -> None:
     assert folders.recipes() == installed / "example_trainer/recipes"
-    assert folders.scripts() == installed / "example_trainer/scripts"
     assert folders.environments() == installed / "atropos_environments"
 
 

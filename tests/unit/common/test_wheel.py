@@ -75,16 +75,15 @@ def test_its_top_level_names_are_the_four_packages(installed: Path) -> None:
     }
 
 
-def test_it_holds_every_module_recipe_and_script(installed: Path) -> None:
+def test_it_holds_every_module_recipe_and_batch_script(installed: Path) -> None:
     expected = [
         INSTALLED_AS.get(path.parts[0], path.parts[0]) + str(path)[len(path.parts[0]) :]
         for folder in ("atroposlib", "environments", "example_trainer", "vllm_patching", "recipes")
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*"))
         if path.suffix in (".py", ".yaml") or path.name == "py.typed"
     ]
-    scripts = [f"example_trainer/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
-    missing = [name for name in expected + scripts if not (installed / name).is_file()]
-    assert missing == []
+    slurm = [f"example_trainer/slurm/{path.name}" for path in (ROOT / "scripts/slurm").iterdir()]
+    assert [name for name in expected + slurm if not (installed / name).is_file()] == []
 
 
 def test_its_description_has_no_link_that_leads_nowhere_on_an_index(metadata: Message) -> None:
@@ -119,11 +118,11 @@ def test_each_command_runs_from_an_empty_folder(command: str, installed: Path, t
 def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path: Path) -> None:
     program = (
         "from pathlib import Path; from example_trainer.launcher import folders;"
-        "print(folders.scripts() / 'quickstart.sh');"
+        "print(folders.recipes());"
         "print(folders.environment_file('environments/gsm8k_server.py', Path()))"
     )
     shown = run(sys.executable, "-c", program, cwd=tmp_path, PYTHONPATH=str(installed)).stdout.splitlines()
     assert shown == [
-        str(installed / "example_trainer/scripts/quickstart.sh"),
+        str(installed / "example_trainer/recipes"),
         str(installed / "atropos_environments/gsm8k_server.py"),
     ]

@@ -101,6 +101,16 @@ def test_a_folder_that_is_no_environment_is_not_touched(project: Path) -> None:
     assert (project / ".venv/thesis.txt").read_text() == "mine"
 
 
+def test_an_environment_of_uv_is_not_replaced(project: Path) -> None:
+    fake_interpreter(project)
+    (project / ".venv/setup").rmdir()
+    (project / ".venv/pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.13.9\nversion_info = 3.11.7\n")
+    done = setup(project, "--cpu")
+    assert done.returncode == 1
+    assert "was made by uv" in done.stderr
+    assert (project / ".venv/bin/python").is_file()
+
+
 def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(project: Path) -> None:
     empty = project / "wheels"
     empty.mkdir()
@@ -150,6 +160,15 @@ def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> 
     holder.communicate("go\n", timeout=10)
     rest, _ = second.communicate(timeout=20)
     assert (second.returncode, rest) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "size"), [("--cpu", "0.8 GB to download, 3 GB"), ("--gpu", "4.2 GB to download, 10 GB")]
+)
+def test_it_says_how_much_it_downloads_before_it_does(project: Path, mode: str, size: str) -> None:
+    done = setup(project, mode, PYTHON=os.devnull)
+    assert done.returncode == 1
+    assert f"{size} on disk\n" in done.stdout
 
 
 def test_a_package_of_other_bytes_than_the_locked_ones_is_not_installed(project: Path) -> None:

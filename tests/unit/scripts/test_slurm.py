@@ -1,0 +1,62 @@
+"""scripts/slurm/train.sbatch, with a `srun` that runs its command: there is no SLURM here."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.services
+
+SCRIPT = Path(__file__).parents[3] / "scripts/slurm/train.sbatch"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """The folder in which sbatch was called; the commands on PATH say how they were started."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, program in {"srun": 'exec "$@"', "atropos": 'echo "$(pwd) atropos $*"'}.items():
+        (tools / name).write_text(f"#!/bin/sh\n{program}\n")
+        (tools / name).chmod(0o755)
+    return tmp_path
+
+
+def start(cluster: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """As slurmd does: a copy of the script, elsewhere."""
+    copy = cluster / "slurm_script"
+    copy.write_text(SCRIPT.read_text())
+    environment = {
+        "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(cluster),
+        "SLURM_JOB_NAME": "atropos",
+        "SLURM_JOB_ID": "17",
+    }
+    return subprocess.run(
+        ["bash", copy, *arguments], env=environment, cwd="/", capture_output=True, text=True, timeout=20
+    )
+
+
+def test_a_job_trains_its_recipe_under_the_job_s_name(cluster: Path) -> None:
+    done = start(cluster, "gsm8k_broadcast", "--steps", "5")
+    assert done.stdout == f"{cluster} atropos train gsm8k_broadcast --steps 5 --run-name atropos-17\n"
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_job_that_slurm_starts_again_continues_its_run(cluster: Path) -> None:
+    (cluster / "runs/atropos-17").mkdir(parents=True)
+    assert start(cluster, "gsm8k_broadcast").stdout == f"{cluster} atropos train --resume runs/atropos-17\n"
+
+
+def test_the_checkout_s_own_command_is_preferred(cluster: Path) -> None:
+    own = cluster / ".venv/bin/atropos"
+    own.parent.mkdir(parents=True)
+    own.write_text("#!/bin/sh\necho own\n")
+    own.chmod(0o755)
+    assert start(cluster, "gsm8k").stdout == "own\n"
+
+
+def test_without_a_recipe_it_says_so(cluster: Path) -> None:
+    done = start(cluster)
+    assert done.returncode == 2
+    assert done.stderr == ("train.sbatch: error: name a recipe: sbatch scripts/slurm/train.sbatch gsm8k_broadcast\n")
