@@ -24,9 +24,9 @@ ENV ATROPOS_PYTHON=/atropos/.venv/bin/python PATH=/atropos/.venv/bin:$PATH
 CMD ["scripts/quickstart.sh"]
 
 FROM base AS cpu
-RUN --mount=type=cache,target=/home/atropos/.cache/pip,uid=1000 scripts/setup.sh --cpu
+RUN --mount=type=cache,target=/tmp/pip,uid=1000 PIP_CACHE_DIR=/tmp/pip scripts/setup.sh --cpu
 
 FROM base AS cuda
-RUN --mount=type=cache,target=/home/atropos/.cache/pip,uid=1000 scripts/setup.sh --gpu
+RUN --mount=type=cache,target=/tmp/pip,uid=1000 PIP_CACHE_DIR=/tmp/pip scripts/setup.sh --gpu
 # What NVIDIA's container toolkit asks an image for.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
