@@ -14,11 +14,10 @@ environments' evaluation schedule never drift apart. Groups that cannot be train
 left out; a batch of nothing else is no step.
 """
 
-if __name__ == "__main__":  # flags before torch, as example_trainer/commands.py does for atropos-grpo
-    from atroposlib.config import load_config
-    from example_trainer.config import TrainerConfig
+if __name__ == "__main__":  # flags before torch, as atropos-grpo does
+    from example_trainer.commands import check_before_torch
 
-    load_config(TrainerConfig, prog="grpo")
+    check_before_torch()
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
