@@ -1,36 +1,352 @@
 """Starts, awaits, watches, restarts and ends the services of a run.
 
-with Supervisor(run_dir, services, listener) as supervisor:
-    status = supervisor.run()
+    with Supervisor(run_dir, services, tell) as supervisor:
+        status = supervisor.run()
+
+                 ┌ INT, TERM, HUP ──────────────────────────────────────────────▶ 130, 143, 129 ┐
+    start all ───┼ a health address is silent too long, a service dies once too often ──▶ 1 ────┼──▶ end all
+                 └ all that may end have ended with status 0 ────────────────────▶ 0 ───────────┘
+
+- All start at once. Each waits for whom it needs by itself.
+- Every service leads a session of its own, and is recorded before it runs (become.py, records.py): a launcher that is
+  killed takes its services along by the kernel's TERM, and `atropos stop` ends what is deaf to that.
+- A signal only sets a flag, so it is safe at any moment, and is looked for several times a second.
+- The leader of a group that we started stays unreaped until the group is gone: until then the kernel gives its number
+  to nobody else.
 """
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
-from example_trainer.launcher.events import Listener
-from example_trainer.launcher.service import Service
+from atroposlib.errors import AtroposError, reading
+from atroposlib.files import open_regular
+from example_trainer.launcher import become
+from example_trainer.launcher.ending import end
+from example_trainer.launcher.events import (
+    Died,
+    Ended,
+    Event,
+    Interrupted,
+    Listener,
+    LogLine,
+    NotUp,
+    Outlived,
+    Restarted,
+    Started,
+    StillWaiting,
+    Up,
+    Waiting,
+)
+from example_trainer.launcher.health import HealthWatch
+from example_trainer.launcher.log_files import Follower, last_lines
+from example_trainer.launcher.records import Record, Records
+from example_trainer.launcher.service import LAUNCHER, Service
+from example_trainer.launcher.shared_memory import SharedMemory
+
+POLL_S = 0.2
+NOTE_EVERY_S = 5.0  # shared memory
+STILL_EVERY_S = 30.0
+LINES_SHOWN = 20
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class CannotStart(AtroposError):
+    """The run's directory or a service's log cannot be written."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How patient the supervisor is."""
+
+    last_s: float = 300.0  # for the others, once the first of those that may end has
+    pause_s: float = 2.0  # before the first restart; three times as long before each next one
+    steady_s: float = 600.0  # a service that ran so long has its restarts again
+
+
+class _End(Exception):
+    """The run is over, with this status of the launcher."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+class _Signals:
+    """Which signal asked first. One that is ignored, as under nohup, stays ignored."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def install(self) -> None:
+        for number, handler in self._before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+
+    def restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or signal.Signals(number)
+
+
+class _Child:
+    """A service, through all its starts."""
+
+    def __init__(self, service: Service, log: Path) -> None:
+        self.service = service
+        self.log = log
+        self.follower = Follower(log)
+        self.record: Record | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.health: HealthWatch | None = None  # while it is awaited
+        self.started = self.told = 0.0
+        self.deaths = 0  # in a row
+        self.restart_at: float | None = None
+        self.has_ended = False
+
+    def start(self, records: Records) -> int:
+        """Its pid. It runs once its record is written."""
+        with open_regular(self.log, "ab") as output:
+            process = subprocess.Popen(
+                # without what PYTHON variables and site-packages would load: it is only there to exec
+                [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *self.service.command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.service.environment},
+                start_new_session=True,
+            )
+        self.process, self.restart_at = process, None
+        self.record = Record.of(self.service.name, process.pid, self.service.health or "", self.service.command)
+        records.write(self.record)
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin:  # killed already; the supervisor will see that
+            process.stdin.write(b"\n")
+        self.started = self.told = time.monotonic()
+        if self.service.health is not None:
+            self.health = HealthWatch(self.service.health)
+        return process.pid
+
+    def status(self) -> int | None:
+        """How the leader ended, negative for a signal; None while it runs. It stays a zombie."""
+        assert self.process is not None
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def stop_asking(self) -> None:
+        if self.health is not None:
+            self.health.stop()
+            self.health = None
+
+    def reap(self) -> None:
+        """Once its group is gone, or is about to be."""
+        if self.process is not None:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            self.process.poll()
 
 
 class Supervisor:
-    """Owns the run's directory from `__enter__` to `__exit__`, which ends every service in every case."""
+    """Owns the run's directory from `__enter__` to `__exit__`, which ends every service in every case. Use it in the
+    main thread. Listeners are called in it too.
+    """
 
-    def __init__(self, run_dir: Path, services: Sequence[Service], tell: Listener) -> None:
+    def __init__(self, run_dir: Path, services: Sequence[Service], tell: Listener, limits: Limits = Limits()) -> None:
+        names = [service.name for service in services]
+        if len({*names}) < len(names):
+            raise ValueError(f"two services of one name: {names}")
         self.run_dir = run_dir
-        self.services = tuple(services)
-        self._tell = tell
+        self._children = [_Child(service, run_dir / f"{service.name}.log") for service in services]
+        self._listener = tell
+        self._limits = limits
+        self._records = Records(run_dir)
+        self._memory = SharedMemory(self._records)
+        self._signals = _Signals()
+        self._first_end: float | None = None
+        self._noted = 0.0
 
     def __enter__(self) -> Self:
+        """Claim the run's directory. Raises RunInUse, ForeignRecord and CannotStart, and nothing has changed then."""
+        self._signals.install()
+        try:
+            with reading(f"cannot keep records in {self._records.folder}", CannotStart):
+                self._records.claim()
+                self._end_leftovers()
+                self._records.write(Record.of(LAUNCHER, os.getpid(), command=tuple(sys.argv)))
+        except BaseException:
+            self._records.release()
+            self._signals.restore()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        raise NotImplementedError
+        try:
+            for child in self._children:
+                child.stop_asking()
+            started = [child.record for child in self._children if child.record is not None]
+            end(self._records, started, self._memory, self._listener)
+            for child in self._children:
+                child.reap()
+        finally:
+            self._signals.restore()
 
     def run(self) -> int:
         """Start all services and watch them until those that may end have ended. Returns the exit status of the
         launcher: 0; 1 after a death; 130, 143 or 129 after Ctrl-C, TERM or HUP.
         """
-        raise NotImplementedError
+        try:
+            for child in self._children:
+                self._end_if_asked()
+                self._tell(Started(child.service.name, self._start(child), child.log))
+                self._announce_wait(child)
+            while not self._is_over():
+                self._end_if_asked()
+                self._look()
+                time.sleep(POLL_S)
+            for child in self._children:
+                for line in child.follower.rest():
+                    self._tell(LogLine(child.service.name, line))
+            return 0
+        except _End as over:
+            return over.status
+
+    def _end_leftovers(self) -> None:
+        """Of a launcher that was killed here."""
+        self._memory.read()
+        leftovers = self._records.services()
+        if leftovers:
+            end(self._records, leftovers, self._memory, self._listener)
+            self._records.claim()
+
+    def _start(self, child: _Child) -> int:
+        """Its pid."""
+        service = child.service
+        with reading(f"cannot start {service.name} with log {child.log}", CannotStart):
+            return child.start(self._records)
+
+    def _announce_wait(self, child: _Child) -> None:
+        service = child.service
+        if service.health is not None:
+            self._tell(Waiting(service.name, service.health, service.start_limit_s, child.log))
+
+    def _look(self) -> None:
+        """What has happened since the last look."""
+        self._show_lines()
+        for child in self._children:
+            self._look_at(child)
+        now = time.monotonic()
+        if self._first_end is not None and now - self._first_end > self._limits.last_s:
+            left = [child for child in self._mortal() if not child.has_ended]
+            names = tuple(child.service.name for child in left)
+            shown = last_lines(left[0].log, LINES_SHOWN)
+            self._end(Outlived(names, self._limits.last_s, left[0].log, shown))
+        if now - self._noted > NOTE_EVERY_S:
+            self._noted = now
+            with suppress(OSError):  # a full disk: they stay in memory
+                self._memory.note([child.record for child in self._children if child.record])
+
+    def _look_at(self, child: _Child) -> None:
+        if child.has_ended:
+            return
+        if child.restart_at is not None:
+            if time.monotonic() >= child.restart_at:
+                self._restart(child)
+            return
+        status = child.status()
+        if status is not None:
+            self._see_end(child, status)
+        elif child.health is not None:
+            self._await(child, child.health)
+
+    def _await(self, child: _Child, health: HealthWatch) -> None:
+        now, limit_s = time.monotonic(), child.service.start_limit_s
+        waited = now - child.started
+        name = child.service.name
+        if health.is_up:
+            child.health = None
+            self._tell(Up(name, waited))
+        elif waited >= limit_s:
+            self._end(NotUp(name, health.url, limit_s, child.log, last_lines(child.log, LINES_SHOWN)))
+        elif now - child.told >= STILL_EVERY_S:
+            child.told = now
+            self._tell(StillWaiting(name, health.url, limit_s - waited))
+
+    def _see_end(self, child: _Child, status: int) -> None:
+        child.stop_asking()
+        service, now = child.service, time.monotonic()
+        if status == 0 and service.may_end:
+            child.has_ended = True
+            self._first_end = self._first_end or now
+            self._tell(Ended(service.name))
+            return
+        self._show_lines()
+        assert child.record is not None
+        if now - child.started > self._limits.steady_s:
+            child.deaths = 0
+        child.deaths += 1
+        pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if child.deaths <= service.restarts else None
+        shown = last_lines(child.log, LINES_SHOWN)
+        died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s)
+        if pause_s is None:
+            self._end(died)
+        else:
+            child.restart_at = now + pause_s
+            child.record.signal(signal.SIGTERM)  # what it has left
+            self._tell(died)
+
+    def _restart(self, child: _Child) -> None:
+        assert child.record is not None
+        if child.record.signal(signal.SIGKILL):
+            return  # its number stays its group's until the next look
+        child.reap()
+        self._tell(Restarted(child.service.name, self._start(child), child.deaths, child.service.restarts))
+        self._announce_wait(child)
+
+    def _mortal(self) -> list[_Child]:
+        return [child for child in self._children if child.service.may_end]
+
+    def _is_over(self) -> bool:
+        mortal = self._mortal()
+        return bool(mortal) and all(child.has_ended for child in mortal)
+
+    def _show_lines(self) -> None:
+        for child in self._children:
+            for line in child.follower.new_lines():
+                self._tell(LogLine(child.service.name, line))
+
+    def _end_if_asked(self) -> None:
+        if self._signals.first is not None:
+            self._tell(Interrupted(self._signals.first))
+            raise _End(128 + self._signals.first)
+
+    def _end(self, why: Event) -> None:
+        self._tell(why)
+        raise _End(1)
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except OSError:  # nobody reads the console any more, as when a terminal is closed
+            raise _End(128 + signal.SIGPIPE) from None
+
+
+def describe(status: int) -> str:
+    """`exit status 1`, `killed by signal KILL`."""
+    if status >= 0:
+        return f"exit status {status}"
+    return f"killed by signal {signal.Signals(-status).name.removeprefix('SIG')}"

@@ -1,0 +1,63 @@
+"""`atropos COMMAND`: the one command of Atropos.
+
+Each command is a module with two functions: `parser()`, for `--help` and completion, and `main(argv)`, which returns
+the exit status. Only the module of the command that is asked for is loaded; what is heavy it loads late.
+"""
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
+
+from atroposlib.errors import one_line_errors
+from example_trainer.launcher.arguments import Parser, nearest
+
+
+@dataclass(frozen=True)
+class Command:
+    """`module` has `parser` and `main`."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "status": Command("example_trainer.launcher.status", "what runs, how it fares, and what came of earlier runs"),
+    "stop": Command("example_trainer.launcher.stop", "end a run, and nothing else"),
+    "logs": Command("example_trainer.launcher.logs", "the last lines of a run's services, and new ones"),
+    "completion": Command("example_trainer.launcher.completion", "the shell's completion of all this"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status, or exits with it."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    signal.signal(signal.SIGTERM, _end)
+    with one_line_errors(" ".join(["atropos", *words[:1]]) if words and words[0] in COMMANDS else "atropos"):
+        if not words or words[0] in ("-h", "--help"):
+            print(overview())
+            return 0 if words else 2
+        if words[0] == "--version":
+            from atroposlib.flags import package_version
+
+            print(f"atropos {package_version()}")
+            return 0
+        if words[0] not in COMMANDS:
+            Parser("", "").error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
+        status: int = import_module(COMMANDS[words[0]].module).main(words[1:])
+        return status
+
+
+def overview() -> str:
+    """What there is."""
+    width = max(map(len, COMMANDS))
+    lines = (f"  {name:<{width}}  {command.about}" for name, command in COMMANDS.items())
+    return "\n".join(["usage: atropos COMMAND [...]", "", *lines, "", "`atropos COMMAND --help` lists its flags."])
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """TERM while no supervisor has taken it over: nothing has to be ended, but somebody should know."""
+    print("atropos: ended by SIGTERM", file=sys.stderr, flush=True)
+    raise SystemExit(128 + number)

@@ -1,0 +1,73 @@
+"""Reads the logs of services: the last lines, and new ones as they are written. What a log holds reaches a terminal
+only through `printable`.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from atroposlib.logs import escape
+
+TAIL_BYTES = 64 << 10
+CHUNK_BYTES = 1 << 20
+LINE_BYTES = 64 << 10  # a line that is longer is cut there
+_BREAK = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with a carriage return
+_ACCESS = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) \S+ HTTP/\d')
+_POLL_NOISE = re.compile(r"socket\.cpp:\d+\] \[c10d\]")
+
+
+def printable(text: str) -> str:
+    """On one line, and with nothing in it that a terminal obeys."""
+    return escape(text.replace("\t", "    "))
+
+
+def last_lines(log: Path, count: int) -> tuple[str, ...]:
+    """Of a regular file, as much as fits; nothing of anything else."""
+    if not log.is_file() or log.is_symlink():
+        return ()
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+        lines = [line for line in _BREAK.split(file.read()) if line]
+    return tuple(line.decode(errors="replace") for line in lines[len(lines) - min(count, len(lines)) :])
+
+
+def last_word(log: Path) -> str:
+    """The last line that tells something: no access line of a web server, no poll of the bridge's rendezvous."""
+    lines = last_lines(log, 1000)
+    telling = (line for line in reversed(lines) if not (_ACCESS.search(line) or _POLL_NOISE.search(line)))
+    return next(telling, "")
+
+
+class Follower:
+    """The lines that are added to a log from now on."""
+
+    def __init__(self, log: Path, from_start: bool = False) -> None:
+        self._log = log
+        self._offset = 0 if from_start or not log.exists() else log.stat().st_size
+        self._partial = b""
+
+    def new_lines(self) -> Iterator[str]:
+        """Those that are complete."""
+        try:
+            with self._log.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(CHUNK_BYTES)
+        except FileNotFoundError:
+            return
+        self._offset += len(chunk)
+        *lines, self._partial = _BREAK.split(self._partial + chunk)
+        if len(self._partial) > LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        yield from (line.decode(errors="replace") for line in lines if line)
+
+    def rest(self) -> Iterator[str]:
+        """What was written since, once nobody writes any more, the line without an end included."""
+        while True:
+            before = self._offset
+            yield from self.new_lines()
+            if self._offset == before:
+                break
+        if self._partial:
+            yield self._partial.decode(errors="replace")
+            self._partial = b""

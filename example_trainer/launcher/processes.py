@@ -1,0 +1,51 @@
+"""Which process a number means. Numbers are given out again, so a process is known by three things: its number, when
+it started, and since which boot. /proc has the start in clock ticks after boot, which, unlike the times of psutil,
+stays the same when somebody sets the clock.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+DEAD = "ZX"  # a zombie still has its number
+
+
+@cache
+def boot_id() -> str:
+    """Of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def first_ticks(pid: int) -> int | None:
+    """When the process started, also if it has died since and nobody has asked for its status. None: it is gone."""
+    fields = _fields(pid)
+    return int(fields[19]) if fields else None
+
+
+def is_alive(pid: int, start: int) -> bool:
+    """Whether the process with this number started then, and runs."""
+    fields = _fields(pid)
+    return bool(fields) and fields[0] not in DEAD and int(fields[19]) == start
+
+
+def living_members(group: int) -> list[int]:
+    """The processes of a group that leads a session of its own."""
+    return [pid for pid in _numbers_of(group) if (fields := _fields(pid)) and fields[0] not in DEAD]
+
+
+def _numbers_of(group: int) -> Iterator[int]:
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError, PermissionError):
+            if os.getpgid(pid) == group == os.getsid(pid):
+                yield pid
+
+
+def _fields(pid: int) -> list[str]:
+    """State, parent, group, session, ... of a process; empty if it is gone. Its name, before them, may hold blanks."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []

@@ -1,0 +1,22 @@
+"""A launcher for the tests: `python launch.py RUN_DIR '{"services": [...], "limits": {...}}'`."""
+
+import json
+import sys
+from pathlib import Path
+
+from example_trainer.launcher.console import PlainConsole
+from example_trainer.launcher.service import Service
+from example_trainer.launcher.supervisor import Limits, Supervisor
+
+SHOWN = {"": "Held-out accuracy", "trainer": "Step [0-9]+/"}
+
+
+def main() -> int:
+    run_dir, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
+    services = [Service(**{**service, "command": tuple(service["command"])}) for service in plan["services"]]
+    with Supervisor(run_dir, services, PlainConsole(run_dir, SHOWN), Limits(**plan["limits"])) as supervisor:
+        return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

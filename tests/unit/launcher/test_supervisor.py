@@ -1,0 +1,327 @@
+"""The supervisor starts, watches, restarts and ends services: small ones on loopback, under a launcher of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher import become
+from tests.unit.launcher.processes import (
+    DEAF,
+    FAMILY,
+    atropos,
+    await_record,
+    free_port,
+    group_of,
+    launch,
+    launched,
+    listens,
+    lives,
+    python,
+    service,
+    sleeper,
+    wait_until,
+    web,
+)
+
+pytestmark = pytest.mark.services
+
+
+def bash(name: str, script: str, **fields: object) -> dict[str, object]:
+    return service(name, "bash", "-c", script, **fields)
+
+
+def test_a_run_shows_the_lines_asked_for_and_ends_well_when_the_services_that_may_end_do(tmp_path: Path) -> None:
+    port = free_port()
+    steps = "echo 'INFO Step 1/2 | reward 0.5'; echo noise; printf Step; sleep 1; echo ' 2/2 | late'"
+    status, output = launched(
+        tmp_path,
+        web(port),
+        bash("trainer", steps, may_end=True),
+        bash("mine", "echo Held-out accuracy 3", may_end=True),
+    )
+    assert status == 0, output
+    assert " trainer Step 1/2 | reward 0.5" in output
+    assert " trainer Step 2/2 | late" in output
+    assert " mine Held-out accuracy 3" in output
+    assert "noise" not in output
+    assert "INFO" not in output
+    assert "Started web (pid " in output
+    assert not listens(port)
+    assert not (tmp_path / "pids").exists()
+
+
+def test_services_start_at_once_and_each_is_announced_with_its_deadline_and_its_arrival(tmp_path: Path) -> None:
+    first, second = free_port(), free_port()
+    status, output = launched(tmp_path, web(first, "one"), web(second, "two"), bash("work", "sleep 3", may_end=True))
+    assert status == 0, output
+    assert f"Waiting for one at http://127.0.0.1:{first}/, at most 40 s (log {tmp_path}/one.log)" in output
+    assert output.index("Started work") < output.index("one is up after")
+    assert "two is up after" in output
+
+
+def test_a_killed_service_ends_the_others_and_is_named_with_its_log(tmp_path: Path) -> None:
+    port = free_port()
+    launcher = launch(tmp_path, web(port), bash("work", "echo the last word; exec sleep 60", may_end=True))
+    work = await_record(tmp_path, "work")
+    wait_until(lambda: listens(port) and "last word" in (tmp_path / "work.log").read_text())
+    killed = time.monotonic()
+    os.kill(work, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=40)
+    assert time.monotonic() - killed < 10
+    assert launcher.returncode == 1
+    assert f"work (pid {work}) died: killed by signal KILL. Last lines of {tmp_path}/work.log:" in output
+    assert "    the last word" in output
+    assert not listens(port)
+
+
+def test_a_service_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
+    broken = bash("broken", "echo no such model; exit 3", health="http://127.0.0.1:9/health", start_limit_s=50)
+    started = time.monotonic()
+    status, output = launched(tmp_path, broken)
+    assert status == 1
+    assert "died: exit status 3" in output
+    assert "no such model" in output
+    assert time.monotonic() - started < 20
+
+
+def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    status, output = launched(tmp_path, service("odd", "/nowhere/python"))
+    assert status == 1
+    assert "cannot start /nowhere/python: No such file or directory" in output
+
+
+def test_waiting_ends_at_its_deadline_and_says_for_whom(tmp_path: Path) -> None:
+    status, output = launched(tmp_path, sleeper("mute", health="http://127.0.0.1:9/health", start_limit_s=1))
+    assert status == 1
+    assert "Waiting for mute at http://127.0.0.1:9/health, at most 1 s" in output
+    assert "mute did not answer at http://127.0.0.1:9/health within 1 s" in output
+
+
+def test_a_service_that_must_not_end_has_died_even_with_status_0(tmp_path: Path) -> None:
+    status, output = launched(tmp_path, service("api", "true"), sleeper("work", may_end=True))
+    assert status == 1
+    assert "died: exit status 0" in output
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_the_launcher_ends_its_services(tmp_path: Path, number: signal.Signals, expected: int) -> None:
+    launcher = launch(tmp_path, python("family", FAMILY))
+    family = await_record(tmp_path, "family")
+    wait_until(lambda: len(group_of(family)) == 2)
+    members = group_of(family)
+    launcher.send_signal(number)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == expected
+    assert f"Interrupted by {number.name}" in output
+    assert not any(lives(pid) for pid in members)
+    assert not (tmp_path / "pids").exists()
+
+
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        launcher = launch(tmp_path, bash("work", "sleep 2", may_end=True))
+        await_record(tmp_path, "work")
+        launcher.send_signal(signal.SIGHUP)
+        launcher.communicate(timeout=30)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert launcher.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, python("deaf", DEAF))
+    deaf = await_record(tmp_path, "deaf")
+    wait_until(lambda: "deaf" in (tmp_path / "deaf.log").read_text())
+    started = time.monotonic()
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=50)
+    # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
+    assert time.monotonic() - started < 40
+    assert "Ending deaf (at most 7 s)" in output
+    assert "Killed after 5 s without an end: deaf" in output
+    assert not lives(deaf)
+
+
+def test_a_killed_launcher_takes_its_services_along(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, sleeper())
+    pid = await_record(tmp_path, "sleeper")
+    wait_until(lambda: group_of(pid) == [pid])
+    launcher.kill()
+    launcher.communicate(timeout=10)
+    wait_until(lambda: not lives(pid))
+
+
+def test_children_whose_leader_was_killed_are_ended(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, python("family", FAMILY))
+    leader = await_record(tmp_path, "family")
+    wait_until(lambda: len(group_of(leader)) == 2)
+    child = next(pid for pid in group_of(leader) if pid != leader)
+    os.kill(leader, signal.SIGKILL)
+    launcher.communicate(timeout=30)
+    assert launcher.returncode == 1
+    assert not lives(child)
+
+
+def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
+    name = f"atropos-test-{os.getpid()}"
+    source = (
+        f"import mmap, os, time\nfd = os.open('/dev/shm/{name}', os.O_CREAT | os.O_RDWR, 0o600); os.ftruncate(fd,"
+        " 4096); held = mmap.mmap(fd, 4096)\ntime.sleep(60)"
+    )
+    launcher = launch(tmp_path, python("holder", source))
+    holder = await_record(tmp_path, "holder")
+    notes = tmp_path / "pids/.shared"
+    wait_until(lambda: notes.exists() and name in notes.read_text())
+    os.kill(holder, signal.SIGKILL)
+    launcher.communicate(timeout=30)
+    assert not Path(f"/dev/shm/{name}").exists()
+
+
+def test_a_service_that_outlives_the_others_is_given_a_limit(tmp_path: Path) -> None:
+    status, output = launched(tmp_path, service("short", "true", may_end=True), sleeper("long", may_end=True), last_s=1)
+    assert status == 1
+    assert "long still runs 1 s after the others ended" in output
+
+
+def test_a_service_with_restarts_is_started_again_after_a_pause_that_grows(tmp_path: Path) -> None:
+    script = f"echo start >>{tmp_path}/starts; exit 7"
+    status, output = launched(tmp_path, bash("env", script, may_end=True, restarts=2), sleeper("api"), pause_s=0.5)
+    assert status == 1
+    assert (tmp_path / "starts").read_text().count("start") == 3
+    assert output.count("died: exit status 7") == 3
+    assert output.index("restart 1 of 2") < output.index("restart 2 of 2")
+    assert not (tmp_path / "pids").exists()
+
+
+def test_a_run_goes_on_with_a_restarted_service_and_a_fresh_process_has_its_record(tmp_path: Path) -> None:
+    # the first start leaves a child behind, which is ended too; the second one ends well
+    script = f"if [ -e {tmp_path}/again ]; then sleep 1; exit 0; fi; touch {tmp_path}/again; sleep 60 & exit 7"
+    launcher = launch(tmp_path, bash("env", script, may_end=True, restarts=3), sleeper("api"), pause_s=0.1)
+    first = await_record(tmp_path, "env")
+    output, _ = launcher.communicate(timeout=30)
+    assert launcher.returncode == 0, output
+    assert output.count("Restarted env (pid ") == 1
+    assert f"Restarted env (pid {first})" not in output
+    assert group_of(first) == []
+
+
+def test_a_signal_during_the_pause_before_a_restart_ends_the_run(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, service("env", "false", may_end=True, restarts=1), sleeper("api"), pause_s=50)
+    wait_until(lambda: (tmp_path / "pids/env").exists())
+    time.sleep(1)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=20)
+    assert launcher.returncode == 143
+
+
+def test_a_console_that_is_gone_ends_the_run_with_all_its_services(tmp_path: Path) -> None:
+    launcher = launch(tmp_path, sleeper(), bash("trainer", "sleep 1; while true; do echo Step 1/2; sleep 0.2; done"))
+    pid = await_record(tmp_path, "sleeper")
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    launcher.wait(timeout=30)
+    assert launcher.returncode == 128 + signal.SIGPIPE
+    assert not lives(pid)
+    assert not (tmp_path / "pids").exists()
+
+
+def test_two_launchers_of_one_run_are_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    first = launch(tmp_path, bash("work", "sleep 4", may_end=True))
+    pid = await_record(tmp_path, "work")
+    status, output = launched(tmp_path, sleeper("other"))
+    assert status != 0
+    assert f"is in use by its launcher (pid {first.pid})" in output
+    assert lives(pid)
+    assert not (tmp_path / "other.log").exists()
+    first.communicate(timeout=20)
+    assert first.returncode == 0
+
+
+def test_of_launchers_that_start_at_once_one_has_the_run(tmp_path: Path) -> None:
+    racers = [launch(tmp_path, bash("work", "sleep 3", may_end=True)) for _ in range(4)]
+    outputs = [racer.communicate(timeout=60)[0] for racer in racers]
+    assert sorted(racer.returncode for racer in racers) == [0, 1, 1, 1], outputs
+    assert sum("is in use by" in output for output in outputs) == 3
+
+
+def test_launchers_of_two_runs_do_not_know_each_other(tmp_path: Path) -> None:
+    one = launch(tmp_path / "one", sleeper())
+    two = launch(tmp_path / "two", sleeper())
+    pids = [await_record(tmp_path / name, "sleeper") for name in ("one", "two")]
+    one.send_signal(signal.SIGTERM)
+    one.communicate(timeout=20)
+    assert not lives(pids[0])
+    assert lives(pids[1])
+    two.send_signal(signal.SIGTERM)
+    two.communicate(timeout=20)
+    assert two.returncode == 143
+
+
+def test_a_launcher_ends_what_a_killed_one_has_left_in_the_same_run(tmp_path: Path) -> None:
+    killed = launch(tmp_path, python("deaf", DEAF))
+    deaf = await_record(tmp_path, "deaf")
+    wait_until(lambda: "deaf" in (tmp_path / "deaf.log").read_text())
+    killed.kill()
+    killed.communicate(timeout=10)
+    assert lives(deaf)
+    status, output = launched(tmp_path, service("work", "true", may_end=True))
+    assert status == 0, output
+    assert not lives(deaf)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_service_survives_a_launcher_that_is_ended_at_any_moment_of_its_start(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """From before Python runs our first line until all services have started. After KILL, `atropos stop` ends the
+    rest.
+    """
+    silent = 0
+    for index in range(20):
+        run = tmp_path / str(index)
+        launcher = launch(run, *(python(f"family-{n}", FAMILY) for n in range(4)))
+        time.sleep(0.03 * index)
+        launcher.send_signal(number)
+        output, _ = launcher.communicate(timeout=30)
+        if number == signal.SIGTERM:
+            claimed = "Started" in output or "Interrupted" in output
+            silent += launcher.returncode == -signal.SIGTERM
+            assert launcher.returncode == (143 if claimed else -signal.SIGTERM), output
+            assert ("Interrupted by SIGTERM" in output) == claimed, output
+            assert not (run / "pids").exists()
+        elif run.exists():
+            assert atropos("stop", run).returncode == 0
+        wait_until(lambda run=run: not processes_that_name(run))  # type: ignore[misc]
+    assert silent < 20  # not every signal came before there was a supervisor
+
+
+def processes_that_name(run: Path) -> list[int]:
+    """Whatever has this run's directory among its open files: launcher, services and their children."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/1"):
+        try:
+            if os.readlink(link).startswith(f"{run}/"):
+                found.append(int(link.parts[2]))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_path: Path) -> None:
+    """What it starts waits for the record (become.py)."""
+    script = (
+        "import os, subprocess, sys; command = [sys.executable, sys.argv[1], str(os.getpid()), 'touch', sys.argv[2]]\n"
+        "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", script, become.__file__, str(tmp_path / "ran")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
+    wait_until(lambda: not lives(int(done.stdout)))
+    assert not (tmp_path / "ran").exists()
