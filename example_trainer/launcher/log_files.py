@@ -21,13 +21,15 @@ def printable(text: str) -> str:
     return escape(text.replace("\t", "    "))
 
 
-def last_lines(log: Path, count: int) -> tuple[str, ...]:
-    """Of a regular file, as much as fits; nothing of anything else."""
+def last_lines(log: Path, count: int, end: int | None = None) -> tuple[str, ...]:
+    """Of a regular file, as much as fits, up to the byte `end`; nothing of anything else."""
     if not log.is_file() or log.is_symlink():
         return ()
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
-        lines = [line for line in _BREAK.split(file.read()) if line]
+        end = log.stat().st_size if end is None else end
+        start = max(0, end - TAIL_BYTES)
+        file.seek(start)
+        lines = [line for line in _BREAK.split(file.read(end - start)) if line]
     return tuple(line.decode(errors="replace") for line in lines[len(lines) - min(count, len(lines)) :])
 
 
@@ -43,18 +45,18 @@ class Follower:
 
     def __init__(self, log: Path, from_start: bool = False) -> None:
         self._log = log
-        self._offset = 0 if from_start or not log.exists() else log.stat().st_size
+        self.offset = 0 if from_start or not log.exists() else log.stat().st_size
         self._partial = b""
 
     def new_lines(self) -> Iterator[str]:
         """Those that are complete."""
         try:
             with self._log.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 chunk = file.read(CHUNK_BYTES)
         except FileNotFoundError:
             return
-        self._offset += len(chunk)
+        self.offset += len(chunk)
         *lines, self._partial = _BREAK.split(self._partial + chunk)
         if len(self._partial) > LINE_BYTES:
             lines.append(self._partial)
@@ -64,9 +66,9 @@ class Follower:
     def rest(self) -> Iterator[str]:
         """What was written since, once nobody writes any more, the line without an end included."""
         while True:
-            before = self._offset
+            before = self.offset
             yield from self.new_lines()
-            if self._offset == before:
+            if self.offset == before:
                 break
         if self._partial:
             yield self._partial.decode(errors="replace")

@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     width = max(len(log.stem) for log in logs)
     followers = {log: Follower(log) for log in logs}
     for log in logs:
-        _show(log, last_lines(log, options.lines), width)
+        _show(log, last_lines(log, options.lines, followers[log].offset), width)
     if options.follow:
         _follow(followers, width)
     return 0
@@ -49,7 +49,8 @@ def _logs(runs: Path, names: Sequence[str]) -> list[Path]:
             if service is not None:
                 raise
             run, service = latest_run(runs), names[0]
-    logs = {log.stem: log for log in sorted(run.glob("*.log")) if log.is_file() and log.stem.isprintable()}
+    found = (log for log in sorted(run.glob("*.log")) if log.is_file() and not log.is_symlink())
+    logs = {log.stem: log for log in found if log.stem.isprintable()}
     if service is not None and service not in logs:
         known = " ".join(logs) or "none"
         raise NoSuchRun(

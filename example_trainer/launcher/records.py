@@ -54,15 +54,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: Annotated[int, Meta(ge=0, lt=1 << 62)]  # clock ticks after boot
     boot: Annotated[str, Meta(pattern="^[0-9a-f-]{36}$")]
     url: Annotated[str, Meta(pattern=r"^(http://[A-Za-z0-9.:_-]+(/[A-Za-z0-9._/-]*)?)?$")] = ""  # of its health
-    command: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, name: str, pid: int, url: str = "", command: tuple[str, ...] = ()) -> Self:
+    def of(cls, name: str, pid: int, url: str = "") -> Self:
         """Of a process that is ours, or our child: it cannot be gone."""
         start = first_ticks(pid)
         if start is None:
             raise ProcessLookupError(errno.ESRCH, f"no process {pid}")
-        return cls(name=name, pid=pid, start=start, boot=boot_id(), url=url, command=command)
+        return cls(name=name, pid=pid, start=start, boot=boot_id(), url=url)
 
     @property
     def is_alive(self) -> bool:

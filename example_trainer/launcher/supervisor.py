@@ -128,7 +128,7 @@ class _Child:
                 start_new_session=True,
             )
         self.process, self.restart_at = process, None
-        self.record = Record.of(self.service.name, process.pid, self.service.health or "", self.service.command)
+        self.record = Record.of(self.service.name, process.pid, self.service.health or "")
         records.write(self.record)
         assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin:  # killed already; the supervisor will see that
@@ -185,7 +185,7 @@ class Supervisor:
             with reading(f"cannot keep records in {self._records.folder}", CannotStart):
                 self._records.claim()
                 self._end_leftovers()
-                self._records.write(Record.of(LAUNCHER, os.getpid(), command=tuple(sys.argv)))
+                self._records.write(Record.of(LAUNCHER, os.getpid()))
         except BaseException:
             self._records.release()
             self._signals.restore()
@@ -349,4 +349,5 @@ def describe(status: int) -> str:
     """`exit status 1`, `killed by signal KILL`."""
     if status >= 0:
         return f"exit status {status}"
-    return f"killed by signal {signal.Signals(-status).name.removeprefix('SIG')}"
+    names = {number.value: number.name.removeprefix("SIG") for number in signal.Signals}
+    return f"killed by signal {names.get(-status, -status)}"  # those for programs' own use have no names

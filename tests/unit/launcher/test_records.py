@@ -29,7 +29,7 @@ def bystander() -> Iterator[subprocess.Popen[bytes]]:
 def plant(run: Path, name: str = "api", **fields: object) -> Path:
     """A record as a launcher writes it, but for `fields`."""
     (run / "pids").mkdir(parents=True, exist_ok=True)
-    content = {"name": name, "pid": 99999, "start": 1, "boot": boot_id(), "url": "", "command": ["x"]}
+    content = {"name": name, "pid": 99999, "start": 1, "boot": boot_id(), "url": ""}
     path = run / "pids" / name
     path.write_text(json.dumps(content | fields))
     return path
@@ -38,7 +38,7 @@ def plant(run: Path, name: str = "api", **fields: object) -> Path:
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, bystander: subprocess.Popen[bytes]) -> None:
     records = Records(tmp_path)
     records.claim()
-    record = Record.of("api", bystander.pid, "http://127.0.0.1:8000/health", ("sleep", "60"))
+    record = Record.of("api", bystander.pid, "http://127.0.0.1:8000/health")
     records.write(record)
     assert records.read() == {"api": record}
     assert record.is_alive
@@ -220,6 +220,7 @@ def test_a_launcher_without_a_lock_still_has_its_run(tmp_path: Path) -> None:
         Records(tmp_path).claim()
 
 
+@pytest.mark.slow
 def test_stop_ends_what_a_killed_launcher_has_left_and_nothing_else(
     tmp_path: Path, bystander: subprocess.Popen[bytes]
 ) -> None:

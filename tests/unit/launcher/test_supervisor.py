@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.launcher import become
+from example_trainer.launcher.supervisor import describe
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,
@@ -232,22 +233,34 @@ def test_a_console_that_is_gone_ends_the_run_with_all_its_services(tmp_path: Pat
     assert not (tmp_path / "pids").exists()
 
 
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(3, "exit status 3"), (-9, "killed by signal KILL"), (-signal.SIGRTMIN - 1, "killed by signal 35")],
+)
+def test_how_a_service_ended_is_said_in_words(status: int, words: str) -> None:
+    assert describe(status) == words
+
+
 def test_two_launchers_of_one_run_are_refused_and_the_first_goes_on(tmp_path: Path) -> None:
-    first = launch(tmp_path, bash("work", "sleep 4", may_end=True))
+    first = launch(tmp_path, sleeper("work"))
     pid = await_record(tmp_path, "work")
     status, output = launched(tmp_path, sleeper("other"))
     assert status != 0
     assert f"is in use by its launcher (pid {first.pid})" in output
     assert lives(pid)
     assert not (tmp_path / "other.log").exists()
+    first.terminate()
     first.communicate(timeout=20)
-    assert first.returncode == 0
+    assert first.returncode == 143
 
 
 def test_of_launchers_that_start_at_once_one_has_the_run(tmp_path: Path) -> None:
-    racers = [launch(tmp_path, bash("work", "sleep 3", may_end=True)) for _ in range(4)]
+    racers = [launch(tmp_path, sleeper()) for _ in range(4)]
+    wait_until(lambda: sum(racer.poll() is not None for racer in racers) == 3)
+    for racer in racers:
+        racer.terminate()
     outputs = [racer.communicate(timeout=60)[0] for racer in racers]
-    assert sorted(racer.returncode for racer in racers) == [0, 1, 1, 1], outputs
+    assert sorted(racer.returncode for racer in racers) == [1, 1, 1, 143], outputs
     assert sum("is in use by" in output for output in outputs) == 3
 
 
@@ -284,11 +297,13 @@ def test_no_service_survives_a_launcher_that_is_ended_at_any_moment_of_its_start
     """From before Python runs our first line until all services have started. After KILL, `atropos stop` ends the
     rest.
     """
+    services = [python(f"family-{n}", FAMILY) for n in range(4)]
+    start_s = time_to_start(tmp_path / "whole", services)
     silent = 0
     for index in range(20):
         run = tmp_path / str(index)
-        launcher = launch(run, *(python(f"family-{n}", FAMILY) for n in range(4)))
-        time.sleep(0.03 * index)
+        launcher = launch(run, *services)
+        time.sleep(start_s * index / 14)
         launcher.send_signal(number)
         output, _ = launcher.communicate(timeout=30)
         if number == signal.SIGTERM:
@@ -301,6 +316,17 @@ def test_no_service_survives_a_launcher_that_is_ended_at_any_moment_of_its_start
             assert atropos("stop", run).returncode == 0
         wait_until(lambda run=run: not processes_that_name(run))  # type: ignore[misc]
     assert silent < 20  # not every signal came before there was a supervisor
+
+
+def time_to_start(run: Path, services: list[dict[str, object]]) -> float:
+    """Seconds from the launcher's start until its last service is recorded."""
+    started = time.monotonic()
+    launcher = launch(run, *services)
+    await_record(run, str(services[-1]["name"]))
+    seconds = time.monotonic() - started
+    launcher.terminate()
+    launcher.communicate(timeout=30)
+    return seconds
 
 
 def processes_that_name(run: Path) -> list[int]:
