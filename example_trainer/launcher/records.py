@@ -3,7 +3,7 @@
     pids/.lock          locked by who may change the rest: the launcher, or `atropos stop`
     pids/launcher       the launcher itself
     pids/SERVICE        one for each service
-    pids/.shared        its files in /dev/shm (shared_memory.py)
+    pids/.shared        their files in /dev/shm (shared_memory.py)
 
 A record is only acted on when its process is the very one: same number, same start, same boot (processes.py). A run's
 directory may come from somebody else: what no launcher of this user writes is refused, as it could name our processes.

@@ -7,6 +7,7 @@ from typing import Any
 from atroposlib.errors import AtroposError
 from example_trainer.launcher.log_files import last_lines, printable
 from example_trainer.launcher.records import FOLDER
+from example_trainer.launcher.run_log import why_it_ended
 
 RUNS = Path("runs")
 
@@ -47,6 +48,8 @@ def latest_run(runs: Path) -> Path:
 def progress(run: Path) -> str:
     """`20/20 steps, 96.9 %`: how far it has come, and its last held-out accuracy."""
     done, total = steps_done(run), steps_total(run)
+    if not done and total is None:
+        return "no step yet"
     accuracy = _last_value(run / "evaluations.jsonl", "accuracy")
     steps = f"{done}/{total} steps" if total is not None else f"{done} steps"
     return steps + (f", {100 * accuracy:.1f} %" if accuracy is not None else "")
@@ -55,9 +58,12 @@ def progress(run: Path) -> str:
 def outcome(run: Path) -> str:
     """What came of a run that has no services any more."""
     done = steps_done(run)
-    if done == 0:
-        return "ended before its first step"
-    return f"{'finished:' if done == steps_total(run) else 'ended after'} {progress(run)}"
+    if done and done == steps_total(run):
+        return f"finished: {progress(run)}"
+    why = why_it_ended(run)
+    return f"ended {f'after {progress(run)}' if done else 'before its first step'}" + (
+        f": {printable(why)}" if why else ""
+    )
 
 
 def steps_done(run: Path) -> int:

@@ -49,6 +49,7 @@ from example_trainer.launcher.events import (
 from example_trainer.launcher.health import HealthWatch
 from example_trainer.launcher.log_files import Follower, last_lines
 from example_trainer.launcher.records import Record, Records
+from example_trainer.launcher.run_log import RunLog
 from example_trainer.launcher.service import LAUNCHER, Service
 from example_trainer.launcher.shared_memory import SharedMemory
 
@@ -171,6 +172,7 @@ class Supervisor:
         self.run_dir = run_dir
         self._children = [_Child(service, run_dir / f"{service.name}.log") for service in services]
         self._listener = tell
+        self._log = RunLog(run_dir)
         self._limits = limits
         self._records = Records(run_dir)
         self._memory = SharedMemory(self._records)
@@ -199,7 +201,7 @@ class Supervisor:
             for child in self._children:
                 child.stop_asking()
             started = [child.record for child in self._children if child.record is not None]
-            end(self._records, started, self._memory, self._listener)
+            end(self._records, started, self._memory, self._report)
             for child in self._children:
                 child.reap()
         finally:
@@ -230,7 +232,7 @@ class Supervisor:
         self._memory.read()
         leftovers = self._records.services()
         if leftovers:
-            end(self._records, leftovers, self._memory, self._listener)
+            end(self._records, leftovers, self._memory, self._report)
             self._records.claim()
 
     def _start(self, child: _Child) -> int:
@@ -338,9 +340,13 @@ class Supervisor:
         self._tell(why)
         raise _End(1)
 
+    def _report(self, event: Event) -> None:
+        self._log(event)
+        self._listener(event)
+
     def _tell(self, event: Event) -> None:
         try:
-            self._listener(event)
+            self._report(event)
         except OSError:  # nobody reads the console any more, as when a terminal is closed
             raise _End(128 + signal.SIGPIPE) from None
 

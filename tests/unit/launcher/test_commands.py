@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.unit.launcher.processes import (
     free_port,
     group_of,
     launch,
+    launched,
     lives,
     service,
     sleeper,
@@ -137,6 +139,22 @@ def test_status_says_what_came_of_runs_that_have_ended(tmp_path: Path) -> None:
     assert atropos("status", "good", cwd=tmp_path).stdout == "runs/good  finished: 20/20 steps, 96.9 %\n"
 
 
+def test_status_says_why_a_run_ended_before_its_time(tmp_path: Path) -> None:
+    dead = ended_run(tmp_path / "runs/dead", 7, 20)
+    assert launched(dead, service("vllm", "false"))[0] == 1
+    stopped = tmp_path / "runs/stopped"
+    launcher = launch(stopped, sleeper())
+    await_record(stopped, "sleeper")
+    wait_until(lambda: "Started sleeper" in (stopped / "launcher.log").read_text())
+    launcher.terminate()
+    launcher.communicate(timeout=20)
+    shown = atropos("status", cwd=tmp_path).stdout
+    assert re.search(r"runs/dead  ended after 7/20 steps, 96.9 %: vllm \(pid \d+\) died: exit status 1\n", shown)
+    assert "runs/stopped  ended before its first step: Interrupted by SIGTERM\n" in shown
+    assert launched(dead, service("work", "true", may_end=True))[0] == 0
+    assert atropos("status", dead).stdout.endswith("ended after 7/20 steps, 96.9 %\n")
+
+
 def test_status_shows_how_far_a_running_run_is(tmp_path: Path) -> None:
     ended_run(tmp_path / "runs/mine", 7, 20)
     launcher = launch(tmp_path / "runs/mine", sleeper())
@@ -192,7 +210,14 @@ def test_logs_follows_until_the_run_ends(tmp_path: Path) -> None:
     launcher = launch(run, service("work", "bash", "-c", "echo one; sleep 3; echo two; printf three", may_end=True))
     await_record(run, "work")
     wait_until(lambda: "one" in (run / "work.log").read_text())
-    assert atropos("logs", "-f", cwd=tmp_path).stdout == "work | one\nwork | two\nwork | three\n"
+    followed = atropos("logs", "-f", cwd=tmp_path).stdout.splitlines()
+    assert [line for line in followed if line.startswith("work")] == [
+        "work     | one",
+        "work     | two",
+        "work     | three",
+    ]
+    assert "[launcher] Started work (pid " in followed[0]
+    assert "work has ended" in "".join(followed)
     launcher.communicate(timeout=20)
 
 

@@ -1,0 +1,49 @@
+"""launcher.log of a run: what happened to its services, for who was not there. `atropos logs` shows it beside the
+services' own logs, and `atropos status` why a run ended.
+"""
+
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from atroposlib.files import open_regular
+from example_trainer.launcher.console import text
+from example_trainer.launcher.events import Died, Event, Interrupted, Killed, LogLine, NotUp, Outlived, StillThere
+from example_trainer.launcher.log_files import last_lines
+from example_trainer.launcher.service import LAUNCHER
+
+_LINE = re.compile(rf"\S+ \S+ (?P<level>[A-Z]+) +\[{LAUNCHER}\] (?P<text>.*)")
+
+
+class RunLog:
+    """A listener of the supervisor. Where the file cannot be written, the run goes on without it."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / f"{LAUNCHER}.log"
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, LogLine):  # it is in the service's log
+            return
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {_level(event):<7} [{LAUNCHER}] {text(event)}\n"
+        with suppress(OSError), open_regular(self._path, "a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def _level(event: Event) -> str:
+    if isinstance(event, Died) and event.restart_in_s is not None:
+        return "WARNING"
+    if isinstance(event, Died | NotUp | Outlived | Interrupted):
+        return "ERROR"
+    return "WARNING" if isinstance(event, Killed | StillThere) else "INFO"
+
+
+def why_it_ended(run_dir: Path) -> str | None:
+    """Of the run's last start, what made it end before its time."""
+    for line in reversed(last_lines(run_dir / f"{LAUNCHER}.log", 100)):
+        found = _LINE.fullmatch(line)
+        if found and found["level"] == "ERROR":
+            return found["text"].rstrip(".")
+        if found and found["text"].startswith("Started "):  # before this, it was another start
+            return None
+    return None
