@@ -116,7 +116,7 @@ def test_status_tells_healthy_from_mute_and_dead(tmp_path: Path) -> None:
     mute = sleeper("mute", health="http://127.0.0.1:9/health", start_limit_s=60)
     launcher = launch(tmp_path, web(port), mute, service("gone", "false", restarts=1), pause_s=60)
     try:
-        wait_until(lambda: "healthy" in atropos("status", tmp_path).stdout)
+        wait_until(lambda: "web is up" in (tmp_path / "launcher.log").read_text())
         lines = {line.split()[0]: line for line in atropos("status", tmp_path).stdout.splitlines()[1:]}
         assert f"port {port}" in lines["web"]
         assert "healthy" in lines["web"]
