@@ -16,8 +16,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, command: str, about: str, **options: Any) -> None:
         super().__init__(prog=f"atropos {command}".rstrip(), description=about, allow_abbrev=False, **options)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        found, rest = self.parse_known_args(args, namespace)
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The arguments of one command. Exits 0 after `--help`, 2 on a wrong one."""
+        found, rest = self.parse_known_args(argv)
         if rest and rest[0].startswith("-"):
             flag = rest[0].partition("=")[0]
             self.error(f"unknown flag {flag}{nearest(flag, self._option_string_actions)}")

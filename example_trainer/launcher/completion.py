@@ -15,14 +15,14 @@ class NoCompletion(AtroposError):
     """shtab writes it, and is not installed."""
 
 
-def parser() -> ArgumentParser:
+def parser() -> Parser:
     command = Parser("completion", "Print the completion of `atropos` for a shell: source <(atropos completion bash)")
     command.add_argument("shell", choices=SHELLS)
     return command
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     with loading("shtab", NoCompletion, remedy="pip install shtab"):
         import shtab
     print(shtab.complete(whole_parser(), shell=options.shell))

@@ -1,7 +1,6 @@
 """`atropos logs`: the last lines of a run's services, and new ones as they are written."""
 
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from example_trainer.launcher.runs import NoSuchRun, find_run, latest_run
 POLL_S = 0.3
 
 
-def parser() -> ArgumentParser:
+def parser() -> arguments.Parser:
     command = arguments.Parser(
         "logs", "The last lines of every service of a run, or of one. Without RUN: the one that runs, or the newest."
     )
@@ -26,7 +25,7 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     command = parser()
-    options = command.parse_args(argv)
+    options = command.parse(argv)
     if len(options.names) > 2:
         command.error(f"RUN and SERVICE only, got {' '.join(options.names)}")
     logs = _logs(options.runs, options.names)

@@ -3,7 +3,7 @@
 Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no address, "dead" is gone.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +20,7 @@ WORDS_SHOWN = 120
 LEFT_BEHIND = "  (its launcher is gone: `atropos stop` ends what it left)"
 
 
-def parser() -> ArgumentParser:
+def parser() -> arguments.Parser:
     command = arguments.Parser("status", "What runs, and how it fares. Without RUN: every run, those that ended too.")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
     arguments.add_runs(command)
@@ -28,7 +28,7 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    options = parser().parse_args(argv)
+    options = parser().parse(argv)
     print("\n".join(_one(options) if options.run else _all(options.runs)))
     return 0
 

@@ -5,7 +5,6 @@ records name, each checked by its start time.
 import os
 import signal
 import time
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ class CannotStop(AtroposError):
     """The records cannot be read or changed."""
 
 
-def parser() -> ArgumentParser:
+def parser() -> arguments.Parser:
     command = arguments.Parser("stop", "End a run and all its services. Without RUN: the one that runs.")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
     command.add_argument("--all", action="store_true", help="every run")
@@ -38,7 +37,7 @@ def parser() -> ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     command = parser()
-    options = command.parse_args(argv)
+    options = command.parse(argv)
     if options.run and options.all:
         command.error(f"either {options.run} or --all")
     running = recorded_runs(options.runs)

@@ -39,9 +39,12 @@ def ended_run(run: Path, done: int, total: int) -> Path:
     (run / "trainer.yaml").write_text(f"model_name: x\ntraining_steps: {total}\n")
     rows = [{"step": step, "reward_mean": 0.5} for step in range(1, done + 1)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    evaluations = [{"policy_version": 0, "accuracy": 0.1}, {"policy_version": 5, "accuracy": 0.96875}]
-    rows = [*evaluations, {"policy_version": done, "accuracy": None}]
-    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluations: list[dict[str, float | None]] = [
+        {"policy_version": 0, "accuracy": 0.1},
+        {"policy_version": 5, "accuracy": 0.96875},
+    ]
+    evaluations.append({"policy_version": done, "accuracy": None})
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in evaluations))
     return run
 
 
@@ -287,8 +290,8 @@ def test_a_wrong_command_line_is_one_line_and_status_2(tmp_path: Path, words: li
 def test_a_command_that_is_ended_by_term_says_so(tmp_path: Path) -> None:
     launcher = launch(tmp_path / "runs/mine", sleeper())
     await_record(tmp_path / "runs/mine", "sleeper")
-    command = [sys.executable, "-u", "-m", "example_trainer.launcher", "logs", "-f", "-n", "1", tmp_path / "runs/mine"]
-    follower = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=PYTHON_PATH)
+    command = [sys.executable, "-u", "-m", "example_trainer.launcher", "logs", "-f", "-n", "1", "mine"]
+    follower = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=PYTHON_PATH, cwd=tmp_path)
     time.sleep(2)
     follower.terminate()
     assert "ended by SIGTERM" in follower.communicate(timeout=10)[1]
