@@ -92,6 +92,11 @@ def wait_until(holds: Callable[[], object], limit_s: float = 30) -> None:
         time.sleep(0.05)
 
 
+def says(log: Path, text: str) -> bool:
+    """Whether the log is there, with this in it."""
+    return log.exists() and text in log.read_text()
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -24,6 +24,7 @@ from tests.unit.launcher.processes import (
     launch,
     launched,
     lives,
+    says,
     service,
     sleeper,
     wait_until,
@@ -119,7 +120,7 @@ def test_status_tells_healthy_from_mute_and_dead(tmp_path: Path) -> None:
     mute = sleeper("mute", health="http://127.0.0.1:9/health", start_limit_s=60)
     launcher = launch(tmp_path, web(port), mute, service("gone", "false", restarts=1), pause_s=60)
     try:
-        wait_until(lambda: "web is up" in (tmp_path / "launcher.log").read_text())
+        wait_until(lambda: says(tmp_path / "launcher.log", "web is up"))
         lines = {line.split()[0]: line for line in atropos("status", tmp_path).stdout.splitlines()[1:]}
         assert f"port {port}" in lines["web"]
         assert "healthy" in lines["web"]
@@ -148,7 +149,7 @@ def test_status_says_why_a_run_ended_before_its_time(tmp_path: Path) -> None:
     stopped = tmp_path / "runs/stopped"
     launcher = launch(stopped, sleeper())
     await_record(stopped, "sleeper")
-    wait_until(lambda: "Started sleeper" in (stopped / "launcher.log").read_text())
+    wait_until(lambda: says(stopped / "launcher.log", "Started sleeper"))
     launcher.terminate()
     launcher.communicate(timeout=20)
     shown = atropos("status", cwd=tmp_path).stdout
