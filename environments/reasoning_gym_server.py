@@ -23,6 +23,7 @@ from atroposlib.child_processes.evaluated_answers import EVALUATED
 from atroposlib.child_processes.pool import ChildFailed, ChildPool, SandboxReport
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig
+from atroposlib.extras import install, need
 from atroposlib.flags import nearest
 from atroposlib.grading import extract_tagged
 from atroposlib.logs import get_logger
@@ -32,7 +33,6 @@ log = get_logger(__name__)
 
 CHILD = "atroposlib.child_processes.reasoning_gym_child"
 START_LIMIT_S = 120.0
-INSTALL = "install it with `pip install 'atropos[environments]'`"
 SANDBOX_REMEDY = (
     "install libseccomp and bubblewrap (or use a kernel with Landlock, 5.13 or newer), or pass "
     "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your rights"
@@ -91,6 +91,10 @@ class ReasoningGymEnv(QuestionEnv):
         self.weights: dict[str, float] = {}
         self._env_run.counts["answers_rejected"] = 0
 
+    @classmethod
+    def _check_installed(cls) -> None:
+        need("environments", "this environment", "reasoning_gym")
+
     async def setup(self) -> None:
         """Learn the names of the tasks, check those that are configured, and hold entries out."""
         config: ReasoningGymConfig = self.config
@@ -98,7 +102,7 @@ class ReasoningGymEnv(QuestionEnv):
             known = (await self.pool.ask({"tasks": True}))["tasks"]
             sandbox = await self.pool.sandbox_report()
         except ChildFailed as error:
-            raise DataError(f"reasoning-gym does not start ({error}); {INSTALL}") from error
+            raise DataError(f"reasoning-gym does not start ({error}); {install('environments')}") from error
         self.weights = weights_by_name(config.tasks) or dict.fromkeys(known, 1.0)
         for name in [*self.weights, *config.task_options]:
             if name not in known:

@@ -10,9 +10,13 @@ from example_trainer.config import TrainerConfig
 
 def check_before_torch() -> None:
     """Exits 0 after `--help`, 2 on wrong flags or without what the trainer is made of."""
-    load_config(TrainerConfig, prog="grpo")
+    config = load_config(TrainerConfig, prog="grpo")
     with one_line_errors("grpo"):
         need("trainer", "the trainer", "torch", "peft", "safetensors")
+        if config.tensorboard:
+            need("tensorboard", "--tensorboard", "tensorboard")
+        if config.use_wandb:
+            need("wandb", "--use-wandb", "wandb")
 
 
 def grpo() -> int:

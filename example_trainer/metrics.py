@@ -15,6 +15,7 @@ import msgspec
 from atroposlib.envs.errors import RecordError
 from atroposlib.envs.records import append_line
 from atroposlib.errors import loading, reading
+from atroposlib.extras import install
 from atroposlib.files import expect_regular, open_regular, write_whole
 from atroposlib.logs import get_logger
 from example_trainer.batching import Batch
@@ -153,7 +154,7 @@ def _rows_before(path: Path, first_step: int) -> bytes:
 
 def tensorboard_sink(folder: Path, resources: ExitStack) -> Sink:
     """Scalars `train/<key>` for TensorBoard, one a measured value."""
-    with loading("--tensorboard needs the package tensorboard", TrainerError, remedy="pip install tensorboard"):
+    with loading("--tensorboard", TrainerError, remedy=install("tensorboard")):
         from torch.utils.tensorboard import SummaryWriter
     writer = SummaryWriter(str(folder))
     resources.callback(writer.close)
@@ -171,7 +172,7 @@ def wandb_sink(config: TrainerConfig, resources: ExitStack) -> Sink:
     """Weights & Biases, under the project and group that the environments are told too: one log entry a step,
     `train/<key>`.
     """
-    with loading("--use-wandb needs the package wandb", TrainerError, remedy="pip install wandb"):
+    with loading("--use-wandb", TrainerError, remedy=install("wandb")):
         import wandb
     run = wandb.init(
         project=config.wandb_project,

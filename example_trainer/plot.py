@@ -13,11 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
+from atroposlib.errors import one_line_errors
+from atroposlib.extras import need
 from atroposlib.files import expect_regular
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
@@ -29,6 +26,12 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
 
     Rows of a run have `step` and `reward_mean`; evaluations have `policy_version` and `accuracy` (null is left out).
     """
+    need("trainer", "a plot", "matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     measured = sorted(
         (row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None
     )
@@ -72,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         (metrics,) = runs.values()
         evaluations = read_rows(arguments.evaluations) if arguments.evaluations else metrics
         runs = {SAMPLED: metrics}
-    plot_rewards(runs, evaluations, arguments.out, arguments.title)
+    with one_line_errors("plot"):
+        plot_rewards(runs, evaluations, arguments.out, arguments.title)
     return 0
 
 

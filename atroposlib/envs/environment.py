@@ -161,6 +161,11 @@ class Environment(ABC):
         """Inference servers beside `openai`, by their entry in the configuration, before YAML and flags."""
         return {}
 
+    @classmethod
+    def _check_installed(cls) -> None:
+        """Raise MissingExtra without what the environment needs; called before anything is waited for."""
+        return
+
     async def _release(self) -> None:
         """Called when a command ends. `close` is the author's own name; `QuestionEnv` calls it here."""
         return

@@ -20,7 +20,6 @@ BROUGHT_ALONG = {
 NOT_IMPORTED = {
     "jinja2",  # transformers renders chat templates with it
     "rich",
-    "shtab",
 }
 
 
