@@ -15,7 +15,7 @@ left out; a batch of nothing else is no step.
 """
 
 if __name__ == "__main__":  # flags before torch, as atropos-grpo does
-    from example_trainer.commands import check_before_torch
+    from example_trainer.before_torch import check_before_torch
 
     check_before_torch()
 

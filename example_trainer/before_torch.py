@@ -1,0 +1,17 @@
+"""What the trainer checks before it loads torch: `--help`, `--dry-run`, a typo and a missing extra answer at once."""
+
+from atroposlib.config import load_config
+from atroposlib.errors import one_line_errors
+from atroposlib.extras import need
+from example_trainer.config import TrainerConfig
+
+
+def check_before_torch() -> None:
+    """Exits 0 after `--help` and `--dry-run`, 2 on wrong flags or without what the flags need."""
+    config = load_config(TrainerConfig, prog="grpo")
+    with one_line_errors("grpo"):
+        need("trainer", "the trainer", "torch", "peft", "safetensors")
+        if config.tensorboard:
+            need("tensorboard", "--tensorboard", "tensorboard")
+        if config.use_wandb:
+            need("wandb", "--use-wandb", "wandb")
