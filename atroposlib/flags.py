@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
-from types import NoneType, UnionType
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, SecretStr
@@ -23,6 +23,7 @@ from pydantic_core import PydanticUndefined
 from atroposlib.errors import AtroposError, reading
 
 COLLECTIONS = (list, tuple, set, frozenset, Sequence)
+USAGE = "%(prog)s [--config FILE] [--FLAG VALUE ...]"
 PLACEHOLDERS = {int: "N", float: "X"}
 
 
@@ -118,15 +119,15 @@ def parse(
     about: str,
     epilog: str = "",
     defaults: Mapping[str, Any] | None = None,
+    usage: str = USAGE,
 ) -> tuple[dict[str, Any], argparse.Namespace]:
     """The values of `argv` by path, joined by dots, and `config` and `dry_run`. Exits 0 after `--help` and `--version`.
 
     Raises ConfigError.
     """
+    parser = make_parser(keys, prog, about, epilog, defaults or {}, usage)
     try:
-        typed, rest = _parser(keys, prog, about, epilog, defaults or {}).parse_known_args(
-            [_dashed(token) for token in argv]
-        )
+        typed, rest = parser.parse_known_args([_dashed(token) for token in argv])
     except argparse.ArgumentError as error:
         flag = str(error.argument_name).split("/")[0]
         if "expected" not in error.message:
@@ -177,12 +178,18 @@ class _Help(argparse.HelpFormatter):
         return ", ".join(action.option_strings) + (f" {action.metavar}" if action.metavar else "")
 
 
-def _parser(
-    keys: Sequence[Key], prog: str, about: str, epilog: str, defaults: Mapping[str, Any]
+def make_parser(
+    keys: Sequence[Key],
+    prog: str,
+    about: str,
+    epilog: str = "",
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    usage: str = USAGE,
 ) -> argparse.ArgumentParser:
+    """A parser with a flag for every key; its values are text."""
     parser = argparse.ArgumentParser(
         prog=prog,
-        usage="%(prog)s [--config FILE] [--FLAG VALUE ...]",
+        usage=usage,
         description=about,
         epilog=epilog,
         add_help=False,

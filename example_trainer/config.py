@@ -6,11 +6,12 @@ device is touched. This module imports neither torch nor vLLM, so that launchers
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AliasChoices, BaseModel, Field, SecretStr, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, field_validator, model_validator
 
 from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.names import Name
@@ -66,7 +67,14 @@ class OptimizationSettings(Config):
     )
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
-    lr_decay_steps: int = Field(0, ge=0, description="last training steps over which the rate falls linearly towards 0")
+    lr_decay_steps: int = Field(
+        0,
+        ge=0,
+        description=(
+            "last training steps over which the rate falls linearly towards 0; 1/3 is a third of --training-steps,"
+            " rounded down"
+        ),
+    )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field(
         "adamw", description="adamw is PyTorch's fused AdamW on float32 states"
     )
@@ -77,6 +85,13 @@ class OptimizationSettings(Config):
     weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this L2 norm")
     seed: int = Field(0, ge=0, lt=2**32, description="seed of the trainer's generators")
+
+    @field_validator("lr_decay_steps", mode="before")
+    @classmethod
+    def _share_is_counted(cls, value: object, info: ValidationInfo) -> object:
+        share = re.fullmatch(r"(\d{1,9})/([1-9]\d{0,8})", value) if isinstance(value, str) else None
+        steps = info.data.get("training_steps")  # not there where it is wrong itself
+        return steps * int(share[1]) // int(share[2]) if share and steps else value
 
     @field_validator("optimizer")
     @classmethod

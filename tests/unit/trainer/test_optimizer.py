@@ -69,6 +69,7 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     assert rates(training_steps=8, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
     falling = rates(training_steps=8, warmup_steps=2, lr_decay_steps=3)
     assert falling == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
+    assert rates(training_steps=9, lr_decay_steps="1/3") == rates(training_steps=9, lr_decay_steps=3)
     assert rates(training_steps=4, lr_decay_steps=1, updates=6) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5, 0.5])
 
 
