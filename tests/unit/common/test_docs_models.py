@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from atroposlib.wire.bridge import DTYPE_BYTES
+from example_trainer.launcher.doctor_checks import GIB, Gpu, Model, check_gpu_memory, check_heads
 from example_trainer.modes import MODES
-from scripts.lib.doctor_checks import GIB, Gpu, Model, check_gpu_memory, check_heads
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -120,7 +120,7 @@ def test_the_table_of_the_page_is_the_arithmetic() -> None:
 
 
 CODE = subprocess.run(
-    ["git", "ls-files", "scripts", "example_trainer", "environments", "atroposlib", "vllm_patching"],
+    ["git", "ls-files", "recipes", "scripts", "example_trainer", "environments", "atroposlib", "vllm_patching"],
     cwd=ROOT,
     capture_output=True,
     text=True,
@@ -130,12 +130,12 @@ CODE = subprocess.run(
 
 def named_in_code() -> list[str]:
     """Every model that a script, a default or an example in the code names."""
-    texts = [(ROOT / path).read_text() for path in CODE if path.endswith((".py", ".sh"))]
+    texts = [(ROOT / path).read_text() for path in CODE if path.endswith((".py", ".sh", ".yaml"))]
     return sorted({name for text in texts for name in re.findall(r"Qwen/[\w.-]+\w", text)})
 
 
-def test_the_launchers_default_is_named() -> None:
-    assert len(re.findall(r"^default_gpu_model=Qwen/", (ROOT / "scripts/lib/training.sh").read_text(), re.M)) == 1
+def test_the_recipes_defaults_are_named() -> None:
+    assert "gpu: {model: Qwen/" in (ROOT / "recipes/gsm8k.yaml").read_text()
     assert named_in_code()
 
 

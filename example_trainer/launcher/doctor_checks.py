@@ -1,4 +1,4 @@
-"""What bridge_doctor.sh knows: pure functions from what was found to findings. doctor.py looks, this module judges.
+"""What the doctor knows: pure functions from what was found to findings. doctor.py looks, this module judges.
 
 A finding is a line: ok, warn (it runs, but worse than it could) or fail (the run would not start, or break), with
 the value, the limit, and what to change. Sizes are bytes.

@@ -1,11 +1,6 @@
-"""What a quickstart run came to: accuracy before and after, where to look, what to try next.
+"""What a run came to: accuracy before and after, where to look, what to try next."""
 
-python scripts/lib/summary.py RUN_DIR --seconds 412
-"""
-
-import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +30,14 @@ def accuracy_line(evaluations: Rows) -> str:
     return f"Held-out accuracy: {before}{100 * measured[last]:.1f} % after {last} steps"
 
 
+def accuracy_lines(evaluations: Rows) -> list[str]:
+    """One for each environment, which is named where there are several."""
+    names = sorted({str(row.get("env", "")) for row in evaluations})
+    if len(names) < 2:
+        return [accuracy_line(evaluations)]
+    return [f"{name}: {accuracy_line([row for row in evaluations if row.get('env') == name])}" for name in names]
+
+
 def reward_line(metrics: Rows) -> str:
     """`Mean sampled reward: 0.11 at step 1, 0.91 at step 20`."""
     first, last = metrics[0], metrics[-1]
@@ -57,7 +60,7 @@ def summary(run_dir: Path, seconds: int) -> str:
     return "\n".join(
         [
             "",
-            accuracy_line(read_rows(run_dir / "evaluations.jsonl")),
+            *accuracy_lines(read_rows(run_dir / "evaluations.jsonl")),
             reward_line(read_rows(run_dir / "metrics.jsonl")),
             f"Took {seconds // 60} min {seconds % 60} s",
             "",
@@ -71,16 +74,3 @@ def summary(run_dir: Path, seconds: int) -> str:
             *(f"  {command:<74} {what}" for command, what in NEXT.items()),
         ]
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(prog="summary", description=__doc__)
-    parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--seconds", type=int, required=True, help="how long the run took")
-    arguments = parser.parse_args(argv)
-    print(summary(arguments.run_dir, arguments.seconds))
-
-
-if __name__ == "__main__":
-    main()

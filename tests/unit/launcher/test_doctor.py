@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from atroposlib.wire.bridge import Manifest, lay_out
+from example_trainer.launcher import doctor, doctor_checks
+from example_trainer.launcher.doctor_checks import GIB, MIB, Answer, Finding, Gpu, Listener, Model
 from example_trainer.modes import MODES
-from scripts.lib import doctor, doctor_checks
-from scripts.lib.doctor_checks import GIB, MIB, Answer, Finding, Gpu, Listener, Model
 
 ROOT = Path(__file__).resolve().parents[3]
 OTHER = Listener(7, "python -m http.server")

@@ -1,15 +1,9 @@
 """The closing lines of a quickstart run."""
 
-import importlib.util
 import json
 from pathlib import Path
 
-PATH = Path(__file__).resolve().parents[3] / "scripts/lib/summary.py"
-spec = importlib.util.spec_from_file_location("summary", PATH)
-assert spec is not None
-assert spec.loader is not None
-summary = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(summary)
+from example_trainer.launcher import summary
 
 
 def test_accuracy_before_and_after() -> None:
@@ -20,6 +14,14 @@ def test_accuracy_before_and_after() -> None:
 def test_accuracy_that_was_not_measured_is_not_invented() -> None:
     assert summary.accuracy_line([{"policy_version": 0, "accuracy": None}]) == "Held-out accuracy: not measured"
     assert summary.accuracy_line([{"policy_version": 5, "accuracy": 0.5}]) == "Held-out accuracy: 50.0 % after 5 steps"
+
+
+def test_each_of_several_environments_has_its_accuracy() -> None:
+    rows = [{"env": env, "policy_version": v, "accuracy": v / 8} for env in ("sums", "letters") for v in (0, 4)]
+    assert summary.accuracy_lines(rows) == [
+        "letters: Held-out accuracy: 0.0 % before, 50.0 % after 4 steps",
+        "sums: Held-out accuracy: 0.0 % before, 50.0 % after 4 steps",
+    ]
 
 
 def test_summary_names_the_run_and_its_figures(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
-"""Looks at this machine and the servers before a run, and prints a line a check; scripts/bridge_doctor.sh is its
-front.
+"""`atropos doctor`: looks at this machine and the servers before a run, and prints a line a check.
 
-    python -m scripts.lib.doctor --mode broadcast --model MODEL        exit status 1 if a check fails
+    atropos doctor --mode broadcast --model MODEL        exit status 1 if a check fails
 
 It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it
 2 s.
@@ -17,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,13 +30,15 @@ import requests
 from pydantic import Field
 
 from atroposlib.config import load_config
+from atroposlib.flags import keys_of, make_parser
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
+from example_trainer.launcher import doctor_checks as checks
+from example_trainer.launcher.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
 from example_trainer.memory import available_memory
 from example_trainer.modes import MODES, Broadcast
-from scripts.lib import doctor_checks as checks
-from scripts.lib.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
 
+PROG = "atropos doctor"
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
 
@@ -93,10 +95,17 @@ class Server:
         return self.status.status == 200
 
 
-def main() -> int:
+def parser() -> ArgumentParser:
+    """For completion."""
+    return make_parser(keys_of(DoctorConfig), PROG, DoctorConfig.__doc__ or "")
+
+
+def main(argv: Sequence[str]) -> int:
     """The command line: 0 without a failing check, 1 with one, 2 on wrong flags."""
+    words = ["--help" if word == "--flags" else word for word in argv]  # as it was called
+    config = load_config(DoctorConfig, words, prog=PROG)
     levels: Counter[str] = Counter()
-    for finding in examine(load_config(DoctorConfig, prog="bridge_doctor")):
+    for finding in examine(config):
         print(finding, flush=True)
         levels[finding.level] += 1
     print(
@@ -337,7 +346,3 @@ def safetensors_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, tuple(entry["shape"])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
