@@ -22,7 +22,7 @@ SAMPLED = "mean reward of sampled answers"
 
 
 def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str = "") -> None:
-    """Write a PNG with a curve of rewards per run, by label, and one of the evaluations, if there are any.
+    """Write a PNG with a curve of rewards per run, by label, and one of held-out accuracy per environment.
 
     Rows of a run have `step` and `reward_mean`; evaluations have `policy_version` and `accuracy` (null is left out).
     """
@@ -32,14 +32,16 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    measured = sorted(
-        (row["policy_version"], row["accuracy"]) for row in evaluations if row.get("accuracy") is not None
-    )
+    measured = [row for row in evaluations if row.get("accuracy") is not None]
+    environments = sorted({row.get("env", "") for row in measured})
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     for label, metrics in runs.items():
         axes.plot([row["step"] for row in metrics], [row["reward_mean"] for row in metrics], label=label)
-    if measured:
-        axes.plot([v for v, _ in measured], [a for _, a in measured], "o-", label="held-out accuracy (greedy)")
+    for environment in environments:
+        of_one = [row for row in measured if row.get("env", "") == environment]
+        points = sorted((row["policy_version"], row["accuracy"]) for row in of_one)
+        of = f" of {environment}" if len(environments) > 1 else ""
+        axes.plot(*zip(*points, strict=True), "o-", label=f"held-out accuracy{of} (greedy)")
     axes.set(xlabel="training step", ylabel=SAMPLED if len(runs) > 1 else "reward, accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -66,8 +68,10 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"plot: error: {missing[0]} does not exist; give the files of a run's folder", file=sys.stderr)
         return 1
-    runs = {path.parent.name: read_rows(path) for path in arguments.metrics}
-    if empty := [path for path in arguments.metrics if not runs[path.parent.name]]:
+    names = [path.parent.name for path in arguments.metrics]
+    labels = names if len({*names}) == len(names) else [str(path.parent) for path in arguments.metrics]
+    runs = {label: read_rows(path) for label, path in zip(labels, arguments.metrics, strict=True)}
+    if empty := [path for label, path in zip(labels, arguments.metrics, strict=True) if not runs[label]]:
         print(f"plot: error: {empty[0]} has no rows yet; wait for the first step", file=sys.stderr)
         return 1
     evaluations: Rows = []

@@ -42,6 +42,7 @@ LANES = (
         "test_guide",
         "test_launcher",
         "test_quickstart",
+        "test_recipes",
         "test_training_scripts",
         "test_bit_exact",
         "test_server_death",

@@ -24,9 +24,16 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command("example_trainer.launcher.train", "train: a run file or a recipe, and flags that change it"),
+    "quickstart": Command("example_trainer.launcher.quickstart", "train a small model on two CPU cores, in minutes"),
     "status": Command("example_trainer.launcher.status", "what runs, how it fares, and what came of earlier runs"),
     "stop": Command("example_trainer.launcher.stop", "end a run, and nothing else"),
     "logs": Command("example_trainer.launcher.logs", "the last lines of a run's services, and new ones"),
+    "evaluate": Command("example_trainer.launcher.evaluate", "measure a model on a recipe's held-out problems"),
+    "plot": Command("example_trainer.launcher.plot", "draw a run so far, or compare several"),
+    "env": Command("example_trainer.launcher.env", "one environment's own commands: serve, process, evaluate"),
+    "doctor": Command("example_trainer.launcher.doctor", "check machine, ports and servers before a run"),
+    "gpu-check": Command("example_trainer.launcher.gpu_check", "every check that needs a GPU, and a table"),
     "completion": Command("example_trainer.launcher.completion", "the shell's completion of all this"),
 }
 

@@ -15,12 +15,19 @@ pytestmark = pytest.mark.services
 ROOT = Path(__file__).parents[3]
 HEAVY = ["torch", "vllm", "transformers", "datasets", "openai", "pandas", "scipy", "matplotlib"]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+del SCRIPTS["atropos"]  # whose help is a list of commands
 ENVIRONMENTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("environments/*_server.py"))
 PROGRAMS = ["example_trainer/grpo.py", "example_trainer/vllm_api_server.py", *ENVIRONMENTS]
-MODULES = ["atroposlib.cli.run_api", "scripts.lib.doctor", "example_trainer.quickstart_model"]
+MODULES = ["atroposlib.cli.run_api", "example_trainer.quickstart_model"]
+LAUNCHED = ["train", "quickstart", "evaluate", "doctor"]  # of `atropos`
 COMMANDS = {
-    **{name: f"import pkgutil; pkgutil.resolve_name({entry!r})()" for name, entry in SCRIPTS.items()},
+    **{
+        name: f"import pkgutil; pkgutil.resolve_name({entry!r})()"
+        for name, entry in SCRIPTS.items()
+        if name != "atropos"
+    },
     **{path: f"import runpy; runpy.run_path({path!r}, run_name='__main__')" for path in PROGRAMS},
+    **{f"atropos {name}": "from example_trainer.launcher import cli; cli.main()" for name in LAUNCHED},
     **{name: f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)" for name in MODULES},
 }
 REPORT = f"""
@@ -36,9 +43,8 @@ sys.argv[0] = "command"
 @cache
 def answer(command: str, flag: str) -> tuple[int, str, dict[str, Any]]:
     """Exit code, stdout, and what was loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", REPORT + COMMANDS[command], flag], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    command_line = [sys.executable, "-c", REPORT + COMMANDS[command], *command.split()[1:], flag]
+    done = subprocess.run(command_line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout, json.loads(done.stderr.splitlines()[-1])
 
 

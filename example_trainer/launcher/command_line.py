@@ -1,0 +1,306 @@
+"""The command line of `atropos train`: a run file or a recipe, and flags that change it.
+
+    atropos train gsm8k_lora [MODEL] --steps 5 --trainer.lr 1e-6 --vllm.max_model_len 512 --env.group_size 16
+
+The run's own flags are fields of `RunFlags`. A flag with a dot is one of a section: `--trainer.X`, `--api.X` and
+`--bridge.X` are parsed as the program's own flag `--X`, `--environments.NAME.X` as the environment's `--env.X` or
+`--openai.X`, and `--env.X` is that of the one environment. `--vllm.X` and `--layout.X` are values in YAML.
+"""
+
+import os
+from argparse import ArgumentParser
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, field_validator
+
+from atroposlib import flags as flag_parser
+from atroposlib.config import Config
+from atroposlib.flags import ConfigError, keys_of
+from example_trainer.launcher.layout import visible_gpus
+from example_trainer.launcher.run_file import (
+    LOCAL_FILES,
+    Choice,
+    RunFile,
+    Tree,
+    check_kind,
+    find_run_file,
+    merge,
+    only_environment,
+    read_run,
+    recipe_files,
+    validated,
+)
+from example_trainer.launcher.sections import SectionFlags
+
+PROG = "atropos train"
+USAGE = "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]"
+SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
+BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
+LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
+MORE = """\
+Settings of the programs:
+  --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help lists them
+  --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help lists them
+  --env.file FILE               another environment, with those of the recipe's settings that it knows
+  --environments.NAME.X V       the same, where a run has several environments
+  --bridge.X V, --vllm.X V, --api.X V, --layout.X V
+                                the bridge's settings, vLLM's flags, the batching API's, and whose GPUs are whose
+
+Ctrl-C, or the death of a service, ends all of them within 10 s.
+"""
+
+
+class RunFlags(Config):
+    """Run"""
+
+    model: str | None = Field(
+        None, min_length=1, description="Hugging Face id or local folder; also as the second word, without --model"
+    )
+    steps: int | None = Field(None, ge=1, description="training steps")
+    dataset: str | None = Field(
+        None, min_length=1, description="problems of the environment, for gsm8k: arithmetic, generated, or gsm8k"
+    )
+    dataset_path: Path | None = Field(
+        None, description="JSONL file with question and answer, or a folder with train.jsonl and test.jsonl"
+    )
+    bridge: str | None = Field(
+        None, description="how new weights reach vLLM: broadcast, single_copy, reload, lora, lora_restart or restart"
+    )
+    run_name: str | None = Field(None, description="all output goes to runs/NAME/ (default: the recipe, date and time)")
+    seed: int | None = Field(None, ge=1, description="seed of sampling, problems and trainer")
+    batch_invariant: bool | None = Field(
+        None,
+        description="trainer and vLLM compute the same bits; the first differing token ends the run"
+        " (docs/bit-exactness.md)",
+    )
+    dtype: str | None = Field(
+        None,
+        description="what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16; by default"
+        " float32, on a GPU bfloat16",
+    )
+    api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
+    vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
+    wandb: bool | None = Field(None, description="log to Weights & Biases")
+    tensorboard: bool | None = Field(None, description="log to TensorBoard")
+    resume: Path | None = Field(None, description="go on with this run: its folder, in place of RECIPE")
+    runs: Path = Field(Path("runs"), description="the folder of all runs")
+    gpus: int | None = Field(None, ge=0, le=64, description="with --dry-run: plan as if there were as many GPUs")
+
+    @field_validator("dataset_path")
+    @classmethod
+    def _exists(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.expanduser().exists():
+            raise ValueError(f"--dataset-path {path} does not exist")
+        return None if path is None else path.expanduser().resolve()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What was typed, resolved to a run."""
+
+    run: RunFile
+    sections: SectionFlags
+    source: Path  # the run file
+    dry_run: bool
+    runs: Path
+    resume: Path | None
+    gpus: list[str]
+
+
+@dataclass
+class _Words:
+    """A command line, sorted."""
+
+    positional: list[str] = field(default_factory=list)
+    own: list[str] = field(default_factory=list)
+    sections: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in SECTIONS})
+
+
+def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.environ, prog: str = PROG) -> Asked:
+    """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
+    words = _sort(argv)
+    values, typed = flag_parser.parse(
+        keys_of(RunFlags), words.own, prog=prog, about=_about(words), epilog=MORE, usage=USAGE
+    )
+    given = _checked(values)
+    source = _source(words.positional, given, getattr(typed, "config", None))
+    gpus = visible_gpus(environ) if given.gpus is None else [str(index) for index in range(given.gpus)]
+    if given.gpus is not None and "dry_run" not in typed:
+        raise ConfigError("--gpus is for --dry-run; CUDA_VISIBLE_DEVICES says which GPUs a run may use")
+    choice = Choice(
+        device="gpu" if gpus else "cpu",
+        dataset=LOCAL_FILES if given.dataset_path else given.dataset,
+        bridge=check_kind(given.bridge) if given.bridge else None,
+    )
+    sections, content = _with_sections(words.sections, read_run(source, choice), given)
+    run = validated(merge(content, _changes(given, words.positional)), source.name)
+    return Asked(run, sections, source, "dry_run" in typed, given.runs, given.resume, gpus)
+
+
+def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:
+    """The flags, for help and completion."""
+    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv)), MORE, usage=USAGE)
+
+
+def _sort(argv: Sequence[str]) -> _Words:
+    """Words, the run's flags, and those of each section."""
+    words, rest = _Words(), list(argv)
+    switches = {flag for key in keys_of(RunFlags) for flag in (key.flags if key.negations else [])} | {
+        "--help",
+        "--version",
+        "--dry-run",
+    }
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or word == "-":
+            words.positional.append(word)
+            continue
+        flag = word.partition("=")[0].replace("_", "-")
+        value = []
+        takes_one = word.startswith("--") and "=" not in word and not flag.startswith("--no-")
+        if takes_one and rest and (rest[0] in BOOLEANS if flag in switches else not rest[0].startswith("--")):
+            value = [rest.pop(0)]
+        section, dot, _ = word[2:].partition(".")
+        if dot and section in SECTIONS:
+            words.sections[section] += [f"--{word[2:].partition('.')[2]}", *value]
+        else:
+            words.own += [word, *value]
+    return words
+
+
+def _checked(values: Mapping[str, Any]) -> RunFlags:
+    try:
+        given = RunFlags.model_validate(dict(values))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        flag = "--" + ".".join(map(str, problem["loc"])).replace("_", "-")
+        message = problem["msg"].removeprefix("Value error, ")
+        raise ConfigError(message if flag in message else f"{flag}: {message} (got {problem['input']!r})") from None
+    if given.dataset and given.dataset_path:
+        raise ConfigError(f"--dataset {given.dataset} and --dataset-path {given.dataset_path} exclude each other")
+    return given
+
+
+def _source(positional: list[str], given: RunFlags, config: str | None) -> Path:
+    """The run file; its word is taken off `positional`."""
+    if given.resume is not None:
+        if positional and positional[0] in {path.stem for path in recipe_files()}:
+            positional.pop(0)  # a script's: the run says which it is
+        kept = given.resume / "run.yaml"
+        if not kept.is_file():
+            raise ConfigError(f"--resume {given.resume} has no run.yaml: name the folder of a run")
+        return kept
+    if config is not None:
+        return find_run_file(config)
+    if not positional:
+        names = ", ".join(path.stem for path in recipe_files())
+        raise ConfigError(f"name a run file, or a recipe: {names}")
+    return find_run_file(positional.pop(0))
+
+
+def _about(words: _Words) -> str:
+    """The comment at the top of the recipe that help was asked for, else all recipes."""
+    if words.positional:
+        return description(find_run_file(words.positional[0]))
+    lines = [f"  {path.stem:<20} {description(path).splitlines()[0]}" for path in recipe_files()]
+    return "\n".join(["One training run, from one file.", "", "Recipes:", *lines])
+
+
+def description(path: Path) -> str:
+    """The comment at the top of a run file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    count = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines[:count]) or path.stem
+
+
+def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
+    """The flags as content of a run file."""
+    models = [*positional, *([given.model] if given.model else [])]
+    if len(models) > 1:
+        raise ConfigError(f"one MODEL only, got {models[0]!r} and {models[1]!r}")
+    own = ("steps", "seed", "dtype", "batch_invariant", "wandb", "tensorboard")
+    changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
+    if given.run_name is not None:
+        changes["name"] = given.run_name
+    if models:
+        changes["model"] = models[0]
+    if given.resume is not None:
+        changes["trainer"] = {"resume": "auto"}
+    for section in ("api", "vllm"):
+        if (port := getattr(given, f"{section}_port")) is not None:
+            changes[section] = {"port": port}
+    return changes
+
+
+def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
+    """The programs' flags, and `content` with what the flags of sections set as values."""
+    content = _with_environment_files(typed, content)
+    environments: dict[str, list[str]] = {}
+    for name, key, value in _environment_flags(typed, content):
+        if key not in LAUNCHERS_OWN:
+            flag = f"--{key}" if key.startswith("openai.") else f"--env.{key}"
+            environments.setdefault(name, []).extend([flag] if value is None else [flag, value])
+    if given.dataset_path:
+        name = only_environment(content, "--dataset-path")
+        content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
+    for section in ("vllm", "layout"):
+        values = {
+            word.replace("-", "_"): True if value is None else _value(value) for word, value in _pairs(typed[section])
+        }
+        content = merge(content, {section: values}) if values else content
+    bridge = [f"--bridge.{word[2:]}" if word.startswith("--") else word for word in typed["bridge"]]
+    return SectionFlags([*typed["trainer"], *bridge], typed["api"], environments), content
+
+
+def _with_environment_files(typed: Mapping[str, list[str]], content: Tree) -> Tree:
+    """`content` with the programs of its environments, and how many of each run, as flags say."""
+    for word, value in _pairs(typed["env"]):
+        if word == "file" and value and not content.get("environments"):
+            content = merge(content, {"environments": {Path(value).stem: {"file": value}}})
+    for word, value in _pairs(typed["environments"]):
+        name, _, key = word.partition(".")
+        if key == "file" and name not in content.get("environments", {}):
+            content = merge(content, {"environments": {name: {"file": value}}})
+    for name, key, value in _environment_flags(typed, content):
+        if key in LAUNCHERS_OWN:
+            content = merge(content, {"environments": {name: {key: value or ""}}})
+    return content
+
+
+def _environment_flags(
+    typed: Mapping[str, list[str]], content: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str | None]]:
+    """Environment, key and value of every flag for one. Raises ConfigError where there is no such environment."""
+    for word, value in _pairs(typed["env"]):
+        yield only_environment(content, f"--env.{word}"), word.replace("-", "_"), value
+    known = content.get("environments", {})
+    for word, value in _pairs(typed["environments"]):
+        name, _, key = word.partition(".")
+        if not key:
+            raise ConfigError(f"--environments.{word} names no field: --environments.NAME.FIELD")
+        if name not in known:
+            raise ConfigError(f"--environments.{word}: the environments of this run are {', '.join(known)}")
+        yield name, key.replace("-", "_"), value
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Flags without their dashes, and their values; None stands for a flag alone."""
+    pairs: list[tuple[str, str | None]] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            pairs.append((name, value if equals else None))
+        else:
+            pairs[-1] = (pairs[-1][0], word)
+    return pairs
+
+
+def _value(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

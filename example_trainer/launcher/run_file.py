@@ -1,0 +1,295 @@
+"""One run as one YAML file: what it may say, what it is based on, and what flags change.
+
+    recipes/gsm8k.yaml  ◀──base──  my_run.yaml  ◀──  --steps 5 --trainer.lr 1e-6 --env.group_size 16
+
+A file on top of another is merged over it key by key. Its overlays apply at its own place: `by_device: {gpu: ...}`,
+`by_dataset: {arithmetic: ...}` and `by_bridge: {lora: ...}` hold what one of these changes, and a file on top, like
+every flag, beats them. An overlay may have a `base` of its own.
+
+The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services.py adds what ties
+the programs together, and each program checks its own section. This module loads neither torch nor vLLM.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+
+from atroposlib.config import Config
+from atroposlib.flags import ConfigError, nearest
+from example_trainer.launcher import folders
+from example_trainer.modes import MODES
+
+Tree = dict[str, Any]
+OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
+LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
+NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
+
+
+def _list_of_names(value: object) -> object:
+    """`0,1`, or the one GPU 0, as a list."""
+    if isinstance(value, str) and value != "auto":
+        return [part.strip() for part in value.split(",")]
+    return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value != "auto" else value
+
+
+Gpus = Annotated[Literal["auto"] | list[str], BeforeValidator(_list_of_names)]
+
+
+class Layout(Config):
+    """Which GPUs are whose, named as in CUDA_VISIBLE_DEVICES."""
+
+    vllm: Gpus = Field("auto", description="vLLM's GPUs, one per tensor-parallel rank")
+    trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
+
+
+class EnvironmentSection(Config):
+    """One environment: its program, and the fields of the program's own configuration (`--env.*`)."""
+
+    model_config = ConfigDict(extra="allow")
+
+    file: str = Field(min_length=1, description="a file, a module, or the name of an environment that is installed")
+    count: int = Field(1, ge=1, le=64, description="how many of it run, each with a seed of its own")
+    from_hub: bool = Field(True, description="whether its problems may come from the hub")
+    openai: Tree = Field({}, description="settings of its connection to the inference server (`--openai.*`)")
+    inherited: Tree = Field({}, description="fields for an environment whose file was replaced, as far as known here")
+
+    @property
+    def own(self) -> Tree:
+        """The fields of the program's own configuration."""
+        return dict(self.model_extra or {})
+
+
+class RunFile(Config):
+    """One training run."""
+
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="all output goes to runs/NAME/"
+    )
+    model: str | None = Field(
+        None, min_length=1, description="Hugging Face id or local folder; by default the quickstart's model"
+    )
+    steps: int = Field(100, ge=1, description="training steps")
+    seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="what vLLM serves in")
+    batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
+    wandb: bool = Field(False, description="log to Weights & Biases")
+    tensorboard: bool = Field(False, description="log to TensorBoard")
+    bridge: Tree = Field({"kind": "broadcast"}, description="how new weights reach vLLM")
+    environments: dict[str, EnvironmentSection] = Field({}, description="environment servers by name")
+    trainer: Tree = Field({}, description="the trainer's settings")
+    vllm: Tree = Field({}, description="flags of the vLLM server")
+    api: Tree = Field({}, description="the batching API's settings")
+    layout: Layout = Layout()
+
+    @field_validator("environments")
+    @classmethod
+    def _there_is_one(cls, value: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
+        if not value:
+            raise ValueError(NO_ENVIRONMENT)
+        return value
+
+    @property
+    def kind(self) -> str:
+        """That of the bridge: a key of MODES."""
+        return str(self.bridge["kind"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the overlays ask for."""
+
+    device: Literal["cpu", "gpu"]
+    dataset: str | None = None  # LOCAL_FILES for files of one's own
+    bridge: str | None = None  # a key of MODES; by default the one that the file says
+
+
+@dataclass
+class Layers:
+    """The content of a file and of those below it, lowest first."""
+
+    trees: list[Tree] = field(default_factory=list)
+    datasets: set[str] = field(default_factory=set)  # that an overlay is for
+
+
+def read_run(path: Path, choice: Choice) -> Tree:
+    """The merged content of a run file. Raises ConfigError."""
+    layers = read_layers(path, choice)
+    kind = choice.bridge or _last_kind(layers.trees)
+    known = layers.datasets - {LOCAL_FILES}
+    if known and choice.dataset not in (None, LOCAL_FILES, *known):
+        raise ConfigError(
+            f"--dataset expects {' or '.join(sorted(known))}, got {choice.dataset!r}; local files go to --dataset-path"
+        )
+    if kind is not None:
+        layers = read_layers(path, Choice(choice.device, choice.dataset, kind))
+    content: Tree = {}
+    for tree in layers.trees:
+        content = merge(content, _of_bridge(tree, kind))
+    if kind is not None:
+        content["bridge"] = {**content.get("bridge", {}), "kind": kind}
+    if choice.dataset is not None and choice.dataset not in layers.datasets:
+        content = with_dataset(content, choice.dataset)
+    return content
+
+
+def read_layers(path: Path, choice: Choice, above: tuple[Path, ...] = ()) -> Layers:
+    """`path`, its bases, and the overlays that `choice` asks for. Raises ConfigError."""
+    if path in above:
+        raise ConfigError(f"{path} is its own base, by {', '.join(str(file) for file in above)}")
+    return _layers(read_yaml(path), path, choice, (*above, path))
+
+
+def _layers(content: Tree, path: Path, choice: Choice, above: tuple[Path, ...]) -> Layers:
+    layers = Layers()
+    overlays = {key: _mapping(content.pop(key, {}), f"{path}: {key}") for key in OVERLAYS}
+    if base := content.pop("base", None):
+        below = read_layers(find_run_file(str(base), beside=path.parent), choice, above)
+        layers.trees += below.trees
+        layers.datasets |= below.datasets
+    layers.trees.append(normal(content, path))
+    layers.datasets |= set(overlays["by_dataset"])
+    for key in OVERLAYS:
+        overlay = overlays[key].get(getattr(choice, key.removeprefix("by_")))
+        if overlay is not None:
+            applied = _layers(dict(_mapping(overlay, f"{path}: {key}")), path, choice, above)
+            layers.trees += applied.trees
+            layers.datasets |= applied.datasets
+    return layers
+
+
+def find_run_file(name: str, beside: Path | None = None) -> Path:
+    """The file of that name, or the recipe: `my_run.yaml`, `gsm8k_lora`. Raises ConfigError."""
+    given = Path(name).expanduser()
+    places = [(beside or Path()) / given, folders.recipes() / given.name, folders.recipes() / f"{given.name}.yaml"]
+    if given.suffix not in (".yaml", ".yml"):
+        places = places[1:]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    recipes = [path.stem for path in recipe_files()]
+    raise ConfigError(f"no run file {name!r}{nearest(given.stem, recipes)}; recipes: {', '.join(recipes)}")
+
+
+def recipe_files() -> list[Path]:
+    """Every recipe, by name."""
+    return sorted(folders.recipes().glob("*.yaml"))
+
+
+def read_yaml(path: Path) -> Tree:
+    """A file's content. Raises ConfigError."""
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    return dict(_mapping({} if content is None else content, str(path)))
+
+
+def normal(content: Mapping[str, Any], path: Path) -> Tree:
+    """`content` with `bridge: lora` as a tree, and the files of environments as they stand beside `path`."""
+    tree = dict(content)
+    if isinstance(tree.get("bridge"), str):
+        tree["bridge"] = {"kind": tree["bridge"]}
+    if isinstance(tree.get("bridge"), Mapping) and "kind" in tree["bridge"]:
+        check_kind(str(tree["bridge"]["kind"]))
+    environments = _mapping(tree.get("environments") or {}, f"{path}: environments")
+    for name, section in environments.items():
+        if section and str(section.get("file", "")).endswith(".py"):
+            file = folders.environment_file(section["file"], path.parent)
+            environments = {**environments, name: {**section, "file": str(file)}}
+    return {**tree, "environments": environments} if environments else tree
+
+
+def check_kind(kind: str) -> str:
+    """`kind`, if it is a bridge's. Raises ConfigError."""
+    if kind not in MODES:
+        raise ConfigError(f"bridge {kind!r} is not one of {', '.join(MODES)}{nearest(kind, list(MODES))}")
+    return kind
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """`above` over `below`, key by key. An environment of None is taken out; one with another file keeps the fields
+    of the one below apart, for its program may not know them.
+    """
+    merged = _merged(below, above)
+    environments: Tree = {}
+    for name, section in merged.get("environments", {}).items():
+        if section is None:
+            continue
+        lower, upper = below.get("environments", {}).get(name), above.get("environments", {}).get(name)
+        if lower and upper and upper.get("file", lower.get("file")) != lower.get("file"):
+            kept = {key: value for key, value in lower.items() if key not in EnvironmentSection.model_fields}
+            section = {**upper, "inherited": {**lower.get("inherited", {}), **kept, **upper.get("inherited", {})}}
+        environments[name] = section
+    return {**merged, "environments": environments} if environments or "environments" in merged else merged
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    return {**below} | {
+        key: _merged(below[key], value) if isinstance(value, Mapping) and isinstance(below.get(key), Mapping) else value
+        for key, value in above.items()
+    }
+
+
+def with_dataset(content: Mapping[str, Any], dataset: str) -> Tree:
+    """`content` whose one environment takes that dataset. Raises ConfigError."""
+    if dataset == LOCAL_FILES:
+        return dict(content)  # the path itself is a flag of the environment
+    return merge(content, {"environments": {only_environment(content, "--dataset"): {"dataset": dataset}}})
+
+
+def only_environment(content: Mapping[str, Any], flag: str) -> str:
+    """The name of the one environment of a run. Raises ConfigError."""
+    names = list(content.get("environments", {}))
+    if len(names) > 1:
+        raise ConfigError(
+            f"{flag} is for a run with one environment, and this one has {', '.join(names)}: say"
+            f" --environments.{names[0]}.FIELD"
+        )
+    if not names:
+        raise ConfigError(NO_ENVIRONMENT)
+    return str(names[0])
+
+
+def validated(content: Mapping[str, Any], source: str) -> RunFile:
+    """The run. Raises ConfigError, whose message names every wrong key."""
+    try:
+        return RunFile.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(_problems(error))) from None
+
+
+def _problems(error: ValidationError) -> Iterator[str]:
+    known = [*RunFile.model_fields, "base", *OVERLAYS]
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"] if part not in ("literal['auto']", "list[str]"))
+        if problem["type"] == "extra_forbidden":
+            yield f"unknown key '{key}'{nearest(key, known)}"
+        elif problem["type"] == "missing":
+            yield f"{key} is required"
+        else:
+            shown = "" if isinstance(problem["input"], (dict, list)) else f" (got {problem['input']!r})"
+            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _last_kind(trees: Sequence[Tree]) -> str | None:
+    kinds = [tree["bridge"]["kind"] for tree in trees if "kind" in (tree.get("bridge") or {})]
+    return str(kinds[-1]) if kinds else None
+
+
+def _of_bridge(tree: Tree, kind: str | None) -> Tree:
+    """`tree` without the settings of a bridge that was replaced."""
+    if (tree.get("bridge") or {}).get("kind", kind) == kind:
+        return tree
+    return {key: value for key, value in tree.items() if key != "bridge"}
+
+
+def _mapping(value: Any, what: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what}: expected keys and values, found {type(value).__name__}")
+    return value

@@ -1,0 +1,214 @@
+"""The sections of a run, completed by what ties the programs together, and checked by the programs themselves: trainer
+and batching API by their Config classes, an environment by its `serve --dry-run`.
+"""
+
+import importlib.util
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from atroposlib.config import Config, resolve_config
+from atroposlib.flags import ConfigError
+from example_trainer.config import TrainerConfig
+from example_trainer.launcher.document import without_secrets
+from example_trainer.launcher.folders import environment_file, environments
+from example_trainer.launcher.layout import device_bridge
+from example_trainer.launcher.run_file import RunFile, Tree
+from example_trainer.launcher.site import HOST, Site, argv, variables, vllm_flags
+from example_trainer.modes import MODES
+
+C = TypeVar("C", bound=Config)
+
+VLLM_START_S = 1800.0
+CHECK_LIMIT_S = 120.0
+TIED = {  # settings of the trainer that the run decides, and where
+    "model_name": "model",
+    "training_steps": "steps",
+    "batch_invariant": "batch_invariant",
+}
+
+
+@dataclass(frozen=True)
+class SectionFlags:
+    """Flags of the programs, as they were typed: `--trainer.lr 1e-6` is `--lr 1e-6` for the trainer."""
+
+    trainer: list[str] = field(default_factory=list)
+    api: list[str] = field(default_factory=list)
+    environments: dict[str, list[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EnvironmentPlan:
+    """An environment server: its program, and what it was told as it resolved it."""
+
+    name: str  # in the run
+    program: tuple[str, ...]
+    resolved: Tree
+
+
+def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site) -> TrainerConfig:
+    """The trainer's configuration. Raises ConfigError."""
+    content = {
+        "model_name": site.model,
+        "training_steps": run.steps,
+        "seed": run.seed,
+        "atropos_url": site.api,
+        "vllm_host": HOST,
+        "vllm_port": str(site.vllm_port),
+        "vllm_start_timeout": int(VLLM_START_S),
+        "save_path": str(site.run_dir / "checkpoints"),
+        "log_dir": str(site.run_dir),
+        "metrics_path": str(site.run_dir / "metrics.jsonl"),
+        "use_wandb": run.wandb,
+        "tensorboard": run.tensorboard,
+        **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
+        **run.trainer,
+        "bridge": {**device_bridge(run, site.placement), **run.bridge, **_owned_vllm(run, site)},
+    }
+    if "bridge" in run.trainer:
+        raise ConfigError("trainer.bridge: say `bridge` at the top of the run")
+    config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
+    expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
+    for name, value in expected.items():
+        if getattr(config, name) != value:
+            raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
+    return config
+
+
+def _owned_vllm(run: RunFile, site: Site) -> Tree:
+    """How a trainer starts the vLLM that it owns."""
+    if not MODES[run.kind].owns_vllm:
+        return {}
+    own = str(run.bridge.get("vllm_flags", ""))
+    found: Tree = {"vllm_flags": " ".join(filter(None, [shlex.join(argv(vllm_flags(run, site))), own]))}
+    placement = site.placement
+    if placement.vllm != placement.trainer:
+        found["vllm_gpu"] = ",".join(placement.vllm)
+    return found
+
+
+def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
+    """The batching API's configuration. Raises ConfigError."""
+    from atroposlib.cli.run_api import RunApiConfig
+
+    content = {"journal": str(site.run_dir / "rollouts.db"), **run.api, "port": site.api_port}
+    if content.get("in_memory"):
+        del content["journal"]
+    return _resolved(RunApiConfig, "api", content, flags.api, site.environ)
+
+
+def _resolved(
+    config_cls: type[C], section: str, content: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+) -> C:
+    try:
+        config, _ = resolve_config(config_cls, typed, prog=section, env=environ, content=content)
+    except ConfigError as error:
+        raise ConfigError(f"{section}: {error}") from None
+    return config
+
+
+# --- environments ---------------------------------------------------------------------------------------------------
+
+
+def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[str, EnvironmentPlan]:
+    """Every environment server of the run by service, as its program resolves it. Raises ConfigError."""
+    plans = {}
+    environ = {**site.environ, **variables(run, site)}
+    for name, section in run.environments.items():
+        program = environment_program(section.file)
+        if program is None:
+            raise ConfigError(f"environments.{name}: {no_program(section.file)}")
+        known = ask_environment(name, program, {}, [], environ)
+        for service, settings in environment_settings(run, site, name, known["env"]).items():
+            typed = flags.environments.get(name, [])
+            plans[service] = EnvironmentPlan(name, program, ask_environment(name, program, settings, typed, environ))
+    return plans
+
+
+def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str, Any]) -> dict[str, Tree]:
+    """The configuration to give each server of one environment, by service. `known` has a key for every field of the
+    program's own configuration.
+    """
+    section = run.environments[name]
+    found: dict[str, Tree] = {}
+    for index in range(section.count):
+        service = service_name(run, name, index)
+        several = len(run.environments) > 1 or section.count > 1
+        env: Tree = {
+            "rollout_server_url": site.api,
+            "tokenizer_name": "default",
+            "total_steps": -1,
+            "use_wandb": run.wandb,
+            "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
+            "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
+            **({"wandb_name": service} if several else {}),
+            **{key: value for key, value in section.inherited.items() if key in known},
+            **({"seed": run.seed} if "seed" in known else {}),
+            **section.own,
+        }
+        if index:  # one of them evaluates; each samples other questions
+            env |= {"steps_per_eval": 0, "eval_at_start": False}
+            env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
+        openai = {"model_name": "default", "base_url": f"{site.vllm}/v1", "server_type": "vllm", **section.openai}
+        found[service] = {"env": env, "openai": openai}
+    return found
+
+
+def service_name(run: RunFile, name: str, index: int = 0) -> str:
+    """`env` where there is one environment, else its name, numbered where several of it run."""
+    if len(run.environments) == 1 and run.environments[name].count == 1:
+        return "env"
+    return f"{name}_{index}" if run.environments[name].count > 1 else name
+
+
+def environment_program(name: str) -> tuple[str, ...] | None:
+    """What follows `python` to run an environment: of a file, of one that comes with Atropos (`gsm8k`), or of a module.
+    None if there is no such thing.
+    """
+    if (ours := environments() / f"{name}_server.py").is_file():
+        return (str(ours),)
+    if name.endswith(".py"):
+        file = environment_file(name, Path())
+        return (str(file.resolve()),) if file.is_file() else None
+    with suppress(ImportError, ValueError):
+        return ("-m", name) if importlib.util.find_spec(name) else None
+    return None
+
+
+def no_program(name: str) -> str:
+    """What to say where there is no such environment."""
+    ours = sorted(path.stem.removesuffix("_server") for path in environments().glob("*_server.py"))
+    return f"there is no file or module {name!r}; give the path of its .py file, or one of {', '.join(ours)}"
+
+
+def ask_environment(
+    name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+) -> Tree:
+    """The configuration as the program resolves it. Raises ConfigError with what it says against it."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(dict(settings), file)
+        file.flush()
+        command = [sys.executable, *program, "serve", "--config", file.name, *typed, "--dry-run"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=CHECK_LIMIT_S, env=dict(environ), check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(
+                f"environments.{name}: {shlex.join(program)} serve --dry-run did not end within {CHECK_LIMIT_S:.0f} s;"
+                " does the module start its work when it is imported?"
+            ) from None
+    printed = done.stdout[done.stdout.find("env:") :]
+    if done.returncode != 0 or not printed.startswith("env:"):
+        said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}, and nothing on stderr"]
+        raise ConfigError(f"environments.{name}: {said[-1].partition(' error: ')[2] or said[-1]}")
+    resolved: Tree = yaml.safe_load(without_secrets(printed, settings, f"environments.{name}"))
+    return resolved

@@ -1,0 +1,84 @@
+"""Where a run takes place, and what follows from that for every service, and for vLLM."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from example_trainer.launcher.layout import Placement, device_flags, device_variables
+from example_trainer.launcher.run_file import RunFile, Tree
+from example_trainer.modes import MODES, Adapter, Mode
+
+HOST = "127.0.0.1"
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, from 8 on
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run takes place."""
+
+    run_dir: Path
+    model: str  # an id, or the absolute path of a folder
+    placement: Placement
+    api_port: int
+    vllm_port: int
+    environ: Mapping[str, str]
+
+    @property
+    def api(self) -> str:
+        return f"http://{HOST}:{self.api_port}"
+
+    @property
+    def vllm(self) -> str:
+        return f"http://{HOST}:{self.vllm_port}"
+
+
+def variables(run: RunFile, site: Site) -> dict[str, str]:
+    """The environment variables of every service."""
+    found = {
+        "VLLM_ENABLE_SHARED_WEIGHTS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "NUM_INFERENCE_NODES": "0",
+        "MASTER_ADDR": site.environ.get("MASTER_ADDR", "") or "localhost",
+        "VLLM_BRIDGE_CONFIG_PATH": str(site.run_dir / "vllm_bridge_config.json"),
+        **device_variables(site.placement, site.environ),
+    }
+    if os.path.isabs(site.model) and not any(section.from_hub for section in run.environments.values()):
+        found["HF_HUB_OFFLINE"] = "1"  # nothing is asked of it
+    return found
+
+
+def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None) -> Tree:
+    """The server's flags: what the devices and the bridge need, the run's own on top."""
+    flags = device_flags(run, site.placement)
+    mode = MODES[run.kind]
+    if mode.adapters:
+        rank = bridge.r if isinstance(bridge, Adapter) else 0
+        flags |= {"enable_lora": True, "max_lora_rank": next((fit for fit in LORA_RANKS if fit >= rank), rank)}
+    if run.batch_invariant:
+        flags["batch_invariant"] = True
+    own = {key: value for key, value in run.vllm.items() if value is not None and key != "tensor_parallel_size"}
+    if not site.placement.on_gpus and int(run.vllm.get("tensor_parallel_size") or 1) > 1:
+        own["tensor_parallel_size"] = run.vllm["tensor_parallel_size"]
+    flags |= {"seed": run.seed} | own
+    if not mode.owns_vllm:
+        flags |= {"model": site.model, "host": run.vllm.get("host", HOST), "port": site.vllm_port}
+    return {key: value for key, value in flags.items() if not (mode.owns_vllm and key in ("model", "host", "port"))}
+
+
+def argv(flags: Mapping[str, Any]) -> tuple[str, ...]:
+    """`{"max_model_len": 256, "enforce_eager": True}` as `--max-model-len 256 --enforce-eager`."""
+    words: list[str] = []
+    for key, value in flags.items():
+        flag = key.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, (list, tuple)):
+            words += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return tuple(words)

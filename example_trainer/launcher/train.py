@@ -1,0 +1,155 @@
+"""`atropos train`: one training run, from its file to its summary.
+
+flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──▶ runs/NAME/ ──▶ services ──▶ plot, summary
+"""
+
+import os
+import shlex
+import time
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from atroposlib.extras import need
+from atroposlib.files import write_whole
+from atroposlib.flags import ConfigError
+from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
+from example_trainer.launcher.console import PlainConsole, shown_lines
+from example_trainer.launcher.layout import place
+from example_trainer.launcher.memory_plan import memory_plan
+from example_trainer.launcher.model_size import model_size
+from example_trainer.launcher.plot import draw
+from example_trainer.launcher.ports import Ports, holder
+from example_trainer.launcher.run_record import write_record
+from example_trainer.launcher.services import Plan, make_plan
+from example_trainer.launcher.site import Site, variables, vllm_flags
+from example_trainer.launcher.summary import summary
+from example_trainer.launcher.supervisor import Supervisor
+
+PORTS = {"api": 8000, "vllm": 9001}
+
+
+def parser() -> ArgumentParser:
+    """For completion."""
+    return make_parser([])
+
+
+def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int:
+    """Train. Returns the exit status. Raises ConfigError."""
+    started = time.monotonic()
+    asked = read_command_line(argv, prog=prog)
+    run_dir = choose_folder(asked)
+    with Ports() as ports:
+        plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
+        if asked.dry_run:
+            print(described(plan), end="")
+            return 0
+        need("trainer", prog, "torch", "matplotlib")
+        need("gpu", prog, "vllm")
+        status = train(asked, plan, with_bridge)
+    if status == 0:
+        print(summary(run_dir, round(time.monotonic() - started)))
+    return status
+
+
+def choose_folder(asked: Asked, prefix: str = "") -> Path:
+    """The run's folder, which is not there yet unless it is resumed. Raises ConfigError."""
+    if asked.resume is not None:
+        return asked.resume.resolve()
+    name = asked.run.name or f"{prefix}{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (asked.runs / name).absolute()
+    if folder.exists() and not asked.dry_run:
+        raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that folder")
+    return folder
+
+
+def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
+    """Model, devices and ports. A port that is not given is the next free one. Raises ConfigError, PortTaken."""
+    run = asked.run
+    placement, model = place(run, asked.gpus), find_model(run.model, asked.dry_run)
+    chosen = {}
+    for section, default in PORTS.items():
+        given = getattr(run, section).get("port")
+        if asked.dry_run:
+            chosen[section] = int(given or default)
+        elif given is not None:
+            chosen[section] = ports.require(f"--{section}-port", int(given))
+        else:
+            chosen[section] = ports.first_free(default)
+    return Site(run_dir, model, placement, chosen["api"], chosen["vllm"], dict(os.environ))
+
+
+def ports_line(asked: Asked, site: Site) -> str:
+    """Which ports are not those of the defaults, and why; empty where all are."""
+    found = []
+    for section, port in (("api", site.api_port), ("vllm", site.vllm_port)):
+        if port != PORTS[section] and "port" not in getattr(asked.run, section):
+            found.append(f"Port {PORTS[section]} is taken by {holder(PORTS[section])}: using {port}")
+    return "; ".join(found)
+
+
+def find_model(model: str | None, dry_run: bool) -> str:
+    """The absolute folder of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
+    if model is None:
+        from atroposlib.config import load_config
+        from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
+
+        folder = load_config(QuickstartModelConfig, [], prog=PROG).folder
+        return str(folder.absolute() if dry_run else ensure_model(folder))
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return str(path.resolve())
+    if model.startswith(("/", ".", "~")):
+        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's folder")
+    return model
+
+
+def described(plan: Plan) -> str:
+    """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
+    site = plan.site
+    server = {"dtype": "float32", **vllm_flags(plan.run, site, plan.trainer.bridge)}
+    shared = variables(plan.run, site)
+    notes = [f"Everything goes to {site.run_dir}/", "", "Every service runs with"]
+    notes += [f"  {name}={value}" for name, value in shared.items()]
+    for service in plan.services:
+        own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
+        notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
+    memory = memory_plan(site.model, model_size(site.model), plan.trainer, server, shared, site.placement)
+    notes += ["", *memory.splitlines()]
+    return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
+
+
+def train(asked: Asked, plan: Plan, with_bridge: bool) -> int:
+    """Start the services, and watch them to their end. Returns the exit status."""
+    site, run = plan.site, plan.run
+    console = PlainConsole(site.run_dir, shown_lines(with_bridge))
+    console.say(
+        f"Training {site.model} for {run.steps} steps on {problems(plan)}; everything goes to"
+        f" {os.path.relpath(site.run_dir)}/"
+    )
+    if line := ports_line(asked, site):
+        console.say(line)
+    status = start(plan, console, asked.gpus)
+    if status == 0:
+        draw([site.run_dir], site.run_dir / "reward.png")
+    return status
+
+
+def start(plan: Plan, console: PlainConsole, gpus: list[str]) -> int:
+    """Write what is kept of the plan, start its services and watch them. Returns the exit status."""
+    run_dir = plan.site.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with Supervisor(run_dir, plan.services, console) as supervisor:
+        for name, text in plan.files.items():
+            write_whole(run_dir / name, text.encode())
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus)
+        return supervisor.run()
+
+
+def problems(plan: Plan) -> str:
+    """`arithmetic`, or the environments' names."""
+    found = []
+    for name, section in plan.run.environments.items():
+        own = section.own
+        found.append(str(own.get("dataset_path") or own.get("dataset") or name))
+    return ", ".join(found)

@@ -1,0 +1,92 @@
+"""Every recipe trains one step on two cores, with a tiny model; quickstart.yaml, and arithmetic.yaml below it, do so in
+test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import REPOSITORY, free_port
+
+pytestmark = pytest.mark.timeout(700)
+
+ARITHMETIC = ["--dataset", "arithmetic"]
+SHORT = ["--env.max_new_tokens", "16", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
+RECIPES = {
+    "two_environments": ["--trainer.batch_size", "4", "--environments.letters.max_new_tokens", "16"],
+    "gsm8k_lora": [*ARITHMETIC],
+    "countdown": [*SHORT, "--vllm.max_model_len", "512", "--env.ensure_scores_are_not_same", "false"],
+    "gsm8k": [*ARITHMETIC],
+    "gsm8k_broadcast": [*ARITHMETIC],
+    "gsm8k_single_copy": [*ARITHMETIC],
+    "gsm8k_reload": [*ARITHMETIC],
+    "gsm8k_lora_restart": [*ARITHMETIC],
+    "lora_24gb": [*ARITHMETIC, "--vllm.gpu_memory_utilization", "null"],
+}
+ALWAYS = ("two_environments", "gsm8k_lora")  # the others' bridges have tests of their own
+
+
+def launch(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "example_trainer.launcher", *words],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=cwd,
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(recipe, marks=[] if recipe in ALWAYS else pytest.mark.nightly) for recipe in RECIPES],
+)
+def test_a_recipe_trains_one_step(recipe: str, llama_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / f"{recipe}-{uuid.uuid4().hex[:8]}"
+    ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
+    where = ["--runs", str(tmp_path), "--run-name", run.name]
+    words = [recipe, str(llama_folder), "--steps", "1", *ports, *where, *RECIPES[recipe]]
+    done = launch("train", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "Step 1/1" in done.stdout
+    (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["policy_version"] == 1
+    (start,) = json.loads((run / "run.json").read_text())["starts"]
+    assert start["seed"] == 1
+    assert (run / "reward.png").exists()
+    assert list(run.glob("checkpoints/final_*/*.safetensors"))
+    assert not (run / "pids").exists()
+    shutil.rmtree(run)
+
+
+@pytest.mark.nightly
+def test_a_model_is_evaluated_without_training(llama_folder: Path, tmp_path: Path) -> None:
+    words = ["arithmetic", str(llama_folder), "--vllm-port", str(free_port()), "--runs", str(tmp_path)]
+    done = launch("evaluate", *words, "--run-name", "measured", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "env Evaluation: {'accuracy'" in done.stdout
+    assert (tmp_path / "measured/evaluation_env/metrics.json").is_file()
+
+
+@pytest.mark.nightly
+def test_a_run_is_resumed_from_its_checkpoint(llama_folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "resumed"
+    ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
+    words = ["arithmetic", str(llama_folder), "--trainer.checkpoint_interval", "1", "--runs", str(tmp_path)]
+    first = launch("train", *words, *ports, "--steps", "1", "--run-name", run.name, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-2000:]
+    second = launch("train", "--resume", str(run), "--steps", "2", cwd=tmp_path)
+    assert second.returncode == 0, second.stdout[-3000:] + second.stderr[-2000:]
+    assert "Step 2/2" in second.stdout
+    assert "Step 1/2" not in second.stdout
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
+    assert len(json.loads((run / "run.json").read_text())["starts"]) == 2

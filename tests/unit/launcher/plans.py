@@ -1,0 +1,78 @@
+"""Plans of runs without a process: environments answer `--dry-run` in this one."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.cli import load_tree
+from example_trainer.launcher import command_line, sections, train
+from example_trainer.launcher.command_line import Asked, read_command_line
+from example_trainer.launcher.ports import Ports
+from example_trainer.launcher.services import Plan, make_plan
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = Path("/quickstart-135M")
+
+
+@cache
+def environment_class(file: str) -> type[BaseEnv]:
+    """The environment of a file."""
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (found,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, BaseEnv) and value.__module__ == module.__name__
+    ]
+    return found
+
+
+@cache
+def resolved(file: str, argv: tuple[str, ...]) -> dict[str, Any]:
+    """What `python FILE serve ARGV --dry-run` prints."""
+    tree = load_tree(environment_class(file), "serve", argv, "serve")
+    found: dict[str, Any] = json.loads(tree.model_dump_json())
+    return found
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Environments are asked in this process, and the quickstart's model is at MODEL."""
+
+    def ask(
+        name: str, program: Sequence[str], settings: Mapping[str, Any], typed: Sequence[str], environ: Mapping[str, str]
+    ) -> dict[str, Any]:
+        text = yaml.safe_dump(dict(settings))
+        config = tmp_path / f"{hashlib.sha256(text.encode()).hexdigest()}.yaml"
+        config.write_text(text)
+        return resolved(program[0], ("--config", str(config), *typed))
+
+    monkeypatch.setattr(sections, "ask_environment", ask)
+    monkeypatch.setattr(train, "find_model", lambda model, dry_run: model or str(MODEL))
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
+    """These are visible."""
+    monkeypatch.setattr(command_line, "visible_gpus", lambda environ: gpus)
+
+
+def ask_for(*argv: str) -> Asked:
+    """What was typed, as a dry run: ports are those of the defaults."""
+    return read_command_line([*argv, "--dry-run"], {})
+
+
+def plan(*argv: str, run_dir: Path = Path("/run")) -> Plan:
+    """What `atropos train ARGV` would start."""
+    asked = ask_for(*argv)
+    return make_plan(asked.run, asked.sections, train.find_site(asked, run_dir, Ports()))

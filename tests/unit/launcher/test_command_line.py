@@ -1,0 +1,146 @@
+"""The command line of `atropos train`: the run's flags, those of sections, and one line for what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from atroposlib.flags import ConfigError
+from example_trainer.launcher import cli, train
+from example_trainer.modes import Broadcast
+from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan
+
+__all__ = ["no_processes"]
+
+WRONG = [
+    (["--stepz", "3"], "unknown flag --stepz; did you mean 'steps'?"),
+    (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got '0')"),
+    (["--steps"], "--steps expects a value"),
+    (["--seed=x"], "--seed: Input should be a valid integer"),
+    (["--dataset", "mmlu"], "--dataset expects arithmetic or gsm8k, got 'mmlu'"),
+    (["--dataset", "gsm8k", "--dataset-path", "."], "exclude each other"),
+    (["--dataset-path", "/nowhere.jsonl"], "--dataset-path /nowhere.jsonl does not exist"),
+    (["--model", "/nowhere"], "--model /nowhere has no config.json"),
+    (["one", "two"], "one MODEL only, got 'one' and 'two'"),
+    (["--run-name", "../x"], "name: String should match pattern"),
+    (["--dtype", "int8"], "dtype: Input should be 'float32' or 'bfloat16' (got 'int8')"),
+    (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got '99999')"),
+    (["--bridge", "lorra"], "bridge 'lorra' is not one of "),
+    (["--trainer.lrr", "1"], "trainer: unknown flag --lrr; did you mean 'lr'?"),
+    (["--trainer.model_name", "x"], "trainer.model_name: `model` at the top of the run decides it"),
+    (["--api.max_bodi_mb", "1"], "api: unknown flag --max_bodi_mb; did you mean 'max_body_mb'?"),
+    (["--environments.mine.group_size", "1"], "the environments of this run are gsm8k"),
+    (["--layout.trainer", "0"], "layout names GPUs, and there is none here"),
+    (["--bridge.lora_r", "8"], "bridge.lora_r"),
+]
+
+
+@pytest.mark.parametrize("command", [["train", "gsm8k"], ["quickstart"]])
+@pytest.mark.parametrize(("flags", "message"), WRONG)
+def test_a_wrong_command_line_is_one_line_and_status_2(
+    command: list[str], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, *flags])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml")))
+def test_help_says_what_the_recipe_does_and_every_flag(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.main([recipe, "--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: atropos train RECIPE|FILE.yaml [MODEL]")
+    for flag in ("--model", "--steps", "--dataset", "--dataset-path", "--run-name", "--seed", "--batch-invariant"):
+        assert f"\n  {flag}" in shown, flag
+    for flag in ("--dtype", "--api-port", "--vllm-port", "--resume", "--dry-run", "--trainer.X", "--env.X"):
+        assert f"\n  {flag}" in shown, flag
+
+
+def test_a_model_may_stand_alone() -> None:
+    assert ask_for("gsm8k", "org/model").run.model == "org/model"
+    assert ask_for("gsm8k", "--batch-invariant", "org/model").run.model == "org/model"
+    assert ask_for("gsm8k", "--steps", "3", "org/model").run.model == "org/model"
+    assert ask_for("gsm8k", "--wandb", "false", "org/model").run.wandb is False
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_sections_flag_is_the_programs_own() -> None:
+    made = plan(
+        *"arithmetic --trainer.lr 1e-3 --trainer.no-advantage-std --bridge.bucket-mb 8".split(),
+        *"--api.max_body_mb=7 --env.group_size 16 --env.openai.timeout 30 --vllm.enforce_eager".split(),
+        *"--vllm.max_model_len 512".split(),
+    )
+    assert made.trainer.lr == 1e-3
+    assert made.trainer.advantage_std is False
+    assert made.trainer.mode(Broadcast).bucket_mb == 8
+    environment = made.environments["env"].resolved
+    assert environment["env"]["group_size"] == 16
+    assert environment["openai"][0]["timeout"] == 30
+    (vllm,) = [service for service in made.services if service.name == "vllm"]
+    assert "--enforce-eager" in vllm.command
+    assert vllm.command[vllm.command.index("--max-model-len") + 1] == "512"
+    assert "max_body_mb: 7" in made.files["api.yaml"]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_kept_run_repeats_it(tmp_path: Path) -> None:
+    flags = "--trainer.lr 1e-3 --bridge.bucket-mb 8 --api.max_body_mb=7 --env.group_size 16 --vllm.enforce_eager"
+    made = plan("arithmetic", "--env.openai.timeout", "30", "--steps", "3", *flags.split())
+    (tmp_path / "run.yaml").write_text(made.files["run.yaml"])
+    assert plan(str(tmp_path / "run.yaml")).files == made.files
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_environment_of_ones_own_takes_what_it_knows_of_the_recipe(tmp_path: Path) -> None:
+    mine = tmp_path / "my_server.py"
+    mine.write_text((ROOT / "environments/template_server.py").read_text())
+    made = plan("arithmetic", "--env.file", str(mine), "--env.largest", "50")
+    environment = made.environments["env"]
+    assert environment.program == (str(mine),)
+    assert environment.resolved["env"]["group_size"] == 8
+    assert environment.resolved["env"]["largest"] == 50
+    assert "dataset" not in environment.resolved["env"]
+    assert "HF_HUB_OFFLINE" not in made.services[0].environment  # nobody has said that it needs no hub
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_several_of_one_environment_have_seeds_of_their_own_and_one_evaluates() -> None:
+    made = plan("arithmetic", "--env.count", "2", "--seed", "5")
+    first, second = (plan.resolved["env"] for plan in made.environments.values())
+    assert list(made.environments) == ["gsm8k_0", "gsm8k_1"]
+    assert (first["seed"], second["seed"]) == (5, 6)
+    assert (first["steps_per_eval"], second["steps_per_eval"]) == (5, 0)
+    assert second["eval_at_start"] is False
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_env_is_ambiguous_where_there_are_several() -> None:
+    with pytest.raises(ConfigError, match=r"this one has gsm8k, letters: say --environments.gsm8k.FIELD"):
+        plan("two_environments", "--env.group_size", "4")
+    made = plan("two_environments", "--environments.letters.group_size", "4")
+    assert made.environments["letters"].resolved["env"]["group_size"] == 4
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_a_secret_of_the_run_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text("base: arithmetic.yaml\ntrainer: {atropos_token: 0123456789abcdef0123}")
+    with pytest.raises(ConfigError, match=r"trainer.atropos_token: a run keeps no secrets"):
+        plan(str(run))
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus(monkeypatch, ["4", "6", "7"])
+    assert plan("gsm8k").site.placement.vllm == ("4", "6")
+    assert plan("gsm8k").site.placement.trainer == ("7",)
+    chosen = plan("gsm8k", "--layout.vllm", "7", "--layout.trainer", "4").site.placement
+    assert (chosen.vllm, chosen.trainer) == (("7",), ("4",))
+    with pytest.raises(ConfigError, match="there is no GPU 5; the visible GPUs are 4, 6, 7"):
+        plan("gsm8k", "--layout.vllm", "5")
+    with pytest.raises(ConfigError, match="which leaves none for the trainer"):
+        plan("gsm8k", "--vllm.tensor_parallel_size", "3")

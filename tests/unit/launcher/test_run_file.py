@@ -1,0 +1,116 @@
+"""Run files on top of others: what is merged, what an overlay changes, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from atroposlib.flags import ConfigError
+from example_trainer.launcher.run_file import Choice, RunFile, merge, read_run, validated
+
+CPU = Choice("cpu")
+BASE = """
+steps: 100
+bridge: broadcast
+environments:
+  mine: {file: mine.py, group_size: 8, dataset: hub}
+trainer: {lr: 1.0e-6, batch_size: 8}
+by_device: {gpu: {model: large}}
+by_bridge:
+  lora: {trainer: {lr: 1.0e-4}}
+  restart: {bridge: {restart_interval: 10}}
+by_dataset:
+  small: {steps: 20, environments: {mine: {dataset: small}}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE)
+    return tmp_path
+
+
+def run(folder: Path, text: str, choice: Choice = CPU) -> RunFile:
+    (folder / "run.yaml").write_text(text)
+    return validated(read_run(folder / "run.yaml", choice), "run.yaml")
+
+
+def test_a_file_is_merged_over_its_base_key_by_key(folder: Path) -> None:
+    found = run(folder, "base: base.yaml\ntrainer: {lr: 2.0e-5}\nenvironments: {mine: {group_size: 4}}")
+    assert found.trainer == {"lr": 2e-5, "batch_size": 8}
+    assert found.environments["mine"].own == {"group_size": 4, "dataset": "hub"}
+    assert found.steps == 100
+
+
+def test_an_overlay_belongs_to_its_file_and_what_is_on_top_beats_it(folder: Path) -> None:
+    assert run(folder, "base: base.yaml\nbridge: lora").trainer["lr"] == 1e-4
+    assert run(folder, "base: base.yaml\nbridge: lora\ntrainer: {lr: 3.0e-4}").trainer["lr"] == 3e-4
+
+
+def test_a_flag_chooses_the_overlay_too(folder: Path) -> None:
+    assert run(folder, "base: base.yaml", Choice("cpu", bridge="lora")).trainer["lr"] == 1e-4
+    assert run(folder, "base: base.yaml", Choice("gpu")).model == "large"
+    small = run(folder, "base: base.yaml", Choice("cpu", dataset="small"))
+    assert (small.steps, small.environments["mine"].own["dataset"]) == (20, "small")
+
+
+def test_settings_of_a_bridge_that_is_replaced_are_gone(folder: Path) -> None:
+    text = "base: base.yaml\nbridge: {kind: broadcast, bucket_mb: 8}"
+    assert run(folder, text).bridge == {"kind": "broadcast", "bucket_mb": 8}
+    assert run(folder, text, Choice("cpu", bridge="restart")).bridge == {"kind": "restart", "restart_interval": 10}
+
+
+def test_an_overlay_may_have_a_base_of_its_own(folder: Path) -> None:
+    (folder / "other.yaml").write_text("steps: 7\ntrainer: {lr: 0.5}\nby_bridge: {lora: {trainer: {lr: 0.25}}}")
+    text = "base: base.yaml\nbridge: lora\nby_dataset: {tiny: {base: other.yaml, trainer: {batch_size: 2}}}"
+    found = run(folder, text, Choice("cpu", dataset="tiny"))
+    assert (found.steps, found.trainer) == (7, {"lr": 0.25, "batch_size": 2})
+
+
+def test_a_dataset_without_overlay_is_the_environments(folder: Path) -> None:
+    text = "environments: {mine: {file: mine.py}}"
+    assert run(folder, text, Choice("cpu", dataset="any")).environments["mine"].own == {"dataset": "any"}
+
+
+def test_another_file_keeps_the_fields_below_apart() -> None:
+    below = {"environments": {"mine": {"file": "a.py", "group_size": 8, "from_hub": False, "openai": {"timeout": 3}}}}
+    merged = merge(below, {"environments": {"mine": {"file": "b.py", "words": 2}}})
+    assert merged["environments"]["mine"] == {"file": "b.py", "words": 2, "inherited": {"group_size": 8}}
+    again = merge(merged, {"environments": {"mine": {"file": "c.py"}}})
+    assert again["environments"]["mine"] == {"file": "c.py", "inherited": {"group_size": 8, "words": 2}}
+
+
+def test_an_environment_of_null_is_taken_out(folder: Path) -> None:
+    found = run(folder, "base: base.yaml\nenvironments: {mine: null, other: {file: other.py}}")
+    assert list(found.environments) == ["other"]
+
+
+def test_an_environments_file_is_found_beside_the_run_file(folder: Path) -> None:
+    (folder / "mine.py").touch()
+    assert run(folder, "base: base.yaml").environments["mine"].file == str(folder / "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: base.yaml\nstepz: 3", "run.yaml: unknown key 'stepz'; did you mean 'steps'?"),
+        ("base: base.yaml\nsteps: 0", "run.yaml: steps: Input should be greater than or equal to 1 (got 0)"),
+        ("base: base.yaml\nbridge: lorra", "bridge 'lorra' is not one of "),
+        ("base: none.yaml", "no run file 'none.yaml'; recipes: arithmetic, "),
+        ("base: gsm9k", "no run file 'gsm9k'; did you mean 'gsm8k'?"),
+        ("base: run.yaml", "is its own base"),
+        ("steps: 3", "a run needs an environment: "),
+        ("environments: {mine: {group_size: 3}}", "environments.mine.file is required"),
+        ("- 1", "expected keys and values, found list"),
+        ("a: [", "is not YAML: "),
+    ],
+)
+def test_what_is_wrong_is_named(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        run(folder, text)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unknown_dataset_is_refused_where_a_recipe_knows_its_own(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--dataset expects small, got 'large'; local files go to --dataset-path"):
+        run(folder, "base: base.yaml", Choice("cpu", dataset="large"))

@@ -1,0 +1,92 @@
+"""The smaller commands: evaluate, plot, env, gpu-check."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher import evaluate, gpu_check, plot
+from example_trainer.launcher.run_file import find_run_file
+from tests.unit.launcher.plans import ROOT, no_processes, plan
+
+__all__ = ["no_processes"]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_evaluation_is_vllm_and_the_environments_alone() -> None:
+    made = plan("two_environments", "--bridge", "broadcast")
+    vllm, first, second = evaluate.evaluation_services(made)
+    assert (vllm.name, first.name, second.name) == ("vllm", "gsm8k", "letters")
+    assert "evaluate" in first.command
+    assert "serve" not in first.command
+    assert first.command[-2:] == ("--env.data_dir_to_save_evals", "/run/evaluation_gsm8k")
+    assert (first.may_end, first.restarts) == (True, 0)
+    assert "trainer.yaml" not in evaluate.evaluation_files(made)
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_an_evaluation_of_another_server_starts_none() -> None:
+    made = plan("arithmetic", "--env.openai.base_url", "http://elsewhere:9001/v1")
+    assert [service.name for service in evaluate.evaluation_services(made)] == ["env"]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "trainer.log").touch()
+        rows = [{"step": step, "reward_mean": step / 4} for step in range(4)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return tmp_path
+
+
+def test_a_run_is_drawn_by_its_name(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plot.main(["one", "--runs", str(runs)]) == 0
+    assert (runs / "one/reward.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{runs / 'one/reward.png'}\n"
+
+
+def test_several_runs_are_compared(runs: Path) -> None:
+    assert plot.main([str(runs / "one"), str(runs / "two"), "--out", str(runs / "compare.png")]) == 0
+    assert (runs / "compare.png").stat().st_size > 0
+
+
+def test_a_run_without_a_step_cannot_be_drawn(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy("/dev/null", runs / "one/metrics.jsonl")
+    assert plot.main(["one", "--runs", str(runs)]) == 1
+    assert "has no rows yet" in capsys.readouterr().err
+
+
+def launcher(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "example_trainer.launcher", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+@pytest.mark.services
+@pytest.mark.parametrize("file", ["gsm8k", "environments/gsm8k_server.py", "environments.gsm8k_server"])
+def test_env_is_the_environments_own_command(file: str) -> None:
+    done = launcher("env", file, "serve", "--env.group_size", "7", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "\n  group_size: 7\n" in done.stdout
+
+
+@pytest.mark.services
+def test_an_environment_that_is_not_there_is_one_line() -> None:
+    done = launcher("env", "nothing", "serve")
+    assert done.returncode == 2
+    assert "there is no file or module 'nothing'; give the path of its .py file, or one of calculator" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_gpu_check_is_a_command_that_is_understood(no_processes: None) -> None:
+    for check in gpu_check.checks("gpu-check", Path("/runs"), "MODEL"):
+        if check.command[0] == "train":
+            assert find_run_file(check.command[1])
+            made = plan(*check.command[1:])
+            assert made.run.steps == 3
+    assert replace(check, visible="0").shown.startswith("CUDA_VISIBLE_DEVICES=0 atropos train ")
