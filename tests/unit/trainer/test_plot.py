@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from matplotlib import pyplot
 
 from example_trainer import plot
 
@@ -60,3 +62,36 @@ def test_several_runs_are_compared_by_their_folders(tmp_path: Path) -> None:
         )
     assert plot.main([*files, "--out", str(tmp_path / "compare.png")]) == 0
     assert (tmp_path / "compare.png").stat().st_size > 5000
+
+
+def drawn_labels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The labels of the curves, as soon as a plot is drawn."""
+    labels: list[str] = []
+    close = pyplot.close
+
+    def note(figure: Any) -> None:
+        labels.extend(str(line.get_label()) for line in figure.axes[0].get_lines())
+        close(figure)
+
+    monkeypatch.setattr(pyplot, "close", note)
+    return labels
+
+
+def test_runs_of_one_name_are_both_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = []
+    for place in ("a", "b"):
+        (tmp_path / place / "run").mkdir(parents=True)
+        files.append(str(write_rows(tmp_path / place / "run/metrics.jsonl", [{"step": 1, "reward_mean": 0.5}])))
+    labels = drawn_labels(monkeypatch)
+    assert plot.main([*files, "--out", str(tmp_path / "compare.png")]) == 0
+    assert labels == [str(tmp_path / "a/run"), str(tmp_path / "b/run")]
+
+
+def test_each_environment_has_its_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = write_rows(tmp_path / "metrics.jsonl", [{"step": 1, "reward_mean": 0.5}])
+    evaluations = tmp_path / "evaluations.jsonl"
+    rows = [{"env": env, "policy_version": 0, "accuracy": 0.5} for env in ("sums", "letters")]
+    evaluations.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    labels = drawn_labels(monkeypatch)
+    assert plot.main([str(metrics), "--evaluations", str(evaluations), "--out", str(tmp_path / "reward.png")]) == 0
+    assert labels[1:] == ["held-out accuracy of letters (greedy)", "held-out accuracy of sums (greedy)"]
