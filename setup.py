@@ -39,7 +39,6 @@ def _text_and_file(link: re.Match[str]) -> str:
     return text if text.strip("`") == file else f"{text} ({file})"
 
 
-INSTALLED_AS = {name: folder for name, folder in INSTALLED_AS.items() if (ROOT / folder).is_dir()}
 if "editable_wheel" in sys.argv:
     INSTALLED_AS, FILES = {}, {}
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from atroposlib.extras import install
 from atroposlib.logs import escape
 from atroposlib.wire.bridge import DTYPE_BYTES, Manifest, ManifestMismatch, compare
 from example_trainer.modes import Mode
@@ -96,7 +97,8 @@ def check_package(name: str, version: str | None, oldest: str, beyond: str | Non
     """`oldest` <= version < `beyond`."""
     limit = f"needs {oldest} or newer" + (f", below {beyond}" if beyond else "")
     if version is None:
-        return Finding("fail", name, f"not installed, {limit}", "run scripts/setup.sh")
+        remedy = install("gpu") if name == "vllm" else f"{install('trainer')}, or scripts/setup.sh"
+        return Finding("fail", name, f"not installed, {limit}", remedy)
     if Version(version) < Version(oldest) or (beyond and Version(version) >= Version(beyond)):
         return Finding("fail", name, f"{version}, {limit}", "run scripts/setup.sh, which installs one that fits")
     return Finding("ok", name, version)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -42,8 +43,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("wheels")
     for name in BUILT_FROM:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py"):
         shutil.copy(ROOT / name, copy)
     run(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", out, copy, cwd=out)
@@ -113,6 +113,22 @@ def test_each_command_runs_from_an_empty_folder(command: str, installed: Path, t
         sys.executable, *commands(installed)[command], "--version", cwd=tmp_path, PYTHONPATH=str(installed)
     ).stdout
     assert re.fullmatch(rf"\S+.* {re.escape(PROJECT['version'])}\n", shown)
+
+
+def test_help_takes_less_than_a_second_of_cpu(installed: Path, tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    shown = run(sys.executable, installed / "bin/atropos", "train", "--help", cwd=tmp_path, PYTHONPATH=str(installed))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "--dry-run" in shown.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_a_recipe_is_found_by_name(installed: Path, tmp_path: Path) -> None:
+    """With its environment, by a dry run that starts nothing."""
+    command = [sys.executable, str(installed / "bin/atropos"), "train", "gsm8k_broadcast", "--model", "M/none"]
+    shown = run(*command, "--dry-run", cwd=tmp_path, PYTHONPATH=str(installed)).stdout
+    assert str(installed / "atropos_environments/gsm8k_server.py") in shown
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
     ("finding", "fragment"),
     [
         (doctor_checks.check_python((3, 10)), "3.10, needs 3.11"),
-        (doctor_checks.check_package("torch", None, "2.6"), "not installed, needs 2.6 or newer: run scripts/setup.sh"),
+        (doctor_checks.check_package("torch", None, "2.6"), "needs 2.6 or newer: pip install 'atropos[trainer]', or"),
         (doctor_checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
         (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
         (doctor_checks.check_driver("12.4", "13.0"), "the driver knows 12.4, PyTorch is built for 13.0"),

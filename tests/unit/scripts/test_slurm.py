@@ -45,6 +45,7 @@ def test_a_job_trains_its_recipe_under_the_job_s_name(cluster: Path) -> None:
 
 def test_a_job_that_slurm_starts_again_continues_its_run(cluster: Path) -> None:
     (cluster / "runs/atropos-17").mkdir(parents=True)
+    (cluster / "runs/atropos-17/run.yaml").touch()
     assert start(cluster, "gsm8k_broadcast").stdout == f"{cluster} atropos train --resume runs/atropos-17\n"
 
 
