@@ -54,6 +54,7 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
     assert {name for name in private if name.startswith("_")} == {
         "_abc_impl",
         "_before_sending",
+        "_check_installed",
         "_env_run",
         "_further_servers",
         "_release",
