@@ -97,7 +97,7 @@ def _owned_vllm(run: RunFile, site: Site) -> Tree:
 
 def resolve_api(run: RunFile, flags: SectionFlags, site: Site) -> Config:
     """The batching API's configuration. Raises ConfigError."""
-    from atroposlib.cli.run_api import RunApiConfig
+    from atroposlib.api.settings import RunApiConfig
 
     content = {"journal": str(site.run_dir / "rollouts.db"), **run.api, "port": site.api_port}
     if content.get("in_memory"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from atroposlib.cli.run_api import RunApiConfig
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.config import resolve_config
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import train
