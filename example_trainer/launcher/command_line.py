@@ -267,7 +267,9 @@ def _with_environment_files(typed: Mapping[str, list[str]], content: Tree) -> Tr
             content = merge(content, {"environments": {name: {"file": value}}})
     for name, key, value in _environment_flags(typed, content):
         if key in LAUNCHERS_OWN:
-            content = merge(content, {"environments": {name: {key: value or ""}}})
+            file = Path(value or "")
+            kept = str(file.resolve()) if key == "file" and file.is_file() else value
+            content = merge(content, {"environments": {name: {key: kept}}})
     return content
 
 

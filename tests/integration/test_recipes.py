@@ -68,6 +68,18 @@ def test_a_recipe_trains_one_step(recipe: str, llama_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.nightly
+def test_an_environment_of_ones_own_is_trained_by_its_file(llama_folder: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "my_server.py"
+    mine.write_text((REPOSITORY / "environments/template_server.py").read_text())
+    ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port()), "--run-name", "mine"]
+    words = ["arithmetic", str(llama_folder), "--env.file", mine.name, "--steps", "1", "--trainer.lr", "1e-3"]
+    done = launch("train", *words, *ports, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    (row,) = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert row["lr"] > 1e-4
+
+
+@pytest.mark.nightly
 def test_a_model_is_evaluated_without_training(llama_folder: Path, tmp_path: Path) -> None:
     words = ["arithmetic", str(llama_folder), "--vllm-port", str(free_port()), "--runs", str(tmp_path)]
     done = launch("evaluate", *words, "--run-name", "measured", cwd=tmp_path)

@@ -60,6 +60,7 @@ ONCE = [command for command in COMMANDS if re.match(r"python \S+\.py (process|ev
 GENERATORS = [command for command in COMMANDS if command.endswith("-gen FILE")]
 WATCHERS = [command for command in COMMANDS if command.startswith("inference-node")]
 PAGES = [command for command in COMMANDS if "jsonl2html" in command]
+LAUNCHED = [command for command in COMMANDS if command.startswith("atropos train ")]
 # Where a service answers.
 SERVICES = {
     command: health
@@ -81,7 +82,9 @@ WITH_MODEL = {
 
 
 def test_every_command_is_tried_below() -> None:
-    assert sorted(COMMANDS) == sorted([*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *PAGES, *SERVICES, *WITH_MODEL])
+    assert sorted(COMMANDS) == sorted(
+        [*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *SERVICES, *WITH_MODEL]
+    )
     for command, test in WITH_MODEL.items():
         assert (
             next(word for word in command.split() if word.endswith((".py", "_model"))).split(".")[-1]
@@ -209,6 +212,12 @@ async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> N
         await run("colours.py", "process", "--env.total_steps", "2", *flags, cwd=tmp_path)
         assert "'accuracy': 1.0" in await run("colours.py", "evaluate", *flags, cwd=tmp_path)
     assert (tmp_path / "data/colours.html").read_text().count("score 1<") == 4
+
+
+@pytest.mark.parametrize("command", LAUNCHED)
+async def test_a_run_would_start_with_that_environment(command: str, tmp_path: Path) -> None:
+    shown = await run(*python_arguments(command), "--dry-run", cwd=tmp_path)
+    assert f"file: {command.split('--env.file ')[1].split()[0]}" in shown
 
 
 @pytest.mark.parametrize("command", SERVICES)

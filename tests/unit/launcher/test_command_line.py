@@ -95,10 +95,14 @@ def test_the_kept_run_repeats_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_an_environment_of_ones_own_takes_what_it_knows_of_the_recipe(tmp_path: Path) -> None:
+def test_an_environment_of_ones_own_takes_what_it_knows_of_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = tmp_path / "my_server.py"
+    monkeypatch.chdir(tmp_path)
     mine.write_text((ROOT / "environments/template_server.py").read_text())
-    made = plan("arithmetic", "--env.file", str(mine), "--env.largest", "50")
+    made = plan("arithmetic", "--env.file", "my_server.py", "--env.largest", "50")
+    assert f"file: {mine}\n" in made.files["run.yaml"]  # which may be read from anywhere
     environment = made.environments["env"]
     assert environment.program == (str(mine),)
     assert environment.resolved["env"]["group_size"] == 8
