@@ -48,6 +48,7 @@ class Batch:
     """What one optimizer step trains on, and figures of everything that was sampled for it.
 
     `rejected` holds the places of the items that cannot be trained on, with the reasons; nothing else counts them.
+    `shown` is the first group that can be trained on, for people to look at.
     """
 
     rollouts: list[Rollout]
@@ -60,6 +61,7 @@ class Batch:
     reward_std: float
     staleness_mean: float | None
     rejected: dict[int, str] = field(default_factory=dict)
+    shown: ScoredData | None = None
 
     @property
     def trained_tokens(self) -> int:
@@ -110,6 +112,7 @@ def make_batch(
         reward_std=float(np.std(scores)) if scores else math.nan,
         staleness_mean=float(np.mean(staleness)) if staleness else None,
         rejected=rejected,
+        shown=trainable[0] if trainable else None,
     )
 
 

@@ -219,6 +219,9 @@ class OutputSettings(Config):
     wandb_project: Name = Field("atropos", min_length=1, description="Weights & Biases project, told to environments")
     wandb_group: Name | None = Field(None, description="Weights & Biases group, told to environments too")
     tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
+    samples_interval: int = Field(
+        10, ge=0, description="steps between tables of sampled answers in wandb and TensorBoard; 0 writes none"
+    )
 
     @property
     def metrics_file(self) -> Path:

@@ -49,9 +49,11 @@ from example_trainer.exactness import Comparison, Exactness
 from example_trainer.memory import check_model, one_line_when_out_of_memory
 from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model import load_model
+from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
 from example_trainer.packing import micro_batches
+from example_trainer.samples import samples_of
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.load import load_trained
 from example_trainer.weights.written import TrainedModel, remove_leftovers
@@ -163,16 +165,26 @@ class Run:
             step_s=synced - start,
             eval_wait_s=time.monotonic() - synced,
         )
-        for write in self.metrics:
-            write(row)
+        for sink in self.metrics:
+            sink.write(row)
+        self.show_samples(step, batch)
         print(step_line(row, self.config.training_steps), flush=True)
         self.save_if_due(step)
 
+    def show_samples(self, step: int, batch: Batch) -> None:
+        """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""
+        interval, tokenizer = self.config.samples_interval, self.trained.tokenizer
+        if interval and batch.shown and tokenizer and (step == 1 or step % interval == 0):
+            for sink in self.metrics:
+                sink.write_samples(step, samples_of(batch.shown, tokenizer))
+
     def finish(self) -> None:
-        """Write the trained model."""
+        """Write the trained model, with its card."""
         self.exactness.expect_agreement()
         log.info("Writing the trained model to %s", self.config.save_path)
-        print(f"Trained model: {self.trained.write(self.config.save_path / self.trained.form.final)}", flush=True)
+        final = self.config.save_path / self.trained.form.final
+        self.trained.write(final, also=partial(write_model_card, config=self.config))
+        print(f"Trained model: {final}", flush=True)
         self.api.acknowledge()
 
     def trainable_batch(self) -> Batch:

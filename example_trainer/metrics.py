@@ -4,11 +4,12 @@ metrics.jsonl holds one JSON object a step, written whole and flushed at the end
 of ROW_KEYS, null where a value was not measured at that step, and may have more.
 """
 
+import html
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,6 +23,7 @@ from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.samples import Sample
 
 ROW_KEYS = (
     "step",
@@ -54,7 +56,6 @@ ROW_KEYS = (
     "ratio_tokens_different",
 )
 Row = Mapping[str, float | int | None]
-Sink = Callable[[Row], None]
 
 log = get_logger(__name__)
 
@@ -121,6 +122,9 @@ class JsonlSink:
             write_whole(path, _rows_before(path, first_step))
         self._file = open_regular(path, "ab", buffering=0)
 
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Left to the environments, whose samples.jsonl has them all."""
+
     def write(self, row: Row) -> None:
         """One line, whole or not at all. Raises TrainerError when the disk takes no more."""
         try:
@@ -152,54 +156,81 @@ def _rows_before(path: Path, first_step: int) -> bytes:
     return b"".join(kept)
 
 
-def tensorboard_sink(folder: Path, resources: ExitStack) -> Sink:
-    """Scalars `train/<key>` for TensorBoard, one a measured value."""
-    with loading("--tensorboard", TrainerError, remedy=install("tensorboard")):
-        from torch.utils.tensorboard import SummaryWriter
-    writer = SummaryWriter(str(folder))
-    resources.callback(writer.close)
+class Sink(Protocol):
+    """Somewhere the metrics of a run go."""
 
-    def write(row: Row) -> None:
+    def write(self, row: Row) -> None:
+        """Keep one step's row; it has a `step`."""
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Show sampled answers of `step` as a table, where that can be."""
+
+
+class TensorBoardSink:
+    """Scalars `train/<key>`, and tables of samples in Markdown."""
+
+    def __init__(self, folder: Path, resources: ExitStack) -> None:
+        with loading("--tensorboard", TrainerError, remedy=install("tensorboard")):
+            from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(str(folder))
+        resources.callback(self._writer.close)
+
+    def write(self, row: Row) -> None:
         for key, value in row.items():
             if value is not None:
-                writer.add_scalar(f"train/{key}", value, row["step"])
-        writer.flush()
+                self._writer.add_scalar(f"train/{key}", value, row["step"])
+        self._writer.flush()
 
-    return write
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [f"| {_cell(sample.prompt)} | {_cell(sample.answer)} | {sample.reward:g} |" for sample in samples]
+        table = "\n".join(["| prompt | answer | reward |", "|---|---|---|", *rows])
+        self._writer.add_text("train/samples", table, step)
 
 
-def wandb_sink(config: TrainerConfig, resources: ExitStack) -> Sink:
+def _cell(text: str) -> str:
+    """Model output in a Markdown table: on one line, as text and not as markup."""
+    return html.escape(text).replace("|", "&#124;").replace("\n", "<br>")
+
+
+class WandbSink:
     """Weights & Biases, under the project and group that the environments are told too: one log entry a step,
-    `train/<key>`.
+    `train/<key>`, and tables of samples.
     """
-    with loading("--use-wandb", TrainerError, remedy=install("wandb")):
-        import wandb
-    run = wandb.init(
-        project=config.wandb_project,
-        group=config.wandb_group,
-        name="trainer",
-        dir=str(config.log_dir),
-        config=config.model_dump(mode="json"),
-    )
-    resources.callback(run.finish)
 
-    def write(row: Row) -> None:
-        run.log({f"train/{key}": value for key, value in row.items() if value is not None}, step=int(row["step"] or 0))
+    def __init__(self, config: TrainerConfig, resources: ExitStack) -> None:
+        with loading("--use-wandb", TrainerError, remedy=install("wandb")):
+            import wandb
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=config.wandb_project,
+            group=config.wandb_group,
+            name="trainer",
+            dir=str(config.log_dir),
+            config=config.model_dump(mode="json"),
+        )
+        resources.callback(self._run.finish)
 
-    return write
+    def write(self, row: Row) -> None:
+        metrics = {f"train/{key}": value for key, value in row.items() if value is not None}
+        self._run.log(metrics, step=int(row["step"] or 0))
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        rows = [[step, sample.prompt, sample.answer, sample.reward] for sample in samples]
+        table = self._table(columns=["step", "prompt", "answer", "reward"], data=rows)
+        self._run.log({"train/samples": table}, step=step)
 
 
 def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -> list[Sink]:
-    """The sinks the configuration asks for, each of which is given every step's row; `resources` closes them. Raises
-    TrainerError for a package that is not installed, or a folder not to be written.
+    """The sinks that the configuration asks for; `resources` closes them. Raises TrainerError for a package that is not
+    installed, or a folder not to be written.
     """
     with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy="set --log-dir, or free space"):
         config.log_dir.mkdir(parents=True, exist_ok=True)
         jsonl = JsonlSink(config.metrics_file, first_step)
     resources.callback(jsonl.close)
-    sinks: list[Sink] = [jsonl.write]
+    sinks: list[Sink] = [jsonl]
     if config.tensorboard:
-        sinks.append(tensorboard_sink(config.log_dir / "tensorboard", resources))
+        sinks.append(TensorBoardSink(config.log_dir / "tensorboard", resources))
     if config.use_wandb:
-        sinks.append(wandb_sink(config, resources))
+        sinks.append(WandbSink(config, resources))
     return sinks
