@@ -7,6 +7,7 @@ the exit status. Only the module of the command that is asked for is loaded; wha
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
@@ -42,7 +43,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status, or exits with it."""
     words = sys.argv[1:] if argv is None else list(argv)
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _end)
     with one_line_errors(" ".join(["atropos", *words[:1]]) if words and words[0] in COMMANDS else "atropos"):
         if not words or words[0] in ("-h", "--help"):
             print(overview())
@@ -66,6 +69,7 @@ def overview() -> str:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """TERM while no supervisor has taken it over: nothing has to be ended, but somebody should know."""
-    print("atropos: ended by SIGTERM", file=sys.stderr, flush=True)
+    """A signal while no supervisor has taken it over: nothing has to be ended, but somebody should know."""
+    with suppress(OSError):  # the terminal is gone
+        print(f"atropos: ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
     raise SystemExit(128 + number)

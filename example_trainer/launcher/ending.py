@@ -18,11 +18,11 @@ POLL_S = 0.1
 
 def end(records: Records, services: Sequence[Record], memory: SharedMemory, tell: Listener) -> None:
     """At most 7 s, then every group is gone, and so are the records. Whoever ends a second time finds nothing."""
-    with suppress(OSError):  # a full disk: they are in memory
-        memory.note(services)
     running = _signal(services, signal.SIGTERM)
     if running:
         _try(tell, Ending(_names(running), GRACE_S + KILL_S))
+    with suppress(OSError):  # a full disk: they are in memory
+        memory.note(running)
     left = _await_gone(running, GRACE_S)
     if left:
         _signal(left, signal.SIGKILL)

@@ -1,0 +1,62 @@
+"""Ending is not kept from its work by what else fails."""
+
+import errno
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.ending import end
+from example_trainer.launcher.events import Ending, Event
+from example_trainer.launcher.records import Record, Records
+from example_trainer.launcher.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture
+def service() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def records(tmp_path: Path, service: subprocess.Popen[bytes]) -> Records:
+    found = Records(tmp_path)
+    found.claim()
+    found.write(Record.of("api", service.pid))
+    return found
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_does_not_keep_services_running(
+    records: Records, service: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SharedMemory(records)
+    monkeypatch.setattr(memory, "note", full_disk)
+    end(records, records.services(), memory, lambda event: None)
+    assert service.wait(timeout=10) == -15
+    assert not records.exist()
+
+
+def test_a_console_that_is_gone_does_not_keep_services_running(
+    records: Records, service: subprocess.Popen[bytes]
+) -> None:
+    end(records, records.services(), SharedMemory(records), full_disk)
+    assert service.wait(timeout=10) == -15
+
+
+def test_the_second_end_finds_nothing_to_do(records: Records) -> None:
+    services, told = records.services(), list[Event]()
+    end(records, services, SharedMemory(records), told.append)
+    started = time.monotonic()
+    end(records, services, SharedMemory(records), told.append)
+    assert told == [Ending(("api",), 7.0)]
+    assert time.monotonic() - started < 5
