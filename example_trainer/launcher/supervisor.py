@@ -252,8 +252,8 @@ class Supervisor:
         for child in self._children:
             self._look_at(child)
         now = time.monotonic()
-        if self._first_end is not None and now - self._first_end > self._limits.last_s:
-            left = [child for child in self._mortal() if not child.has_ended]
+        left = [child for child in self._mortal() if not child.has_ended]
+        if left and self._first_end is not None and now - self._first_end > self._limits.last_s:
             names = tuple(child.service.name for child in left)
             shown = last_lines(left[0].log, LINES_SHOWN)
             self._end(Outlived(names, self._limits.last_s, left[0].log, shown))

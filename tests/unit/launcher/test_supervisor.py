@@ -191,6 +191,11 @@ def test_a_service_that_outlives_the_others_is_given_a_limit(tmp_path: Path) -> 
     assert "long still runs 1 s after the others ended" in output
 
 
+def test_who_ends_with_the_others_has_not_outlived_them(tmp_path: Path) -> None:
+    status, output = launched(tmp_path, service("only", "true", may_end=True), last_s=-1)
+    assert status == 0, output
+
+
 def test_a_service_with_restarts_is_started_again_after_a_pause_that_grows(tmp_path: Path) -> None:
     script = f"echo start >>{tmp_path}/starts; exit 7"
     status, output = launched(tmp_path, bash("env", script, may_end=True, restarts=2), sleeper("api"), pause_s=0.5)
