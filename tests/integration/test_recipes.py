@@ -75,8 +75,9 @@ def test_an_environment_of_ones_own_is_trained_by_its_file(llama_folder: Path, t
     words = ["arithmetic", str(llama_folder), "--env.file", mine.name, "--steps", "1", "--trainer.lr", "1e-3"]
     done = launch("train", *words, *ports, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    (row,) = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
-    assert row["lr"] > 1e-4
+    assert "Step 1/1" in done.stdout
+    assert "lr: 0.001\n" in (tmp_path / "runs/mine/trainer.yaml").read_text()
+    assert "group_size: 8\n" in (tmp_path / "runs/mine/env.yaml").read_text()
 
 
 @pytest.mark.nightly
