@@ -22,7 +22,7 @@ from example_trainer.launcher.document import without_secrets
 from example_trainer.launcher.folders import environment_file, environments
 from example_trainer.launcher.layout import device_bridge
 from example_trainer.launcher.run_file import RunFile, Tree
-from example_trainer.launcher.site import HOST, Site, argv, variables, vllm_flags
+from example_trainer.launcher.run_site import HOST, Site, argv, variables, vllm_flags
 from example_trainer.modes import MODES
 
 C = TypeVar("C", bound=Config)

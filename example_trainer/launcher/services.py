@@ -14,6 +14,7 @@ from example_trainer.launcher.document import document, dumped, without_secrets
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.layout import seen
 from example_trainer.launcher.run_file import RunFile
+from example_trainer.launcher.run_site import Site, argv, variables, vllm_flags
 from example_trainer.launcher.sections import (
     VLLM_START_S,
     EnvironmentPlan,
@@ -23,7 +24,6 @@ from example_trainer.launcher.sections import (
     resolve_trainer,
 )
 from example_trainer.launcher.service import Service
-from example_trainer.launcher.site import Site, argv, variables, vllm_flags
 from example_trainer.modes import MODES
 
 API_START_S = 60.0

@@ -21,8 +21,8 @@ from example_trainer.launcher.model_size import model_size
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
+from example_trainer.launcher.run_site import Site, variables, vllm_flags
 from example_trainer.launcher.services import Plan, make_plan
-from example_trainer.launcher.site import Site, variables, vllm_flags
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
 

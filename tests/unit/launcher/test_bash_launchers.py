@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.config import resolve_config
 from example_trainer.config import TrainerConfig
-from example_trainer.launcher.site import argv, variables, vllm_flags
+from example_trainer.launcher.run_site import argv, variables, vllm_flags
 from example_trainer.modes import Restarting
 from tests.unit.launcher.plans import MODEL, ROOT, no_processes, on_gpus, plan, resolved
 
