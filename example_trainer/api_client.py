@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
+from atroposlib.clients.activity import explain
 from atroposlib.clients.batching_api import Answer, ApiRefused, ApiUnreachable, BatchingApi, UnexpectedReply
 from atroposlib.clients.heartbeat import Heartbeat
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
@@ -93,7 +94,8 @@ class ApiClient:
         self.holding = []
 
     def fetch_batch(self, timeout_s: float) -> list[Item]:
-        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`.
+        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`. While there is none,
+        the log says each minute what is missing, by asking the API.
 
         Raises ApiError after `timeout_s` seconds without one.
         """
@@ -114,11 +116,19 @@ class ApiClient:
 
         def failed(reason: str) -> ApiError:
             return ApiError(
-                f"no batch of {self._registration.batch_size} sequences from {self.url} within {timeout_s:.0f} s; check"
-                " that an environment is running and that its group size divides the batch, or raise --fetch-timeout"
+                f"no batch of {self._registration.batch_size} sequences from {self.url} within {timeout_s:.0f} s"
+                f" ({reason}); check that an environment is running and that its group size divides the batch, or raise"
+                " --fetch-timeout"
             )
 
-        return wait_for(attempt, Wait("a batch", self.url, timeout_s, failed), self._sleep)
+        return wait_for(attempt, Wait("a batch", self.url, timeout_s, failed, why=self.why_no_batch), self._sleep)
+
+    def why_no_batch(self, otherwise: str) -> str:
+        """What the API knows of it; `otherwise` where it cannot tell."""
+        try:
+            return ". ".join(explain(self._api.call(routes.ACTIVITY)))
+        except (ApiUnreachable, ApiRefused):  # an API of before, or one that is away: the next request says so
+            return otherwise
 
     def reject(self, reasons: Mapping[int, str]) -> list[Rejection]:
         """Set aside items of the batch fetched last, by their places in it; the API never delivers them again.

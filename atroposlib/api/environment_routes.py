@@ -115,13 +115,15 @@ async def scored_data_list(request: Request) -> Response:
 @serves(router, routes.HEARTBEAT)
 async def heartbeat(request: Request) -> Response:
     """A sign of life of an environment or a trainer that has nothing else to say. 404 and 409 where it is not known
-    any more.
+    any more. An environment's `report` is kept for /activity.
     """
     sign = await read_record(request, wire.Heartbeat)
     service = service_of(request)
     if sign.env_id is not None:
         service.state.queue.environment(sign.env_id)
         service.hear_environment(sign.env_id)
+    if sign.report is not None:
+        service.reports.note(sign.env_id, sign.report)
     if sign.trainer is not None:
         await service.trainer_heartbeat(sign.trainer)
     return reply(wire.Outcome("success"))

@@ -74,6 +74,14 @@ async def status(request: Request) -> Response:
     return reply(answer)
 
 
+@serves(router, routes.ACTIVITY)
+async def activity(request: Request) -> Response:
+    """Who does what, and what is missing for the next batch: trainer, queue, and each environment with its counts by
+    reason.
+    """
+    return reply(service_of(request).activity())
+
+
 @serves(router, routes.LATEST_EXAMPLE)
 async def latest_example(request: Request) -> Response:
     """The group that came last; empty lists before any."""

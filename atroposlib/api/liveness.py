@@ -21,6 +21,11 @@ class Liveness:
         self.silent.discard(peer)
         return was_silent
 
+    def silence(self, peer: int, now: float) -> float | None:
+        """Seconds since the peer's last sign of life; None where it is silent, or was never heard."""
+        at = self._heard.get(peer)
+        return None if at is None or now - at > self._timeout_s else now - at
+
     def newly_silent(self, now: float) -> list[int]:
         """Peers that have become silent since the last call."""
         found: list[int] = []

@@ -66,6 +66,8 @@ class Metrics(Collector):
             yield family
         for name, text, gauge in (
             ("queued_groups", "Groups that wait", queue.status().queue_size),
+            ("waiting_sequences", "Sequences that wait for a batch", queue.lanes.sequences),
+            ("batch_sequences", "Sequences of a batch", queue.registration.batch_size if queue.registration else 0),
             ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
             ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
             (
@@ -82,6 +84,15 @@ class Metrics(Collector):
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
         ):
             yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if gauge is None else gauge)
+        family = GaugeMetricFamily(
+            "atropos_dropped_groups",
+            "Groups that an environment has dropped since the last one it posted",
+            labels=["environment", "reason"],
+        )
+        for env_id, report in self._service.reports.registered.items():
+            for reason, count in report.dropped.items():
+                family.add_metric([queue.name_of(env_id), reason], count)
+        yield family
 
     def text(self) -> bytes:
         """Prometheus' text format."""

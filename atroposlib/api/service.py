@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from atroposlib.api import changes
+from atroposlib.api.activity import Reports
 from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
 from atroposlib.api.counters import Counters
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
@@ -39,6 +40,8 @@ from atroposlib.groups import Needs
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (
     Acknowledged,
+    Activity,
+    EnvActivity,
     EnvRegistration,
     EnvStatus,
     Evaluation,
@@ -81,6 +84,7 @@ class RolloutService:
         self.journal_error: str | None = None
         self.new_lease: Callable[[], int] = _random_id
         self.dead_letters = DeadLetters()
+        self.reports = Reports(clock)
         self._clock = clock
         self._bodies: dict[int, Body] = {}
         self._untold: deque[SetAside] = deque(maxlen=MAX_UNTOLD)
@@ -91,6 +95,7 @@ class RolloutService:
         self._forget_s = max(settings.env_forget, settings.env_timeout)
         self._remembered = Liveness(self._forget_s)
         self._trainers = Liveness(settings.trainer_timeout)
+        self._asked_at: float | None = None  # when this trainer last asked for a batch
         self._number = self._applied = self._since_snapshot = 0
         if journal is None:
             self.state.apply(changes.Founded(secrets.token_hex(8)))
@@ -114,6 +119,7 @@ class RolloutService:
             forgotten = await self._submit(changes.TrainerRegistered(registration, trainer))
         self.counters.forgotten += forgotten
         self._trainers.heard(trainer, self._clock())
+        self._asked_at = None
         return trainer, forgotten
 
     async def pop(self) -> list[Content] | None:
@@ -211,6 +217,7 @@ class RolloutService:
         """
         if self.state.queue.registration is None:
             raise NotRegistered
+        self._asked_at = self._clock()
         self.expire_silent()
         if not self.state.queue.started:
             await self._submit(changes.TrainerPolled())
@@ -360,6 +367,7 @@ class RolloutService:
         for env_id in env_ids:
             self._environments.forget(env_id)
             self._remembered.forget(env_id)
+            self.reports.forget(env_id)
         log.info("Forgot %d environment(s) without a sign of life for %.0f s", len(env_ids), self._forget_s)
 
     def env_status(self, env_id: int) -> EnvStatus:
@@ -373,6 +381,40 @@ class RolloutService:
         self.state.queue.environment(evaluation.env_id)
         self.hear_environment(evaluation.env_id)
         await self._submit(changes.EvaluationPosted(evaluation))
+
+    def activity(self, most: int = 100) -> Activity:
+        """Who does what, and what is missing for the next batch; at most so many environments."""
+        self.expire_silent()
+        now, queue, limits = self._clock(), self.state.queue, self.settings
+        run = queue.registration
+        known = [
+            EnvActivity(
+                each.name,
+                each.env_id,
+                self._environments.silence(each.env_id, now),
+                each.request.group_size,
+                each.connected,
+                self.reports.registered.get(each.env_id),
+            )
+            for each in sorted(queue.environments, key=lambda each: not each.connected)[:most]
+        ]
+        starting = [EnvActivity(report.name, None, age, report=report) for report, age in self.reports.unregistered()]
+        return Activity(
+            trainer=run is not None,
+            trainer_heard_s=self._trainers.silence(self.state.trainer, now),
+            asked_s=None if self._asked_at is None else now - self._asked_at,
+            batch_size=run.batch_size if run is not None else 0,
+            waiting=queue.lanes.sequences,
+            waiting_groups=queue.lanes.groups,
+            obstacle=queue.obstacle(),
+            queue_full=len(self._bodies) >= limits.max_queued_groups or self.held_bytes >= limits.max_queued_bytes,
+            journal_error=self.journal_error,
+            current_step=queue.current_step,
+            trained_steps=queue.status().trained_steps,
+            num_steps=run.num_steps if run is not None else -1,
+            environments=[*starting, *known],
+            more_environments=len(queue.environments) - len(known),
+        )
 
     # --- groups ------------------------------------------------------------------------------------------------------
 
@@ -444,6 +486,7 @@ class RolloutService:
         async with self._deciding:
             await self._submit(changes.Founded(secrets.token_hex(8)))
         self.latest = None
+        self.reports.clear()
         self._environments.clear()
         self._remembered.clear()
         self._trainers.clear()

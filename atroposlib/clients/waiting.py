@@ -1,4 +1,4 @@
-"""Waiting for a peer: one log line before, one every ten seconds, one with the duration after, and a deadline.
+"""Waiting for a peer: one log line before, one every ten seconds (with reasons: one a minute), one with the duration after, and a deadline.
 
 wait_for(attempt, Wait("a batch", url, 60, failed))             `attempt` raises NotYet until the peer is ready
 await wait_for_async(attempt, Wait("a batch", url, 60, failed)) the same on an event loop
@@ -19,6 +19,8 @@ log = get_logger(__name__)
 
 T = TypeVar("T")
 REPORT_EVERY_S = 10.0
+WHY_FIRST_S = 30.0
+WHY_EVERY_S = 60.0
 GROWTH = 1.5  # of each pause between attempts over the one before
 
 
@@ -35,7 +37,8 @@ class Wait:
     """What this process waits for, from whom and for how long. `failed` makes the error of the last reason.
 
     Pauses between attempts grow from `first_pause_s` to `last_pause_s`. Nothing is logged if the first attempt
-    succeeds. `now` is the clock, in seconds.
+    succeeds. `now` is the clock, in seconds. With `why`, which may ask the peers, the lines are fewer: one at once, one
+    after half a minute and one a minute from then on, with what `why` tells in place of the last attempt's reason.
     """
 
     what: str
@@ -45,6 +48,7 @@ class Wait:
     first_pause_s: float = 0.05
     last_pause_s: float = 1.0
     now: Callable[[], float] = time.monotonic
+    why: Callable[[str], str] | None = None
     _start: float = field(init=False)
     _next_report_s: float = field(init=False, default=0.0)
 
@@ -55,20 +59,29 @@ class Wait:
         """Seconds until the next attempt. Raises what `failed` makes once the deadline has passed."""
         waited = self.now() - self._start
         if waited >= self.deadline_s:
-            raise self.failed(str(reason)) from reason.__cause__
+            raise self.failed(self._reason(reason)) from reason.__cause__
         if waited >= self._next_report_s:
-            self._next_report_s += REPORT_EVERY_S
+            told = self._reason(reason) if waited else str(reason)
+            self._next_report_s = self._after(self._next_report_s)
             log.info(
                 "Waiting for %s from %s, %.0f s of at most %.0f s so far (%s)",
                 self.what,
                 self.peer,
                 waited,
                 self.deadline_s,
-                reason,
+                told,
             )
         pause = self.first_pause_s if reason.after_s is None else reason.after_s
         self.first_pause_s = min(self.first_pause_s * GROWTH, self.last_pause_s)
         return min(pause, self.deadline_s - waited)
+
+    def _reason(self, reason: NotYet) -> str:
+        return str(reason) if self.why is None else self.why(str(reason))
+
+    def _after(self, reported_s: float) -> float:
+        if self.why is None:
+            return reported_s + REPORT_EVERY_S
+        return reported_s + WHY_EVERY_S if reported_s else WHY_FIRST_S
 
     def over(self, value: T) -> T:
         """The peer is ready: `value`, once the log says so."""

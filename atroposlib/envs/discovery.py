@@ -5,6 +5,8 @@ from pydantic import BaseModel
 
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.errors import PeerError
+from atroposlib.envs.server_handling.errors import hint
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import get_logger
@@ -46,7 +48,9 @@ async def fill_in_models(config: BaseEnvConfig, servers: ServerBaseline | list[A
 
 
 async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel:
-    """The first model that `server` lists. Raises PeerError after `timeout_s` seconds."""
+    """The first model that `server` lists. Raises PeerError after `timeout_s` seconds, or at once where the address is
+    wrong.
+    """
     url = f"{server.base_url.rstrip('/')}/models"
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
 
@@ -55,6 +59,8 @@ async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel
             async with session.get(url, headers=headers, allow_redirects=False) as reply:
                 if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):
                     raise NotYet(redirected)
+                if wrong := hint(url, reply.status):
+                    raise PeerError(f"{url} replied {reply.status}{wrong}")
                 if reply.status != 200:
                     raise NotYet(f"it replied {reply.status}")
                 return ServedModel.model_validate((await reply.json())["data"][0])

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from msgspec import to_builtins
 
+from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import checkpoints
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
+from atroposlib.envs.outcomes import Outcomes
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import (
     Groups,
@@ -366,6 +368,9 @@ class EnvRun:
 
         # What has been since the start, or since the last log.
         self.counts: Counter[str] = Counter()
+        self.outcomes = Outcomes()
+        self.waits_for = ""  # empty while groups are sampled
+        self.in_flight = 0  # groups
         self._rejected_in_row = 0
         self._unscored_in_row = 0
         self.durations = Durations()
@@ -404,10 +409,12 @@ class EnvRun:
                 await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
             else:
                 self.counts["items_without_group"] += 1
+                self.outcomes.note_dropped("without a group", "the environment gave none")
         except Unscored as error:  # costs the error budget nothing
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
             self._unscored_in_row += 1
+            self.outcomes.note_dropped(GRADER_FAILED, str(error))
             log.warning("Dropped a group: %s", error)
             if self._unscored_in_row % REJECTIONS_REPORTED == 0:
                 log.warning(
@@ -417,6 +424,9 @@ class EnvRun:
                     self._unscored_in_row,
                     error,
                 )
+        except Exception as error:
+            self.outcomes.note_failed(error)
+            raise
         finally:
             await self.env.cleanup()
 
@@ -445,23 +455,24 @@ class EnvRun:
             )
 
     def _accept(self, group: ScoredDataGroup, item: Item, limit_lengths: bool) -> bool:
-        reason = rejection(
+        rejected = rejection(
             group,
             group_size=self.env.config.group_size,
             max_token_len=self.env.max_token_len if limit_lengths else -1,
             scores_must_differ=self.env.config.ensure_scores_are_not_same,
         )
-        if reason is None:
+        if rejected is None:
             self._rejected_in_row = 0
             return True
         self.counts["items_rejected"] += 1
         self._rejected_in_row += 1
-        log.info("Dropped a group of the item %s: %s", shown(item), reason)
+        self.outcomes.note_dropped(*rejected)
+        log.info("Dropped a group of the item %s: %s", shown(item), rejected.reason)
         if self._rejected_in_row % REJECTIONS_REPORTED == 0:
             log.warning(
                 "%d groups in a row were dropped and nothing was sent, the last because %s",
                 self._rejected_in_row,
-                reason,
+                rejected.reason,
             )
         return False
 
@@ -503,6 +514,7 @@ class EnvRun:
             self.counts["items_refused_by_api"] += len(groups)
             raise MalformedGroup(f"the API refused {len(groups)} group(s): {error}") from error
         self.env.items_sent_this_step += len(groups)
+        self.outcomes.note_posted(len(groups))
 
     # --- the peers' view ------------------------------------------------------------------------------------------
 
@@ -513,15 +525,18 @@ class EnvRun:
         servers = [server for server in self.env.server.servers if server.config.health_check]
         if len(servers) < len(self.env.server.servers):
             return
+        names = ", ".join(server.name for server in servers)
 
         async def attempt() -> None:
             problems = await asyncio.gather(*(server.probe() for server in servers))
             if all(problem is not None for problem in problems):
-                raise NotYet("; ".join(str(problem) for problem in problems))
+                told = "; ".join(str(problem) for problem in problems)
+                self.waits_for = f"the inference server at {names} ({told})"
+                raise NotYet(told)
 
         await wait_for_peer(
             "an answer of the inference server",
-            ", ".join(server.name for server in servers),
+            names,
             attempt,
             timeout_s=self.env.config.startup_timeout,
             remedy="start the inference server, or correct --openai.base_url",

@@ -7,8 +7,9 @@ elsewhere), scores, inference_logprobs (the sampler's log-probabilities, 1.0 on 
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
+from atroposlib.clients.activity import EQUAL_SCORES
 from atroposlib.groups import Needs, Untrainable, check
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, PostedData
@@ -138,19 +139,31 @@ def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
     return None
 
 
-def rejection(group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool) -> str | None:
+class Rejection(NamedTuple):
+    """Why a group is dropped: the kind, which is counted, and what was found."""
+
+    kind: str
+    reason: str
+
+
+def rejection(
+    group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool
+) -> Rejection | None:
     """Why a whole `group` is not to be sent: what was sampled is of no use; or None. `max_token_len` 0 or less is no
     limit.
     """
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = len(group["tokens"])
     if count != expected:
-        return f"{count} sequences instead of {expected}"
+        return Rejection("of the wrong size", f"{count} sequences instead of {expected}")
     if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
-        return f"all scores are {group['scores'][0]:g}"
+        return Rejection(EQUAL_SCORES, f"all scores are {group['scores'][0]:g}")
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)
     if 0 < max_token_len < longest:
-        return f"a sequence of {longest} tokens exceeds the trainer's limit of {max_token_len} (--seq-len)"
+        return Rejection(
+            "too long for the trainer",
+            f"a sequence of {longest} tokens exceeds the trainer's limit of {max_token_len} (--seq-len)",
+        )
     return None
 
 

@@ -22,6 +22,7 @@ from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations
 from atroposlib.envs.pacing import EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl, crossed
+from atroposlib.envs.reporting import Reporting
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -78,6 +79,8 @@ class ServeLoop:
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )
+        self._reporting = Reporting(run, self.link)
+        self._rest_until = 0.0  # while nothing that is sampled is of use
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         run.start_groups = self._sample
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
@@ -88,15 +91,20 @@ class ServeLoop:
 
     async def start_up(self) -> None:
         """Wait for every peer, load the data, join."""
+        self._reporting.start()
         await self.run.wait_for_inference()
         start = time.monotonic()
         log.info("Setting up %s", self.run.display_name)
+        self.run.waits_for = "its own set-up"
+        await self._reporting.send()  # an author's setup may block everything else
         await self.env.setup()
         log.info("Set up %s in %.1f s", self.run.display_name, time.monotonic() - start)
+        self.run.waits_for = "a trainer that asks for a batch"
         await self.link.wait_until_up()
         await self.env.register_env()
         await self.env.setup_wandb()
         await self.env.get_server_info()
+        self.run.waits_for = ""
 
     async def turn_until_done(self) -> None:
         """Turn until the policy has reached the last step and its evaluation is done."""
@@ -136,6 +144,7 @@ class ServeLoop:
 
     async def __aexit__(self, *error: object) -> None:
         """End workers and evaluation, and disconnect; seconds at most, whatever the peers do."""
+        await self._reporting.stop()
         await self.pool.cancel_all()
         if self._evaluation is not None:
             self._evaluation.cancel()
@@ -166,6 +175,7 @@ class ServeLoop:
         await self._follow(status)
         await self._finish_evaluations()
         await self.link.leave()
+        self.run.waits_for = f"a new trainer: the one there has done all {self.run.total_steps} steps"
         await wait_for_peer(
             "a new trainer",
             self.link.client.url,
@@ -174,6 +184,7 @@ class ServeLoop:
             remedy="start a trainer that has steps left",
             every_s=REJOIN_S,
         )
+        self.run.waits_for = ""
 
     async def _join_again(self) -> None:
         """Leave and join, to learn what the new trainer wants."""
@@ -184,7 +195,12 @@ class ServeLoop:
     # --- sampling -------------------------------------------------------------------------------------------------
 
     async def _sample(self) -> None:
+        run, now = self.run, time.monotonic()
+        run.in_flight = self.pool.in_flight
         if self.pool.is_paused:
+            run.waits_for = "" if run.in_flight else "the pause after its last failure"
+            return
+        if (rest_s := run.outcomes.pause_s) and now < self._rest_until:
             return
         decision = plan(
             self.env.config,
@@ -197,13 +213,15 @@ class ServeLoop:
             idle_s=time.monotonic() - self._moved_at,
         )
         before = self.pool.in_flight
-        for _ in range(decision.start):
+        for _ in range(min(1, decision.start) if rest_s else decision.start):
             item = await self._next_item()
             if item is None:
                 break
             self.pool.start(item)
+        self._rest_until = now + rest_s
+        run.in_flight = self.pool.in_flight
+        run.waits_for = "" if run.in_flight else f"the trainer: {decision.reason}"
         self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
-        now = time.monotonic()
         if self.pool.in_flight or self._evaluation is not None:
             self._idle_since = now
         elif now - self._idle_since >= IDLE_REPORT_S:
@@ -218,6 +236,7 @@ class ServeLoop:
             raise
         except Exception as error:
             self.run.counts["items_failed"] += 1
+            self.run.outcomes.note_failed(error)
             self.pool.note_failure(error, "that get_next_item was to give")
             return None
 

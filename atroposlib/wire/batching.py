@@ -17,6 +17,7 @@ MSGPACK = "application/msgpack"
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
+ReportText = Annotated[str, Meta(max_length=300)]
 Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON reader
 
 
@@ -232,11 +233,70 @@ class DeadLetter(Struct, omit_defaults=True):
     group: Any = UNSET
 
 
-class Heartbeat(Struct):
-    """A sign of life of a trainer (the uuid of /register) or of an environment."""
+class EnvReport(Struct):
+    """What an environment server does, as it tells with its heartbeats, from its start on.
+
+    `process` is random and names the server before it is registered. `dropped` counts groups and items by reason since
+    the last group that was posted, and `last_drop` is the last of them in full. `waits_for` is empty while it samples.
+    """
+
+    name: ReportText
+    process: ReportText
+    posted: Integer = 0
+    dropped: Annotated[dict[ReportText, Integer], Meta(max_length=16)] = {}
+    last_drop: ReportText = ""
+    in_flight: Integer = 0
+    waits_for: ReportText = ""
+    waited_s: float = 0.0
+
+
+class Heartbeat(Struct, omit_defaults=True):
+    """A sign of life of a trainer (the uuid of /register) or of an environment.
+
+    An environment adds its report; before it is registered that is all it sends.
+    """
 
     trainer: Integer | None = None
     env_id: Integer | None = None
+    report: EnvReport | None = None
+
+
+class EnvActivity(Struct, omit_defaults=True):
+    """An environment server as the API knows it; `env_id` is null before it is registered.
+
+    `heard_s` is how long ago its last sign of life was, null after too long a silence. Servers that send no reports
+    have none.
+    """
+
+    name: str
+    env_id: int | None
+    heard_s: float | None
+    group_size: int = 0
+    connected: bool = True
+    report: EnvReport | None = None
+
+
+class Activity(Struct, omit_defaults=True):
+    """Who does what, and what is missing for the next batch: see `explain` in atroposlib/clients/activity.py.
+
+    `waiting` counts sequences that a batch could take. `obstacle` says why enough of them make no batch. The trainer
+    was last heard `trainer_heard_s` ago, null after too long a silence, and last asked for a batch `asked_s` ago.
+    """
+
+    trainer: bool
+    trainer_heard_s: float | None = None
+    asked_s: float | None = None
+    batch_size: int = 0
+    waiting: int = 0
+    waiting_groups: int = 0
+    obstacle: str | None = None
+    queue_full: bool = False
+    journal_error: str | None = None
+    current_step: int = 0
+    trained_steps: int | UnsetType = UNSET
+    num_steps: int = -1
+    environments: list[EnvActivity] = []
+    more_environments: int = 0
 
 
 class TrainerStep(Struct):

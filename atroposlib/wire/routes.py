@@ -11,6 +11,7 @@ from atroposlib.wire.batching import (
     Accepted,
     Acknowledged,
     Acknowledgement,
+    Activity,
     BatchReply,
     DeadLetter,
     EnvId,
@@ -62,6 +63,7 @@ REJECT = Route("POST", "/batch/reject", "trainer", RejectionTaken, Rejection)
 TRAINER_STEP = Route("POST", "/trainer-step", "trainer", Outcome, TrainerStep)
 EVALUATIONS = Route("GET", "/evaluations", "trainer", Evaluations)
 LATEST_EXAMPLE = Route("GET", "/latest_example", "trainer", ScoredData)
+ACTIVITY = Route("GET", "/activity", "trainer", Activity)
 DEAD_LETTERS = Route("GET", "/dead-letters", "trainer", list[DeadLetter])
 
 REGISTER_ENV: Route[EnvRegistered | WaitForTrainer] = Route(

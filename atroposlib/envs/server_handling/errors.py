@@ -51,11 +51,16 @@ def reason_of(body: bytes) -> str:
     return " ".join(text.split())[:500] or "no reason given"
 
 
+def hint(url: str, status: int) -> str:
+    """What is probably wrong where a living server does not know an address of OpenAI's API."""
+    return "; did you forget /v1 at the end of --openai.base_url?" if status == 404 and "/v1" not in url else ""
+
+
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
     """The error for a reply that is not 2xx."""
     if redirected := refused_redirect(url, status, headers.get("Location")):
         return PermanentServerError(redirected)
-    message = f"{url} replied {status}: {' '.join(body.split())[:500]}"
+    message = f"{url} replied {status}: {' '.join(body.split())[:500]}{hint(url, status)}"
     retry_after = headers.get("Retry-After", "")
     # its other form, a date, is left to the caller's own backoff
     retry_after_s = float(retry_after) if retry_after.isdecimal() else 0.0

@@ -99,3 +99,22 @@ async def test_on_an_event_loop_it_is_the_same() -> None:
 
     assert await wait_for_async(attempt_async, wait(clock), clock.sleep_async) == "batch"
     assert clock.pauses == pytest.approx([0.05, 0.075, 0.1125])
+
+
+def test_with_reasons_the_lines_are_fewer_and_tell_them(caplog: pytest.LogCaptureFixture) -> None:
+    clock, asked = Clock(), []
+
+    def why(otherwise: str) -> str:
+        asked.append(otherwise)
+        return f"{len(asked)} of 8 groups are there"
+
+    explained = wait(clock, 200.0)
+    explained.why = why
+    with pytest.raises(TimeoutError, match="no batch: 4 of 8 groups are there"):
+        wait_for(ready_after(10**9), explained, clock.sleep)
+    assert [message.partition(", ")[2] for message in caplog.messages] == [
+        "0 s of at most 200 s so far (the queue is empty)",
+        "30 s of at most 200 s so far (1 of 8 groups are there)",
+        "90 s of at most 200 s so far (2 of 8 groups are there)",
+        "150 s of at most 200 s so far (3 of 8 groups are there)",
+    ]

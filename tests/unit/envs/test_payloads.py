@@ -17,7 +17,8 @@ def group(count: int = 2, **fields: Any) -> dict[str, Any]:
 
 def reject(candidate: dict[str, Any], **limits: Any) -> str | None:
     defaults: dict[str, Any] = dict(group_size=2, max_token_len=100, scores_must_differ=True)
-    return rejection(candidate, **defaults | limits)
+    rejected = rejection(candidate, **defaults | limits)
+    return None if rejected is None else rejected.reason
 
 
 def test_optional_fields_are_lists_when_every_item_has_them_and_null_otherwise() -> None:

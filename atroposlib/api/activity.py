@@ -1,0 +1,49 @@
+"""What each environment server last reported of itself, for GET /activity and /metrics."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+
+from atroposlib.wire.batching import EnvReport
+
+MAX_UNREGISTERED = 64
+UNREGISTERED_S = 30.0  # after which one that is not heard of any more is forgotten
+
+
+class Reports:
+    """The last report of each registered environment, and of servers that still wait for something. `clock` is in
+    seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._registered: dict[int, EnvReport] = {}
+        self._unregistered: OrderedDict[str, tuple[EnvReport, float]] = OrderedDict()  # the one heard last is last
+
+    def note(self, env_id: int | None, report: EnvReport) -> None:
+        """Keep a report in place of the one before."""
+        self._unregistered.pop(report.process, None)
+        if env_id is not None:
+            self._registered[env_id] = report
+            return
+        self._unregistered[report.process] = report, self._clock()
+        if len(self._unregistered) > MAX_UNREGISTERED:
+            self._unregistered.popitem(last=False)
+
+    @property
+    def registered(self) -> Mapping[int, EnvReport]:
+        """By env_id."""
+        return self._registered
+
+    def unregistered(self) -> Iterator[tuple[EnvReport, float]]:
+        """Those heard of lately, and how many seconds ago."""
+        now = self._clock()
+        return ((report, now - at) for report, at in self._unregistered.values() if now - at <= UNREGISTERED_S)
+
+    def forget(self, env_id: int) -> None:
+        """The environment is not known any more."""
+        self._registered.pop(env_id, None)
+
+    def clear(self) -> None:
+        """Forget everyone."""
+        self._registered.clear()
+        self._unregistered.clear()

@@ -1,0 +1,111 @@
+"""Why no batch comes, in plain lines: what the batching API tells of its peers (`Activity`), for whoever waits.
+
+    trainer, launcher ── GET /activity ──▶ API ◀── heartbeats with reports ── environments
+
+`explain` is pure. Its first line says what is missing; each environment has a line of its own.
+"""
+
+from atroposlib.wire.batching import Activity, EnvActivity, EnvReport
+
+SHOWN = 8  # environments
+POLL_S = 10.0  # a trainer that waits asks for its batch more often
+EQUAL_SCORES = "all scores equal"
+GRADER_FAILED = "the grader failed"
+CODE_FAILED = "the environment's code failed"
+SERVER_FAILED = "the inference server failed"
+# What to do about the reason that most groups of an environment were dropped for.
+_ADVICE = {
+    EQUAL_SCORES: "every answer of a group scores the same, so there is nothing to learn: look at the answers, make the"
+    " task easier or harder, or raise --env.group_size",
+    GRADER_FAILED: "look for the grader's warnings in the environment's log",
+    CODE_FAILED: "look for the traceback in the environment's log",
+    SERVER_FAILED: "look at the inference server's log",
+}
+
+
+def explain(activity: Activity) -> list[str]:
+    """What keeps the next batch from coming, most important first."""
+    lines = [_head(activity)]
+    if activity.journal_error is not None:
+        lines.append(f"the API takes no groups: {activity.journal_error}")
+    if activity.queue_full:
+        lines.append("the API's queue is full: it refuses groups until the trainer takes some")
+    shown = activity.environments[:SHOWN]
+    lines += [_environment(each) for each in shown]
+    more = len(activity.environments) - len(shown) + activity.more_environments
+    if more:
+        lines.append(f"and {more} more environments")
+    return lines
+
+
+def is_training(activity: Activity) -> bool:
+    """Whether the trainer has its batch: a step that takes long, and nothing is missing."""
+    return activity.trainer and activity.asked_s is not None and activity.asked_s > POLL_S
+
+
+def _head(activity: Activity) -> str:
+    heard_s, asked_s = activity.trainer_heard_s, activity.asked_s
+    if not activity.trainer:
+        return "no trainer has registered: it loads its model or waits for vLLM (see its log), or was not started"
+    if heard_s is None and (asked_s is None or asked_s > POLL_S):
+        return "the trainer has given no sign of life for long: see its log"
+    if asked_s is None:
+        return "the trainer has registered and not yet asked for a batch"
+    if is_training(activity):
+        return f"the trainer works on a batch (step {activity.current_step} of {activity.num_steps}) for {asked_s:.0f} s"
+    there = _batch(activity)
+    if activity.obstacle is not None:
+        return f"{there}, but {activity.obstacle}"
+    if not any(each.env_id is not None and each.connected for each in activity.environments):
+        return f"{there}; no environment is registered: {_not_registered(activity)}"
+    return there
+
+
+def _not_registered(activity: Activity) -> str:
+    if any(each.env_id is None for each in activity.environments):
+        return "those that were started are not ready"
+    if activity.environments:
+        return "those that were have ended; start one again"
+    return "start one, or see its log"
+
+
+def _batch(activity: Activity) -> str:
+    """`3 of 8 groups of the next batch are there`, or in sequences where the sizes of groups differ."""
+    sizes = {each.group_size for each in activity.environments if each.env_id is not None and each.connected}
+    if len(sizes) == 1 and (size := sizes.pop()) > 0 and activity.batch_size % size == 0:
+        return f"{activity.waiting // size} of {activity.batch_size // size} groups of the next batch are there"
+    return f"{activity.waiting} of {activity.batch_size} sequences of the next batch are there"
+
+
+def _environment(environment: EnvActivity) -> str:
+    name, report = f"environment {environment.name}", environment.report
+    if not environment.connected:
+        return f"{name} has disconnected"
+    if environment.heard_s is None:
+        return f"{name} has given no sign of life for long: see its log, or start it again"
+    heard = f"{name} (heard {environment.heard_s:.0f} s ago)"
+    if report is None:
+        return f"{heard} sends no reports"
+    if environment.env_id is None:
+        heard += ", not yet registered,"
+    parts = [_state(report)]
+    if report.posted:
+        parts.append(f"{report.posted} groups posted")
+    if report.dropped:
+        parts.append(_dropped(report))
+    return f"{heard} {'; '.join(parts)}"
+
+
+def _state(report: EnvReport) -> str:
+    if report.waits_for:
+        return f"waits for {report.waits_for}, for {report.waited_s:.0f} s"
+    return f"samples {report.in_flight} groups" if report.in_flight else "samples nothing"
+
+
+def _dropped(report: EnvReport) -> str:
+    ranked = sorted(report.dropped.items(), key=lambda each: -each[1])
+    counts = ", ".join(f"{count} {reason}" for reason, count in ranked)
+    last = f" (the last: {report.last_drop})" if report.last_drop else ""
+    advice = _ADVICE.get(ranked[0][0])
+    since = "since the last one that was posted" if report.posted else "so far"
+    return f"dropped {since}: {counts}{last}" + (f"; {advice}" if advice else "")

@@ -1,0 +1,83 @@
+"""Tells the API every few seconds what this environment server does, before it is registered too: its heartbeat.
+
+The API shows it to whoever asks why no batch comes (atroposlib/clients/activity.py). No failure of it matters: whatever
+else the environment asks of the API says what is wrong.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable
+from atroposlib.envs.api_link import ApiLink
+from atroposlib.envs.environment import EnvRun
+from atroposlib.wire import routes
+from atroposlib.wire.batching import EnvReport, Heartbeat
+
+INTERVAL_S = 5.0
+DEADLINE_S = 2.0
+TEXT = 300  # characters, as the record allows
+REASONS = 16
+
+
+class Reporting:
+    """The heartbeats of `run`, as a task from `start` to `stop`. What it waits for and how many groups it samples come
+    from `run.waits_for` and `run.in_flight`.
+    """
+
+    def __init__(self, run: EnvRun, link: ApiLink) -> None:
+        self._run = run
+        self._link = link
+        self._process = secrets.token_hex(8)
+        self._waits_for, self._since = "", 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._task = asyncio.create_task(self._send_forever(), name="reports")
+
+    async def stop(self) -> None:
+        """Send no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def send(self) -> None:
+        """One report, within seconds."""
+        with contextlib.suppress(ApiUnreachable, ApiRefused, TimeoutError):
+            async with asyncio.timeout(DEADLINE_S):
+                heartbeat = Heartbeat(env_id=self._link.env_id, report=self.report())
+                await self._link.client.call(routes.HEARTBEAT, heartbeat)
+
+    def report(self) -> EnvReport:
+        """What there is to tell now."""
+        run, now = self._run, time.monotonic()
+        waits_for = _without_server(run) or run.waits_for
+        kind = waits_for.partition(" (")[0]  # what is in brackets may change from one moment to the next
+        if kind != self._waits_for:
+            self._waits_for, self._since = kind, now
+        outcomes = run.outcomes
+        return EnvReport(
+            name=run.display_name[:TEXT],
+            process=self._process,
+            posted=outcomes.posted,
+            dropped=dict(outcomes.dropped.most_common(REASONS)),
+            last_drop=outcomes.last_drop[:TEXT],
+            in_flight=run.in_flight,
+            waits_for=waits_for[:TEXT],
+            waited_s=now - self._since if waits_for else 0.0,
+        )
+
+    async def _send_forever(self) -> None:
+        while True:
+            await self.send()
+            await asyncio.sleep(INTERVAL_S)
+
+
+def _without_server(run: EnvRun) -> str:
+    """The inference servers, when groups are being sampled and none of them is live."""
+    servers = run.env.server.servers
+    if not run.in_flight or any(server.health.live for server in servers):
+        return ""
+    return "; ".join(f"the inference server at {server.name} ({server.health.problem})" for server in servers)
