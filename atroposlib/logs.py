@@ -5,15 +5,23 @@ one place where that is made harmless, for every logger, handler and formatter o
 
     message     on one line, a line break as the characters \\n
     traceback   its lines, each behind "    | "
+
+Of lines that are alike only the first few are written at once (`Repeats`).
 """
 
+import copy
 import json
 import logging
+import os
 import re
 import sys
+import time
 import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 # Terminals obey C0, DEL and C1. Unicode adds line breaks, marks that reorder what is read, and invisible characters.
 _CONTROL = re.compile(
@@ -24,7 +32,28 @@ _plain_message = logging.LogRecord.getMessage
 _plain_exception = logging.Formatter.formatException
 _plain_stack = logging.Formatter.formatStack
 
-_FORMAT = "%(asctime)s %(levelname)-7s [{process}] %(message)s"
+DATE = "%Y-%m-%d %H:%M:%S"
+RUN = "ATROPOS_RUN"  # the variable in which a launcher names the run
+FIRST_EQUAL = 5  # equal lines that are written at once
+FIRST_ALIKE = 50  # lines that only differ in their values
+THEN_EVERY_S = 10.0  # one, with the number of those between
+KEPT = 1000  # kinds of lines, and tracebacks, that are remembered
+
+
+class Lines(logging.Formatter):
+    """`2026-11-22 12:30:00 INFO    [trainer] text`; of vLLM's processes beside its server, their name too."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(datefmt=DATE)
+        self._process = process
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name is logging's
+        part = getattr(record, "vllm_process_name", None)
+        process = self._process if part in (None, "APIServer", "MainProcess") else f"{self._process} {part}"
+        return f"{self.formatTime(record, DATE)} {record.levelname:<7} [{process}] {record.message}"
+
+    def usesTime(self) -> bool:  # noqa: N802
+        return False
 
 
 class _JsonLines(logging.Formatter):
@@ -40,23 +69,123 @@ class _JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if run := os.environ.get(RUN):
+            entry["run"] = run
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, ensure_ascii=False)
 
 
+@dataclass
+class _Repeated:
+    since: float
+    shown: int = 0
+    held: int = 0
+
+
+class Repeats:
+    """Which lines are written when many are alike: the first few of each ten seconds, then one with the number of the
+    others. A traceback is written once. `now` is the clock, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._kinds: OrderedDict[tuple[object, ...], _Repeated] = OrderedDict()
+        self._tracebacks: OrderedDict[str, None] = OrderedDict()
+
+    def thinned(self, record: logging.LogRecord) -> logging.LogRecord | None:
+        """The record as it is to be written; None: not now."""
+        message = record.getMessage()
+        equal = self._admit((record.name, record.levelno, message), FIRST_EQUAL)
+        template = record.msg if record.args and isinstance(record.msg, str) and len(record.msg) > 4 else message
+        alike = 0 if equal is None else self._admit((record.name, record.levelno, template, "alike"), FIRST_ALIKE)
+        if equal is None or alike is None:
+            return None
+        notes = [f"({equal or alike} more like this before)"] if equal or alike else []
+        known = record.exc_info and self._is_known(record)
+        notes += ["(its traceback is above)"] if known else []
+        if not notes:
+            return record
+        written = copy.copy(record)
+        written.msg, written.args = " ".join([message, *notes]), ()
+        if known:
+            written.exc_info = written.exc_text = None
+        return written
+
+    def _admit(self, kind: tuple[object, ...], first: int) -> int | None:
+        """How many of this kind were held back before this one; None: it is held back, too."""
+        now = self._now()
+        seen = self._kinds.setdefault(kind, _Repeated(now))
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > KEPT:
+            self._kinds.popitem(last=False)
+        if now - seen.since >= THEN_EVERY_S:
+            held = seen.held
+            self._kinds[kind] = _Repeated(now, shown=first if held else 1)
+            return held
+        seen.shown += 1
+        if seen.shown > first:
+            seen.held += 1
+            return None
+        return 0
+
+    def _is_known(self, record: logging.LogRecord) -> bool:
+        assert record.exc_info
+        text = "".join(traceback.format_exception(*record.exc_info))
+        known = text in self._tracebacks
+        self._tracebacks[text] = None
+        if len(self._tracebacks) > KEPT:
+            self._tracebacks.popitem(last=False)
+        return known
+
+
+class LineHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and of many lines that are alike only some."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._repeats = Repeats()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        written = self._repeats.thinned(record)
+        if written is not None:
+            super().emit(written)
+
+
 def configure_logging(process: str, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Send this process's log to stderr, one line per record, named by `process`. Call once, at start."""
     escape_records()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _JsonLines(process) if json_lines else logging.Formatter(_FORMAT.format(process=process), datefmt="%H:%M:%S")
-    )
+    handler = LineHandler()
+    handler.setFormatter(_JsonLines(process) if json_lines else Lines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
     for chatty in ("httpx", "httpx2", "httpcore", "urllib3", "filelock", "fsspec", "asyncio", "aiohttp.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if run := os.environ.get(RUN):
+        get_logger(__name__).info("Run %s: %s is pid %d", run, process, os.getpid())
+
+
+def say(line: str) -> None:
+    """A line on stdout for whoever looks at it: as it is on a terminal, in the log's format in a file or a pipe."""
+    handler = next((each for each in logging.getLogger().handlers if isinstance(each, LineHandler)), None)
+    if handler is not None and not sys.stdout.isatty():
+        line = handler.format(logging.makeLogRecord({"levelname": "INFO", "name": __name__, "msg": line}))
+    print(line, flush=True)
+
+
+class QuietAccess(logging.Filter):
+    """Leaves out of a web server's access log what is asked all the time, unless it fails: addresses under `paths`."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__()
+        self._paths = tuple(paths)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        match record.args:
+            case (_, _, str(path), _, int(status)):  # uvicorn.access: client, method, path, HTTP version, status
+                return status >= 400 or not path.startswith(self._paths)
+        return True
 
 
 def escape(text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from atroposlib.logs import get_logger
+from atroposlib.logs import get_logger, say
 from example_trainer.batching import Batch, Rollout
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
@@ -154,7 +154,7 @@ class Exactness:
             _refuse_truncation(batch, step)
         row = comparison.row()
         if self.served is not None:
-            print(summary(row), flush=True)
+            say(summary(row))
             if row["bit_exact/differing_tokens"]:
                 print(comparison.table(), flush=True)
                 if self._config.bit_exact == "strict":

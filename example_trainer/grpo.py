@@ -36,7 +36,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
-from atroposlib.logs import configure_logging, get_logger
+from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
@@ -141,7 +141,7 @@ class Run:
         fetched = time.monotonic()
         # of the untrained policy, if an environment evaluated it before it began to sample
         if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
-            print(f"Before training | accuracy {100 * accuracy:.1f} %", flush=True)
+            say(f"Before training | accuracy {100 * accuracy:.1f} %")
         updates, measured = self.learn(batch, step)
         differentiated = time.monotonic()
         sync = self.hand_over(step, updates)
@@ -168,7 +168,7 @@ class Run:
         for sink in self.metrics:
             sink.write(row)
         self.show_samples(step, batch)
-        print(step_line(row, self.config.training_steps), flush=True)
+        say(step_line(row, self.config.training_steps))
         self.save_if_due(step)
 
     def show_samples(self, step: int, batch: Batch) -> None:
@@ -184,7 +184,7 @@ class Run:
         log.info("Writing the trained model to %s", self.config.save_path)
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
-        print(f"Trained model: {final}", flush=True)
+        say(f"Trained model: {final}")
         self.api.acknowledge()
 
     def trainable_batch(self) -> Batch:

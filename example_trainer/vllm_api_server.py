@@ -35,10 +35,12 @@ from atroposlib.extras import need
 from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
-from atroposlib.logs import print_error
+from atroposlib.logs import configure_logging, get_logger, print_error
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
+from vllm_patching.log_config import LOG_CONFIG, logging_config
 
+log = get_logger("vllm.atropos_launcher")  # vLLM's own configuration of its loggers holds for it
 PLUGIN = "atropos_bridge_http"
 WORKER = "vllm_patching.worker.BridgeWorker"
 LORA_WORKER = "vllm_patching.worker.AdapterWorker"
@@ -60,6 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     """Parse, check, and serve until a signal; exits 2 on wrong input with one line."""
     argv = sys.argv[1:] if argv is None else argv
     _answer_without_vllm(argv)
+    configure_logging("vllm")
     _environment_before_vllm()
     with _refusing(AtroposError):
         need("gpu", "the vLLM server", "vllm")
@@ -180,10 +183,20 @@ def _environment_before_vllm() -> None:
     }
     for variable, value in defaults.items():
         os.environ.setdefault(variable, value)
+    folder = tempfile.mkdtemp(prefix="vllm-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
-    if "VLLM_RPC_BASE_PATH" not in os.environ:
-        os.environ["VLLM_RPC_BASE_PATH"] = tempfile.mkdtemp(prefix="vllm-")
-        atexit.register(shutil.rmtree, os.environ["VLLM_RPC_BASE_PATH"], ignore_errors=True)
+    os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
+    _log_in_our_format(Path(folder))
+
+
+def _log_in_our_format(folder: Path) -> None:
+    """Of all of vLLM's processes and of uvicorn, unless the user configures vLLM's logging."""
+    if os.environ.get("VLLM_LOGGING_CONFIG_PATH") or os.environ.get("VLLM_CONFIGURE_LOGGING") == "0":
+        return
+    path = folder / LOG_CONFIG
+    path.write_text(json.dumps(logging_config(os.environ.get("VLLM_LOGGING_LEVEL", "INFO"))))
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(path)
 
 
 def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
@@ -208,9 +221,7 @@ def _with_defaults(argv: list[str], cpu: bool) -> list[str]:
         # 1 to 8 GiB: vLLM-CPU alone would take 92 % of the machine, and the trainer lives there too
         space = min(8, max(1, int(psutil.virtual_memory().available) >> 33))
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(space)
-        print(
-            f"[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE={space} GiB, an eighth of the free memory", file=sys.stderr
-        )
+        log.info("[vLLM Patch] KV cache: VLLM_CPU_KVCACHE_SPACE=%d GiB, an eighth of the free memory", space)
     return [*argv, *chosen]
 
 
@@ -248,10 +259,9 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, group)) for group in groups))
     if os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS") != "1" and not args.enable_lora:
-        print(
+        log.info(
             "[vLLM Patch] weight bridge off: VLLM_ENABLE_SHARED_WEIGHTS is not 1; this server keeps the weights it"
-            " loads",
-            file=sys.stderr,
+            " loads"
         )
         return
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
@@ -266,9 +276,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         )
     if args.enable_lora:
         args.worker_cls = LORA_WORKER
-        print(
-            f"[vLLM Patch] LoRA bridge on: adapters up to rank {args.max_lora_rank} (--max-lora-rank)", file=sys.stderr
-        )
+        log.info("[vLLM Patch] LoRA bridge on: adapters up to rank %d (--max-lora-rank)", args.max_lora_rank)
         return
     if args.quantization:
         raise LaunchError(
@@ -291,7 +299,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         )
     settings = {"config_path": str(path)}
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
-    print(f"[vLLM Patch] weight bridge on: {json.dumps(settings)}", file=sys.stderr)
+    log.info("[vLLM Patch] weight bridge on: %s", json.dumps(settings))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_patching.log_config import LOG_CONFIG
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
 
@@ -482,7 +483,10 @@ def serve(args: Any) -> None:
     args.api_server_count = None
     # when uvicorn begins to wait for its connections vLLM has ended the engine: no reply is left to come
     # colours inside a message would be written as escaped characters
-    uvloop.run(run_server(args, timeout_graceful_shutdown=1, use_colors=False))
+    settings: dict[str, Any] = {"timeout_graceful_shutdown": 1, "use_colors": False}
+    if os.environ.get("VLLM_LOGGING_CONFIG_PATH", "").endswith(f"/{LOG_CONFIG}"):
+        settings["log_config"] = None  # it holds for uvicorn, too
+    uvloop.run(run_server(args, **settings))
 
 
 def offline_engine(model: str, **settings: Any) -> Any:

@@ -76,7 +76,7 @@ async def batch(request: Request) -> Response:
     if contents is None:
         say_once(request, service.state.queue.obstacle())
         return reply(wire.BatchReply(None))
-    log.info("Sending batch %d of %d groups", service.state.queue.current_step, len(contents))
+    log.info("Batch %d sent (%d groups)", service.state.queue.current_step, len(contents))
     return await _batch_reply(request, contents, wire.BatchReply())
 
 
@@ -97,7 +97,12 @@ async def lease_batch(request: Request) -> Response:
         say_once(request, service.state.queue.obstacle())
         return reply(answer)
     lease, contents = leased
-    log.info("Batch %d sent (%d groups, lease %d)", service.state.queue.current_step, len(contents), lease.lease_id)
+    log.info(
+        "Batch %d sent (%d groups, lease %.0f s)",
+        service.state.queue.current_step,
+        len(contents),
+        service.settings.trainer_timeout,
+    )
     answer.lease = lease.lease_id
     if body.ids:
         answer.ids = [group.record.id for group in lease.groups]

@@ -17,6 +17,7 @@ from example_trainer.launcher.events import (
     LogLine,
     NotUp,
     Outlived,
+    Quiet,
     Restarted,
     Started,
     StillThere,
@@ -101,6 +102,8 @@ def text(event: Event) -> str:  # noqa: C901  # one line an event
             return f"{' '.join(services)} still runs {limit_s:.0f} s after the others ended."
         case LogLine(service, line):
             return f"{service} {printable(line)}"
+        case Quiet(for_s, lines):
+            return f"No step for {for_s:.0f} s: {printable('. '.join(lines))}"
         case Interrupted(number):
             return f"Interrupted by {number.name}"
         case Ending(services, limit_s):

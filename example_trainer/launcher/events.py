@@ -97,6 +97,14 @@ class LogLine:
 
 
 @dataclass(frozen=True)
+class Quiet:
+    """No step has been reported for so long; `lines` say why."""
+
+    for_s: float
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """A signal asks the launcher to end the run."""
 
@@ -137,6 +145,7 @@ Event = (
     | Restarted
     | Outlived
     | LogLine
+    | Quiet
     | Interrupted
     | Ending
     | Killed

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from typing import Self
 
 from atroposlib.errors import AtroposError, reading
 from atroposlib.files import open_regular
+from atroposlib.logs import RUN
 from example_trainer.launcher import become
 from example_trainer.launcher.ending import end
 from example_trainer.launcher.events import (
@@ -125,7 +126,7 @@ class _Child:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.service.environment},
+                env={**os.environ, RUN: self.log.parent.name, **self.service.environment},
                 start_new_session=True,
             )
         self.process, self.restart_at = process, None
@@ -162,10 +163,18 @@ class _Child:
 
 class Supervisor:
     """Owns the run's directory from `__enter__` to `__exit__`, which ends every service in every case. Use it in the
-    main thread. Listeners are called in it too.
+    main thread. Listeners are called in it too. `watch` is asked several times a second what else there is to tell
+    (diagnosis.py).
     """
 
-    def __init__(self, run_dir: Path, services: Sequence[Service], tell: Listener, limits: Limits = Limits()) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        services: Sequence[Service],
+        tell: Listener,
+        limits: Limits = Limits(),
+        watch: Callable[[], Iterable[Event]] = lambda: (),
+    ) -> None:
         names = [service.name for service in services]
         if len({*names}) < len(names):
             raise ValueError(f"two services of one name: {names}")
@@ -174,6 +183,7 @@ class Supervisor:
         self._listener = tell
         self._log = RunLog(run_dir)
         self._limits = limits
+        self._watch = watch
         self._records = Records(run_dir)
         self._memory = SharedMemory(self._records)
         self._signals = _Signals()
@@ -251,6 +261,8 @@ class Supervisor:
         self._show_lines()
         for child in self._children:
             self._look_at(child)
+        for event in self._watch():
+            self._tell(event)
         now = time.monotonic()
         left = [child for child in self._mortal() if not child.has_ended]
         if left and self._first_end is not None and now - self._first_end > self._limits.last_s:

@@ -34,14 +34,15 @@ def test_a_lora_server_has_room_for_two_versions_and_keeps_cuda_graphs() -> None
 
 @pytest.mark.parametrize("shared", ["0", "1"])
 def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shared: str
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, shared: str
 ) -> None:
     monkeypatch.setenv("VLLM_ENABLE_SHARED_WEIGHTS", shared)
+    caplog.set_level("INFO", logger="vllm")
     arguments = serve_arguments()
     _configure_bridge(arguments, guarded=False)
     assert arguments.worker_cls == LORA_WORKER
     assert arguments.additional_config is None
-    assert "LoRA bridge on: adapters up to rank 16" in capsys.readouterr().err
+    assert "LoRA bridge on: adapters up to rank 16" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """What a name, a server's reply or a model's answer can do to a log: nothing but stand in it."""
 
 import json
+import logging
+import re
 import subprocess
 import sys
 
 import pytest
 
-from atroposlib.logs import escape
+from atroposlib.logs import Repeats, escape, say
 from atroposlib.names import check_name
 
 FORGED = "12:00:00 INFO    [api] Trainer registered: batch_size=999"
@@ -119,6 +121,121 @@ def test_vllms_own_formatter_and_uvicorns_access_log_are_covered_by_the_plugin()
     assert len([line for line in lines if r"evil\n12:00:00" in line]) == 3
     assert not [line for line in lines if line.startswith("12:00:00")]
     assert [line for line in lines if line.startswith("ERROR") and "    | ValueError: evil" in line]
+
+
+# --- the format -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.services
+def test_a_line_has_date_level_and_process_and_the_run_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATROPOS_RUN", "night")
+    first, second, said = run(
+        "from atroposlib.logs import *; configure_logging('trainer'); get_logger('x').warning('text')\nsay('Step 1/2')"
+    )
+    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    assert re.fullmatch(rf"{at} INFO    \[trainer\] Run night: trainer is pid \d+", first)
+    assert re.fullmatch(rf"{at} WARNING \[trainer\] text", second)
+    assert re.fullmatch(rf"{at} INFO    \[trainer\] Step 1/2", said)
+
+
+def test_what_is_said_without_a_log_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    say("Step 1/2 | reward 0.250")
+    assert capsys.readouterr().out == "Step 1/2 | reward 0.250\n"
+
+
+@pytest.mark.services
+def test_json_lines_name_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATROPOS_RUN", "night")
+    lines = run("from atroposlib.logs import *; configure_logging('a', True); get_logger('x').info('text')")
+    assert [json.loads(line)["run"] for line in lines] == ["night", "night"]
+
+
+@pytest.mark.services
+def test_vllm_and_uvicorn_log_in_the_same_format_and_leave_out_what_is_asked_all_the_time() -> None:
+    lines = run(
+        "import logging.config, json\n"
+        "from vllm_patching.log_config import logging_config\n"
+        "logging.config.dictConfig(json.loads(json.dumps(logging_config('INFO'))))\n"
+        "logging.getLogger('vllm.engine').info('loaded in %d s', 7)\n"
+        "logging.getLogger('vllm.engine').info('of the engine', extra={'vllm_process_name': 'EngineCore'})\n"
+        "logging.getLogger('uvicorn.error').info('Application startup complete.')\n"
+        "for path, status in ('/health', 200), ('/health', 503), ('/generate', 200), ('/v1/models', 200):\n"
+        "    line = '%s - \"%s %s HTTP/%s\" %d'\n"
+        "    logging.getLogger('uvicorn.access').info(line, '1.2.3.4:5', 'GET', path, '1.1', status)\n"
+        "logging.getLogger('torch').warning('of another library')\n"
+    )
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) +\[vllm( EngineCore)?\] ", line) for line in lines)
+    assert [line.partition("] ")[2] for line in lines] == [
+        "loaded in 7 s",
+        "of the engine",
+        "Application startup complete.",
+        '1.2.3.4:5 - "GET /health HTTP/1.1" 503',
+        '1.2.3.4:5 - "GET /v1/models HTTP/1.1" 200',
+        "of another library",
+    ]
+
+
+# --- lines that are alike -------------------------------------------------------------------------------------------
+
+
+class Written:
+    """What is written of records that come `every_s` seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.repeats = Repeats(lambda: self.now)
+        self.lines: list[str] = []
+
+    def log(self, message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord | None:
+        info = None if error is None else (type(error), error, error.__traceback__)
+        record = logging.LogRecord("x", logging.INFO, "x.py", 1, message, args, info)
+        written = self.repeats.thinned(record)
+        if written is not None:
+            self.lines.append(written.getMessage())
+        return written
+
+
+def test_of_equal_lines_the_first_few_are_written_then_one_each_ten_seconds_with_the_count() -> None:
+    written = Written()
+    for _ in range(320):  # 40 s
+        written.log("the grader failed")
+        written.now += 0.125
+    assert written.lines == ["the grader failed"] * 5 + [
+        "the grader failed (75 more like this before)",
+        *["the grader failed (79 more like this before)"] * 2,
+    ]
+
+
+def test_lines_that_differ_in_their_values_are_thinned_later() -> None:
+    written = Written()
+    for number in range(38 * 256):  # about what an environment without a useful group wrote
+        written.log("Dropped a group of the item %s: %s", number, "all scores are 0")
+        written.now += 1 / 256
+    assert len(written.lines) == 53
+    assert written.lines[-1].endswith("all scores are 0 (2559 more like this before)")
+
+
+def test_lines_that_come_slowly_and_those_of_another_kind_are_all_written() -> None:
+    written = Written()
+    for step in range(200):
+        written.log("Step %d is done", step)
+        written.log("%s", f"line {step}")
+        written.log("ready")
+        written.now += 5
+    assert len(written.lines) == 600
+
+
+def test_a_traceback_is_written_once() -> None:
+    written = Written()
+    try:
+        raise ValueError("in score")
+    except ValueError as error:
+        first, second = (written.log("it failed, %d in a row", row, error=error) for row in (1, 2))
+    assert first is not None
+    assert second is not None
+    assert first.exc_info is not None
+    assert second.exc_info is None
+    assert written.lines[1] == "it failed, 2 in a row (its traceback is above)"
 
 
 # --- names ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.settings import ApiSettings
+from atroposlib.api.settings import RunApiConfig
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.outcomes import FREE_DROPS, pause_s
@@ -149,7 +149,7 @@ async def test_the_batch_fills_slowly(tmp_path: Path, api: Api) -> None:
 
 
 async def test_the_queue_is_full(tmp_path: Path) -> None:
-    async with running_api(ApiSettings(max_queued_groups=1)) as api, FakeInferenceServer() as inference:
+    async with running_api(RunApiConfig(max_queued_groups=1)) as api, FakeInferenceServer() as inference:
         env = CountingEnv(config(tmp_path, api.url), server_config(inference))
         async with asking(api, env) as why:
             await why.says("the API's queue is full: it refuses groups until the trainer takes some")

@@ -18,6 +18,7 @@ from example_trainer.launcher.events import (
     LogLine,
     NotUp,
     Outlived,
+    Quiet,
     Restarted,
     Started,
     StillThere,
@@ -39,6 +40,9 @@ SENTENCES = {
     Restarted("gsm8k", 8, 1, 3): "Restarted gsm8k (pid 8), restart 1 of 3",
     Outlived(("gsm8k",), 300, LOG, ()): "gsm8k still runs 300 s after the others ended.",
     LogLine("api", "a\x1bb"): "api a\\x1bb",
+    Quiet(45.2, ("3 of 8 groups are there", "environment a\x1b samples")): (
+        "No step for 45 s: 3 of 8 groups are there. environment a\\x1b samples"
+    ),
     Interrupted(signal.SIGINT): "Interrupted by SIGINT",
     Ending(("api", "vllm"), 7): "Ending api vllm (at most 7 s)",
     Killed(("vllm",), 5): "Killed after 5 s without an end: vllm",

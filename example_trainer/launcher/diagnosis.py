@@ -1,0 +1,111 @@
+"""Why no step is done, asked of the batching API while a run goes on; the supervisor's `watch`.
+
+A thread asks every few seconds. After half a minute without a step it leaves an event that says why, and one a minute
+from then on. A step that the trainer works on may take three minutes before that is worth a line.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from example_trainer.launcher.events import Event, Quiet
+from example_trainer.launcher.health import answers
+
+if TYPE_CHECKING:  # loads an HTTP client
+    from atroposlib.wire.batching import Activity
+
+ASK_EVERY_S = 5.0
+FIRST_S = 30.0
+FIRST_TRAINING_S = 180.0
+EVERY_S = 60.0
+
+Ask = Callable[[], "Activity"]  # raises NotYet or ApiRefused
+
+
+class Diagnosis:
+    """What there is to tell since the last call. `health` has the addresses of other services by name."""
+
+    def __init__(
+        self, api_url: str, token: str | None = None, health: Mapping[str, str] | None = None, ask: Ask | None = None
+    ) -> None:
+        self._api_url = api_url
+        self._token = token
+        self._health = dict(health or {})
+        self._ask = ask
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._quiet = Silence()
+
+    def __call__(self) -> Iterable[Event]:
+        """Returns at once. The first call begins to ask."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="diagnosis", daemon=True)
+            self._thread.start()
+        while not self._events.empty():
+            yield self._events.get()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        ask = self._ask or asking(self._api_url, self._token)
+        while not self._ended.is_set():
+            self.look(ask)
+            self._ended.wait(ASK_EVERY_S)
+
+    def look(self, ask: Ask) -> None:
+        """Ask once, and leave an event if it is time for one."""
+        from atroposlib.clients.activity import explain, is_training
+        from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable
+
+        steps: object = None
+        training = False
+        try:
+            activity = ask()
+        except (ApiUnreachable, ApiRefused) as error:
+            if not self._quiet.has_begun:  # it starts
+                return
+            lines = [f"the batching API at {self._api_url} does not answer ({error})"]
+            steps = self._quiet.steps
+        else:
+            lines, steps, training = explain(activity), activity.trained_steps, is_training(activity)
+        if (for_s := self._quiet.lasts(steps, FIRST_TRAINING_S if training else FIRST_S)) is None:
+            return
+        silent = [name for name, url in self._health.items() if not answers(url)]
+        lines += [f"{name} does not answer at {self._health[name]}: see its log" for name in silent]
+        self._events.put(Quiet(for_s, tuple(lines)))
+
+
+class Silence:
+    """How long no step has been reported, and when it is time to say so. `now` is the clock, in seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self.has_begun = False
+        self.steps: object = None
+        self._since = self._told = 0.0
+
+    def lasts(self, steps: object, first_s: float) -> float | None:
+        """Seconds without a step, where that is to be told now; `steps` is what the API says of steps."""
+        now = self._now()
+        if not self.has_begun or steps != self.steps:
+            self.has_begun, self.steps, self._since, self._told = True, steps, now, 0.0
+        for_s = now - self._since
+        due_s = self._told + EVERY_S if self._told else first_s
+        if for_s < due_s:
+            return None
+        self._told = for_s
+        return for_s
+
+
+def asking(url: str, token: str | None) -> Ask:
+    """Asks the batching API there."""
+    from atroposlib.clients.batching_api import BatchingApi
+    from atroposlib.wire.routes import ACTIVITY
+
+    api = BatchingApi(url, token)
+    return lambda: api.call(ACTIVITY)

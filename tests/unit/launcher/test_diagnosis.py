@@ -1,0 +1,96 @@
+"""What the launcher says while no step is done."""
+
+from pathlib import Path
+
+import pytest
+
+from atroposlib.clients.batching_api import ApiUnreachable
+from atroposlib.wire.batching import Activity
+from example_trainer.launcher import diagnosis
+from example_trainer.launcher.diagnosis import Diagnosis, Silence, asking
+from example_trainer.launcher.events import Event, Quiet, Started
+from example_trainer.launcher.service import Service
+from example_trainer.launcher.supervisor import Supervisor
+from tests.unit.trainer.test_api_client import real_api
+
+URL = "http://127.0.0.1:9/health"
+
+
+class Clock:
+    now = 0.0
+
+
+def told(steps: list[int], every_s: float = 10.0, first_s: float = 30.0) -> list[tuple[float, float]]:
+    """When something is said, and for how long no step was done, if the API reports these steps."""
+    clock = Clock()
+    silence = Silence(lambda: clock.now)
+    found = []
+    for step in steps:
+        for_s = silence.lasts(step, first_s)
+        if for_s is not None:
+            found.append((clock.now, for_s))
+        clock.now += every_s
+    return found
+
+
+def test_it_is_told_within_a_minute_and_each_minute_from_then_on() -> None:
+    assert told([0] * 18) == [(30.0, 30.0), (90.0, 90.0), (150.0, 150.0)]
+
+
+def test_a_step_ends_the_silence() -> None:
+    assert told([0] * 5 + [1] * 5 + list(range(2, 10))) == [(30.0, 30.0), (80.0, 30.0)]
+    assert told([0] * 30, first_s=180.0)[0] == (180.0, 180.0)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "FIRST_S", 0.0)
+    monkeypatch.setattr(diagnosis, "ASK_EVERY_S", 0.05)
+
+
+@pytest.mark.usefixtures("soon")
+def test_an_api_that_goes_away_and_a_vllm_that_does_not_answer_are_named() -> None:
+    answers: list[Activity] = [Activity(False)]
+
+    def ask() -> Activity:
+        if not answers:
+            raise ApiUnreachable("connection refused")
+        return answers.pop()
+
+    watch = Diagnosis("http://api", health={"vllm": URL})
+    watch.look(ask)
+    watch._quiet._told = -1e9  # as after a minute
+    watch.look(ask)
+    watch._ended.set()
+    first, second = watch()
+    assert isinstance(first, Quiet)
+    assert isinstance(second, Quiet)
+    assert first.lines[0].startswith("no trainer has registered")
+    assert first.lines[1] == f"vllm does not answer at {URL}: see its log"
+    assert second.lines[0] == "the batching API at http://api does not answer (connection refused)"
+
+
+@pytest.mark.usefixtures("soon")
+def test_an_api_that_only_starts_is_no_news() -> None:
+    def ask() -> Activity:
+        raise ApiUnreachable("connection refused")
+
+    watch = Diagnosis("http://api")
+    watch.look(ask)
+    watch._ended.set()
+    assert list(watch()) == []
+
+
+@pytest.mark.services
+@pytest.mark.usefixtures("soon")
+def test_the_supervisor_tells_what_a_real_api_says(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with real_api() as url:
+        watch = Diagnosis(url)
+        service = Service("trainer", ("sleep", "3"), may_end=True)
+        with Supervisor(tmp_path, [service], events.append, watch=watch) as supervisor:
+            assert supervisor.run() == 0
+        watch.close()
+        assert asking(url, None)().trainer is False
+    assert isinstance(events[0], Started)
+    assert any(isinstance(event, Quiet) and "no trainer has registered" in event.lines[0] for event in events)
