@@ -47,12 +47,12 @@ class Lines(logging.Formatter):
         super().__init__(datefmt=DATE)
         self._process = process
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name is logging's
+    def formatMessage(self, record: logging.LogRecord) -> str:  # the name is logging's
         part = getattr(record, "vllm_process_name", None)
         process = self._process if part in (None, "APIServer", "MainProcess") else f"{self._process} {part}"
         return f"{self.formatTime(record, DATE)} {record.levelname:<7} [{process}] {record.message}"
 
-    def usesTime(self) -> bool:  # noqa: N802
+    def usesTime(self) -> bool:
         return False
 
 

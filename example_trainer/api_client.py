@@ -94,8 +94,9 @@ class ApiClient:
         self.holding = []
 
     def fetch_batch(self, timeout_s: float) -> list[Item]:
-        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`. While there is none,
-        the log says each minute what is missing, by asking the API.
+        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`.
+
+        While there is none, the log says each minute what is missing, by asking the API.
 
         Raises ApiError after `timeout_s` seconds without one.
         """

@@ -52,7 +52,9 @@ def _head(activity: Activity) -> str:
     if asked_s is None:
         return "the trainer has registered and not yet asked for a batch"
     if is_training(activity):
-        return f"the trainer works on a batch (step {activity.current_step} of {activity.num_steps}) for {asked_s:.0f} s"
+        return (
+            f"the trainer works on a batch (step {activity.current_step} of {activity.num_steps}) for {asked_s:.0f} s"
+        )
     there = _batch(activity)
     if activity.obstacle is not None:
         return f"{there}, but {activity.obstacle}"

@@ -1,4 +1,4 @@
-"""Waiting for a peer: one log line before, one every ten seconds (with reasons: one a minute), one with the duration after, and a deadline.
+"""Waiting for a peer: a log line before, one every ten seconds, one with the duration after, and a deadline.
 
 wait_for(attempt, Wait("a batch", url, 60, failed))             `attempt` raises NotYet until the peer is ready
 await wait_for_async(attempt, Wait("a batch", url, 60, failed)) the same on an event loop

@@ -8,6 +8,7 @@ import shlex
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from atroposlib.extras import need
@@ -15,6 +16,7 @@ from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, shown_lines
+from example_trainer.launcher.diagnosis import Diagnosis
 from example_trainer.launcher.layout import place
 from example_trainer.launcher.memory_plan import memory_plan
 from example_trainer.launcher.model_size import model_size
@@ -139,7 +141,10 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str]) -> int:
     """Write what is kept of the plan, start its services and watch them. Returns the exit status."""
     run_dir = plan.site.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
-    with Supervisor(run_dir, plan.services, console) as supervisor:
+    token = plan.trainer.atropos_token
+    others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
+    watch = Diagnosis(plan.site.api, None if token is None else token.get_secret_value(), others)
+    with closing(watch), Supervisor(run_dir, plan.services, console, watch=watch) as supervisor:
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
         write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus)

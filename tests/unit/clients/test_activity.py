@@ -100,9 +100,10 @@ def test_an_environment_that_is_gone(gone: EnvActivity, line: str) -> None:
 
 
 def test_an_environment_that_ended_is_not_a_registered_one() -> None:
-    assert "no environment is registered: those that were have ended" in explain(
-        waiting([environment(connected=False)])
-    )[0]
+    assert (
+        "no environment is registered: those that were have ended"
+        in explain(waiting([environment(connected=False)]))[0]
+    )
 
 
 def test_many_environments_are_cut() -> None:

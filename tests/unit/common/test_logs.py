@@ -164,7 +164,9 @@ def test_vllm_and_uvicorn_log_in_the_same_format_and_leave_out_what_is_asked_all
         "    logging.getLogger('uvicorn.access').info(line, '1.2.3.4:5', 'GET', path, '1.1', status)\n"
         "logging.getLogger('torch').warning('of another library')\n"
     )
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) +\[vllm( EngineCore)?\] ", line) for line in lines)
+    assert all(
+        re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (INFO|WARNING) +\[vllm( EngineCore)?\] ", line) for line in lines
+    )
     assert [line.partition("] ")[2] for line in lines] == [
         "loaded in 7 s",
         "of the engine",
