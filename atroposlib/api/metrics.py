@@ -84,15 +84,15 @@ class Metrics(Collector):
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),
         ):
             yield GaugeMetricFamily(f"atropos_{name}", text, value=-1 if gauge is None else gauge)
-        family = GaugeMetricFamily(
+        drops = GaugeMetricFamily(
             "atropos_dropped_groups",
             "Groups that an environment has dropped since the last one it posted",
             labels=["environment", "reason"],
         )
         for env_id, report in self._service.reports.registered.items():
             for reason, count in report.dropped.items():
-                family.add_metric([queue.name_of(env_id), reason], count)
-        yield family
+                drops.add_metric([queue.name_of(env_id), reason], count)
+        yield drops
 
     def text(self) -> bytes:
         """Prometheus' text format."""

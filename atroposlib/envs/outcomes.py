@@ -1,5 +1,6 @@
 """What became of an environment's groups, by reason, since the last one that was posted; and what is reported of it."""
 
+import math
 from collections import Counter
 
 from atroposlib.clients.activity import CODE_FAILED, SERVER_FAILED
@@ -51,4 +52,4 @@ def pause_s(dropped: int) -> float:
     over = dropped - FREE_DROPS
     if over < 0:
         return 0.0
-    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(over / DROPS_PER_DOUBLING, 20.0))
+    return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * math.exp2(min(over / DROPS_PER_DOUBLING, 20.0)))

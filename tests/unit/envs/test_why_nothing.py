@@ -81,7 +81,7 @@ class SameScores(CountingEnv):
     async def collect_trajectory(self, item: int) -> tuple[ScoredDataItem | None, list[Any]]:
         sample, later = await super().collect_trajectory(item)
         assert sample is not None
-        return sample | {"scores": 0.0}, later  # type: ignore[return-value]
+        return sample | {"scores": 0.0}, later
 
 
 class BrokenGrader(CountingEnv):

@@ -11,7 +11,7 @@ from example_trainer.launcher.diagnosis import Diagnosis, Silence, asking
 from example_trainer.launcher.events import Event, Quiet, Started
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.supervisor import Supervisor
-from tests.unit.trainer.test_api_client import real_api
+from tests.unit.trainer.test_trainer_with_api import real_api
 
 URL = "http://127.0.0.1:9/health"
 
