@@ -396,7 +396,7 @@ class RolloutService:
                 each.connected,
                 self.reports.registered.get(each.env_id),
             )
-            for each in sorted(queue.environments, key=lambda each: not each.connected)[:most]
+            for each in sorted(queue.environments.values(), key=lambda each: not each.connected)[:most]
         ]
         starting = [EnvActivity(report.name, None, age, report=report) for report, age in self.reports.unregistered()]
         return Activity(
