@@ -17,6 +17,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ LAYER_TENSORS = {
     "ffn_down": "mlp.down_proj",
 }
 TOP_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
+Advance = Callable[[int, int], None]
 
 
 class QuickstartModelError(AtroposError):
@@ -186,7 +188,7 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_model(gguf_path: Path, folder: Path) -> None:
+def write_model(gguf_path: Path, folder: Path, advance: Advance = lambda done, total: None) -> None:
     """Fills the empty `folder` with weights, configs, tokenizer and, last, the record of file sizes."""
     from gguf import GGUFReader
 
@@ -194,11 +196,11 @@ def write_model(gguf_path: Path, folder: Path) -> None:
     field = {name: entry.contents() for name, entry in reader.fields.items()}
     config = model_config(field)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    save_file(
-        {hugging_face_name(tensor.name): float32_weight(tensor, heads, kv_heads) for tensor in reader.tensors},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    weights = {}
+    for done, tensor in enumerate(reader.tensors, 1):
+        weights[hugging_face_name(tensor.name)] = float32_weight(tensor, heads, kv_heads)
+        advance(done, len(reader.tensors))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", config)
     write_json(
         folder / "generation_config.json",
@@ -233,9 +235,9 @@ def is_complete(folder: Path) -> bool:
     )
 
 
-def ensure_model(folder: Path) -> Path:
-    """Returns `folder` holding the complete model, making it first where it is missing or damaged. Raises
-    QuickstartModelError.
+def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> Path:
+    """Returns `folder` holding the complete model, making it first where it is missing or damaged. `advance` is told
+    how many tensors are done, of how many. Raises QuickstartModelError.
     """
     folder = folder.absolute()
     if is_complete(folder):
@@ -263,7 +265,7 @@ def ensure_model(folder: Path) -> Path:
             )
         partial.mkdir()
         try:
-            write_model(gguf_path, partial)
+            write_model(gguf_path, partial, advance)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise QuickstartModelError(

@@ -9,10 +9,11 @@ checkpoint was written, and two runs with one seed ask the same. A multi-turn en
 
 import asyncio
 import inspect
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -30,6 +31,23 @@ log = get_logger(__name__)
 
 THINKING_PROMPT = "Think about the question first, inside <think> </think> tags. Then give your answer."
 END_OF_THOUGHTS = "</think>"
+EVALUATED_EVERY_S = 5.0
+
+
+@dataclass
+class _Evaluated:
+    """Tells the log every few seconds how far an evaluation is."""
+
+    total: int
+    _done: int = 0
+    _told: float = field(default_factory=time.monotonic)
+
+    def count(self) -> None:
+        """One more answer is scored."""
+        self._done += 1
+        if time.monotonic() - self._told >= EVALUATED_EVERY_S:
+            self._told = time.monotonic()
+            log.info("Evaluated %d of %d", self._done, self.total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +196,19 @@ class QuestionEnv(BaseEnv):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
-        results = await gather_or_cancel([self._evaluate_one(item) for item in self.held_out])
+        counter = _Evaluated(len(self.held_out))
+        results = await gather_or_cancel([self._evaluate_one(item, counter) for item in self.held_out])
         metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
             await self.evaluate_log(metrics, samples=[self.sample_record(*result) for result in results], verbose=False)
         return metrics
 
-    async def _evaluate_one(self, item: Item) -> tuple[Item, Rollout, Scored]:
+    async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> tuple[Item, Rollout, Scored]:
         async with self._eval_slots:
             rollout = (await self.rollouts(item, 1, "eval", 0.0, 1.0))[0]
-            return item, rollout, await self._score(item, rollout)
+            scored = await self._score(item, rollout)
+        counter.count()
+        return item, rollout, scored
 
     def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Shares of the answers that have a reward, and counts of all, also by outcome."""

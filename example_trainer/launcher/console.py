@@ -1,11 +1,13 @@
 """What a person sees of a run: one line an event, with the time of day."""
 
+import os
 import re
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from types import TracebackType
+from typing import Self, TextIO
 
 from example_trainer.launcher.events import (
     Died,
@@ -26,11 +28,16 @@ from example_trainer.launcher.events import (
     Waiting,
 )
 from example_trainer.launcher.log_files import printable
+from example_trainer.launcher.repeated import Repeated
+from example_trainer.launcher.sample_lines import latest_sample
 
 TROUBLE = r"(WARNING|ERROR|CRITICAL) "
 STEPS = r"Step [0-9]+/|Trained model: |Bitwise identical: "
 TRAINER_BRIDGE = r"\[Bridge\] (✓|Mapped|Started|Policy version)|Parity: "
 VLLM_BRIDGE = r"\[vLLM Patch\] ✓|Uvicorn running"
+SAMPLE_EVERY = 5  # steps
+_TROUBLE = re.compile(TROUBLE)
+_STEP = re.compile(r"Step ([0-9]+)/")
 
 
 def shown_lines(with_bridge: bool) -> dict[str, str]:
@@ -39,12 +46,14 @@ def shown_lines(with_bridge: bool) -> dict[str, str]:
         "": rf"{TROUBLE}|Held-out accuracy",
         "api": TROUBLE,
         "trainer": rf"{TROUBLE}|{STEPS}" + (f"|{TRAINER_BRIDGE}" if with_bridge else ""),
-        "vllm": r"ERROR " + (f"|{VLLM_BRIDGE}" if with_bridge else ""),  # its warnings are about its own settings
+        "vllm": r"ERROR " + (f"|{VLLM_BRIDGE}" if with_bridge else ""),  # until it is up, it warns of its own settings
     }
 
 
 class PlainConsole:
-    """Lines for a terminal, a file or a pipe. What services wrote has no control characters any more."""
+    """Lines for a terminal, a file or a pipe. What services wrote has no control characters any more. A live console
+    writes them elsewhere.
+    """
 
     def __init__(
         self, run_dir: Path, shown: Mapping[str, str], out: TextIO | None = None, err: TextIO | None = None
@@ -53,6 +62,16 @@ class PlainConsole:
         self._shown = {name: re.compile(pattern) for name, pattern in shown.items()}
         self._out = out or sys.stdout
         self._err = err or sys.stderr
+        self._repeated = Repeated()
+        self._are_up: set[str] = set()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to give back."""
 
     def __call__(self, event: Event) -> None:
         """A listener of the supervisor. Raises OSError when nobody reads any more."""
@@ -60,23 +79,58 @@ class PlainConsole:
             self._show(event)
         elif isinstance(event, Died | NotUp | Outlived):
             shown = [f"    {printable(line)}" for line in event.last_lines]
-            print("", f"{text(event)} Last lines of {event.log}:", *shown, sep="\n", file=self._err, flush=True)
+            self.put_error("\n".join(["", f"{text(event)} Last lines of {event.log}:", *shown]))
+            self._are_up -= {event.service} if isinstance(event, Died) else set()
             if isinstance(event, Died) and event.restart_in_s is not None:
                 self.say(f"Starting {event.service} again in {event.restart_in_s:.0f} s")
         else:
+            if isinstance(event, Ending):
+                for line in self._repeated.rest():
+                    self.say(line)
             self.say(text(event))
+            if isinstance(event, Up):
+                self._are_up.add(event.service)
             if isinstance(event, Interrupted):
                 self.say(f"What there is so far is in {self._run_dir}")
 
     def say(self, line: str) -> None:
         """One line of the launcher's own."""
-        print(time.strftime("%H:%M:%S"), line, file=self._out, flush=True)
+        self.put(f"{time.strftime('%H:%M:%S')} {line}")
+
+    def put(self, line: str) -> None:
+        """A line as it is."""
+        print(line, file=self._out, flush=True)
+
+    def put_error(self, text: str) -> None:
+        """Why the run may end, with lines of a log."""
+        print(text, file=self._err, flush=True)
 
     def _show(self, line: LogLine) -> None:
         pattern = self._shown.get(line.service) or self._shown.get("")
         found = pattern.search(line.text) if pattern else None
-        if found:
-            self.say(f"{line.service} {printable(line.text[found.start() :])}")
+        if found is None and line.service in self._are_up and "deprecated" not in line.text:
+            found = _TROUBLE.search(line.text)
+        if found is None:
+            return
+        shown: str | None = f"{line.service} {printable(line.text[found.start() :])}"
+        if _TROUBLE.match(found[0]):
+            shown = self._repeated.thinned(str(shown))
+        if shown is not None:
+            self.say(shown)
+        step = _STEP.match(found[0])
+        if line.service == "trainer" and step and (step[1] == "1" or int(step[1]) % SAMPLE_EVERY == 0):
+            for sample in latest_sample(self._run_dir):
+                self.say(sample)
+
+
+def is_terminal(out: TextIO) -> bool:
+    """Whether bars can be drawn there: by a process in the foreground, on a terminal that can move its cursor."""
+    if not out.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown", ""):
+        return False
+    try:
+        return os.tcgetpgrp(out.fileno()) == os.getpgrp()
+    except OSError:  # not our session's
+        return False
 
 
 def text(event: Event) -> str:  # noqa: C901  # one line an event

@@ -5,6 +5,7 @@ flags, recipe ──▶ RunFile ──▶ plan: every program's settings ──�
 
 import os
 import shlex
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from atroposlib.extras import need
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
-from example_trainer.launcher.console import PlainConsole, shown_lines
+from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.diagnosis import Diagnosis
 from example_trainer.launcher.layout import place
 from example_trainer.launcher.memory_plan import memory_plan
@@ -97,7 +98,14 @@ def find_model(model: str | None, dry_run: bool) -> str:
         from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 
         folder = load_config(QuickstartModelConfig, [], prog=PROG).folder
-        return str(folder.absolute() if dry_run else ensure_model(folder))
+        if dry_run:
+            return str(folder.absolute())
+        if not is_terminal(sys.stderr):
+            return str(ensure_model(folder))
+        from example_trainer.launcher.live_console import one_bar
+
+        with one_bar("model", "tensors unpacked") as advance:
+            return str(ensure_model(folder, advance))
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return str(path.resolve())
@@ -124,17 +132,26 @@ def described(plan: Plan) -> str:
 def train(asked: Asked, plan: Plan, with_bridge: bool) -> int:
     """Start the services, and watch them to their end. Returns the exit status."""
     site, run = plan.site, plan.run
-    console = PlainConsole(site.run_dir, shown_lines(with_bridge))
-    console.say(
-        f"Training {site.model} for {run.steps} steps on {problems(plan)}; everything goes to"
-        f" {os.path.relpath(site.run_dir)}/"
-    )
-    if line := ports_line(asked, site):
-        console.say(line)
-    status = start(plan, console, asked.gpus)
+    with make_console(plan, with_bridge) as console:
+        console.say(
+            f"Training {site.model} for {run.steps} steps on {problems(plan)}; everything goes to"
+            f" {os.path.relpath(site.run_dir)}/"
+        )
+        if line := ports_line(asked, site):
+            console.say(line)
+        status = start(plan, console, asked.gpus)
     if status == 0:
         draw([site.run_dir], site.run_dir / "reward.png")
     return status
+
+
+def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
+    """Bars on a terminal, lines anywhere else."""
+    if not is_terminal(sys.stdout):
+        return PlainConsole(plan.site.run_dir, shown_lines(with_bridge))
+    from example_trainer.launcher.live_console import live_console
+
+    return live_console(plan, with_bridge)
 
 
 def start(plan: Plan, console: PlainConsole, gpus: list[str]) -> int:

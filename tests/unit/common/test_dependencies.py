@@ -19,7 +19,6 @@ BROUGHT_ALONG = {
 }
 NOT_IMPORTED = {
     "jinja2",  # transformers renders chat templates with it
-    "rich",
 }
 
 

@@ -3,6 +3,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from atroposlib.envs.question_env import QuestionEnv, with_reply
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
@@ -72,6 +74,17 @@ async def test_evaluation_leaves_out_what_has_no_score_and_keeps_samples(tmp_pat
     assert metrics == {"accuracy": 0.5, "mean_score": 0.5, "correct": 1, "total": 2, "unscored": 1, "temperature": 0.0}
     samples = [json.loads(line) for line in (tmp_path / "evals/samples.jsonl").read_text().splitlines()]
     assert [sample["score"] for sample in samples] == [1.0, 0.0, None]
+
+
+async def test_an_evaluation_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.envs.question_env.EVALUATED_EVERY_S", 0.0)
+    async with FakeInferenceServer() as server, running_env(EchoEnv, tmp_path, server) as env:
+        with caplog.at_level("INFO"):
+            await env.evaluate()
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Evaluated")]
+    assert told == [f"Evaluated {done} of 3" for done in (1, 2, 3)]
 
 
 async def test_no_more_evaluations_run_than_max_eval_workers(tmp_path: Path) -> None:

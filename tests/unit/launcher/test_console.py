@@ -1,6 +1,7 @@
 """What a person reads of each event."""
 
 import io
+import json
 import signal
 from pathlib import Path
 from typing import get_args
@@ -111,3 +112,30 @@ def test_without_the_bridge_only_learning_is_shown() -> None:
     console = PlainConsole(Path("runs/a"), shown_lines(with_bridge=False), out=io.StringIO(), err=io.StringIO())
     lines = [LogLine("trainer", "INFO Parity: 0.01"), LogLine("trainer", "INFO Step 1/2")]
     assert written(console, *lines)[0] == ["trainer Step 1/2"]
+
+
+def test_vllm_warns_of_the_run_once_it_is_up(console: PlainConsole) -> None:
+    warning = LogLine("vllm", "(APIServer pid=7) WARNING 11-22 12:00:00 the KV cache is full")
+    old = LogLine("vllm", "(APIServer pid=7) WARNING 11-22 12:00:00 raw prompts are deprecated")
+    shown = written(console, warning, Up("vllm", 39.6), warning, old, Died("vllm", 7, "exit status 1", LOG, (), 2.0))
+    assert shown[0][:2] == ["vllm is up after 40 s", "vllm WARNING 11-22 12:00:00 the KV cache is full"]
+    assert written(console, LogLine("vllm", "WARNING eager mode"))[0] == shown[0]
+
+
+def test_trouble_that_repeats_is_shown_once_and_counted_at_the_end(console: PlainConsole) -> None:
+    trouble = [LogLine("trainer", f"WARNING [trainer] group {number} is dropped") for number in range(4)]
+    assert written(console, *trouble, Ending(("api",), 7))[0] == [
+        "trainer WARNING [trainer] group 0 is dropped",
+        "trainer WARNING [trainer] group 3 is dropped (3 more like it)",
+        "Ending api (at most 7 s)",
+    ]
+
+
+def test_a_sample_is_shown_at_the_first_step_and_every_fifth(tmp_path: Path) -> None:
+    sample = {"scores": [1.0], "messages": [[{"role": "assistant", "content": "36"}]]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(sample) + "\n")
+    console = PlainConsole(tmp_path, shown_lines(with_bridge=False), out=io.StringIO(), err=io.StringIO())
+    lines = written(console, *(LogLine("trainer", f"Step {step}/6 | reward 1") for step in range(1, 7)))[0]
+    answer = ["Sample: reward 1.00, mean of its 1 answers 1.00", "    < 36"]
+    steps = [f"trainer Step {step}/6 | reward 1" for step in range(1, 7)]
+    assert lines == [steps[0], *answer, *steps[1:5], *answer, steps[5]]

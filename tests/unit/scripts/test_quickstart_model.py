@@ -61,7 +61,7 @@ def test_prompt_is_the_user_turn_alone_in_17_tokens(fields: dict[str, Any], tmp_
     assert tokenizer.eos_token_id == 2
 
 
-def write_small_model(gguf_path: Path, folder: Path) -> None:
+def write_small_model(gguf_path: Path, folder: Path, advance: model.Advance) -> None:
     """Stands in for write_model: two small files and the record."""
     (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(b"w" * 100)
@@ -92,7 +92,7 @@ def test_what_a_killed_call_left_is_replaced(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(gguf_path: Path, folder: Path) -> None:
+    def full_disk(gguf_path: Path, folder: Path, advance: model.Advance) -> None:
         (folder / "model.safetensors").write_bytes(b"w")
         raise OSError(28, "No space left on device")
 
@@ -113,7 +113,7 @@ def test_another_folder_is_never_overwritten(tmp_path: Path) -> None:
 def test_command_prints_the_folder_alone(tmp_path: Path) -> None:
     folder = tmp_path / "atropos" / model.MODEL_NAME
     folder.mkdir(parents=True)
-    write_small_model(Path(), folder)
+    write_small_model(Path(), folder, lambda done, total: None)
     done = subprocess.run(
         [sys.executable, "-m", "example_trainer.quickstart_model"],
         env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
