@@ -38,9 +38,9 @@ def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
     elif act.endswith("mid-transfer"):
         _stop_at_second_bucket(bridge, signal.SIGKILL if act.startswith("kill") else signal.SIGSTOP)
     elif act == "kill-after-ack":
-        _link(bridge).commit = _die
+        _link(bridge).vllm.commit = _die
     elif act == "kill-during-commit":
-        _link(bridge).commit = partial(_send_commit_and_die, port, _link(bridge).session.id)
+        _link(bridge).vllm.commit = partial(_send_commit_and_die, port)
     if act != "many":
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
     print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
