@@ -84,7 +84,8 @@ def check_memory(lines: list[MemoryItem], config: TrainerConfig, device: "torch.
         import torch
 
         free = int(torch.cuda.mem_get_info(device)[0])
-    log.info("%s", memory_table(lines, device, free))
+    for line in memory_table(lines, device, free).splitlines():
+        log.info("%s", line)
     private = sum(line.nbytes for line in lines if not line.shared)
     if private > free:
         beside = " beside the shared weights" if any(line.shared for line in lines) else ""
