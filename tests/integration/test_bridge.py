@@ -144,6 +144,7 @@ def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(ser
 
 @pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])
 def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(server: Server, act: str) -> None:
+    server.generate(PROMPT, max_tokens=1)  # the first of a server takes seconds more
     child = start_child(server, act)
     read_until(child, "SYNCED 0")
     if act == "idle":
