@@ -1,4 +1,4 @@
-"""The extras of pyproject.toml: the line that says which one a command lacks.
+"""The extras of pyproject.toml, and the error line for a command whose extra is missing.
 
     need("trainer", "grpo", "torch", "peft")
     grpo: error: grpo needs torch, which is not installed; pip install 'atropos[trainer]'

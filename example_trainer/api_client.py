@@ -128,7 +128,7 @@ class ApiClient:
         """What the API knows of it; `otherwise` where it cannot tell."""
         try:
             return ". ".join(explain(self._api.call(routes.ACTIVITY)))
-        except (ApiUnreachable, ApiRefused):  # an API of before, or one that is away: the next request says so
+        except (ApiUnreachable, ApiRefused):  # no such route, or down: the next request reports it
             return otherwise
 
     def reject(self, reasons: Mapping[int, str]) -> list[Rejection]:

@@ -41,7 +41,7 @@ NOT_REGISTERED: BatchReply[Any] = BatchReply(
 
 
 class NotRegistered(Exception):
-    """No trainer has registered yet. `answer` says so in the words of the route that was asked."""
+    """No trainer has registered yet. `answer` is the reply body of the route that was called."""
 
     def __init__(self, answer: Struct = NOT_REGISTERED) -> None:
         self.answer = answer

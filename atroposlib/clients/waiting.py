@@ -84,7 +84,7 @@ class Wait:
         return reported_s + WHY_EVERY_S if reported_s else WHY_FIRST_S
 
     def over(self, value: T) -> T:
-        """The peer is ready: `value`, once the log says so."""
+        """The peer is ready: log how long it took, and return `value`."""
         if self._next_report_s:
             log.info("Got %s from %s after %.1f s", self.what, self.peer, self.now() - self._start)
         return value

@@ -133,7 +133,7 @@ class Environment(ABC):
         """
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One scored sample of `item`, or None to drop the whole group; and items to go on with later."""
+        """One scored sample of `item`, or None to drop the whole group; then items to process later."""
         raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:

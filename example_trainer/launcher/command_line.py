@@ -86,7 +86,7 @@ class RunFlags(Config):
     vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
-    resume: Path | None = Field(None, description="go on with this run: its folder, in place of RECIPE")
+    resume: Path | None = Field(None, description="continue this run: its directory, in place of RECIPE")
     runs: Path = Field(Path("runs"), description="the folder of all runs")
     gpus: int | None = Field(None, ge=0, le=64, description="with --dry-run: plan as if there were as many GPUs")
 
@@ -130,7 +130,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     source = _source(words.positional, given, getattr(typed, "config", None))
     gpus = visible_gpus(environ) if given.gpus is None else [str(index) for index in range(given.gpus)]
     if given.gpus is not None and "dry_run" not in typed:
-        raise ConfigError("--gpus is for --dry-run; CUDA_VISIBLE_DEVICES says which GPUs a run may use")
+        raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
     choice = Choice(
         device="gpu" if gpus else "cpu",
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,

@@ -57,7 +57,7 @@ class InferenceCalls(ABC):
     """
 
     max_n_completions: int | None = None
-    # A tokenizer that is there already; else `tokenizer_id` says which to load.
+    # A tokenizer that is already loaded. Without it, `tokenizer_id` is loaded.
     tokenizer: Any = None
 
     @property
