@@ -44,7 +44,8 @@ def plot_rewards(runs: dict[str, Rows], evaluations: Rows, out: Path, title: str
         axes.plot(*zip(*points, strict=True), "o-", label=f"held-out accuracy{of} (greedy)")
     axes.set(xlabel="training step", ylabel=SAMPLED if len(runs) > 1 else "reward, accuracy", title=title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(expect_regular(out))
