@@ -81,7 +81,7 @@ def our_arm(work: Path, threads: int) -> None:
     from example_trainer.batching import make_batch
     from example_trainer.config import LossSettings, TrainerConfig
     from example_trainer.model import load_model
-    from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
+    from example_trainer.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.packing import micro_batches
     from example_trainer.step import batch_gradients
 
@@ -90,7 +90,6 @@ def our_arm(work: Path, threads: int) -> None:
     device = torch.device("cpu")
     model = load_model(config.model_name, device)
     optimizer = make_optimizer(model.parameters(), config)
-    scheduler = make_scheduler(optimizer, config, 0)
     items = msgspec.json.decode((work / "items.json").read_bytes(), type=list[ScoredData])
     settings = LossSettings(clip_eps=CLIP)
     for _ in sys.stdin:
@@ -103,7 +102,7 @@ def our_arm(work: Path, threads: int) -> None:
             chunk_mb=config.logits_chunk_mb,
         )
         grad_norm = clip_gradients(optimizer, config.max_grad_norm)
-        update(optimizer, scheduler)
+        update(optimizer)
         answer(
             seconds=time.perf_counter() - start,
             cpu_seconds=time.process_time() - cpu,

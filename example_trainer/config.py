@@ -46,7 +46,7 @@ class ModelSettings(Config):
 class OptimizationSettings(Config):
     """Optimization"""
 
-    training_steps: int = Field(10, ge=1, description="optimizer steps in all, those before a resume included")
+    training_steps: int = Field(10, ge=1, description="training steps in all, those before a resume included")
     batch_size: int = Field(2, ge=1, description="sequences per accumulation slot")
     gradient_accumulation_steps: int = Field(
         32,
@@ -66,7 +66,7 @@ class OptimizationSettings(Config):
         2048, ge=2, description="longest sequence in tokens; longer ones lose their end, and are counted"
     )
     lr: float = Field(1e-5, ge=0, lt=1, description="learning rate after the warm-up")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up, constant after")
+    warmup_steps: int = Field(0, ge=0, description="optimizer updates of linear warm-up, constant after")
     lr_decay_steps: int = Field(
         0,
         ge=0,

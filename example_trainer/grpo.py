@@ -9,7 +9,7 @@
 
 Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it
 starts from. A batch in which no group has a signal, or whose gradient is not finite, makes no optimizer update
-(moments and schedule stay), but the version rises and is synced all the same: steps, policy versions and the
+(the moments stay), but the version rises and is synced all the same: steps, policy versions and the
 environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and
 left out; a batch of nothing else is no step.
 """
@@ -51,7 +51,7 @@ from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model import load_model
 from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
-from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
+from example_trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate, update
 from example_trainer.packing import micro_batches
 from example_trainer.samples import samples_of
 from example_trainer.step import StepMetrics, batch_gradients
@@ -109,7 +109,6 @@ class Run:
         self.reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self.model.parameters(), config)
         self.progress = restore(checkpoint, self.optimizer) if checkpoint else Progress()
-        self.scheduler = make_scheduler(self.optimizer, config, self.progress.updates)
         if self.progress.step >= config.training_steps:
             raise TrainerError(
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
@@ -207,8 +206,9 @@ class Run:
             log.warning("No group of this batch can be trained on: fetching another")
 
     def learn(self, batch: Batch, step: int) -> tuple[bool, Row]:
-        """Put the batch's clipped gradient into the parameters' `.grad`: whether there is one to step on, and what was
-        measured. Raises BadBatch or NotExact where the configuration says to stop.
+        """Put the batch's clipped gradient into the parameters' `.grad`, and the step's learning rate into the
+        optimizer: whether there is a gradient to step on, and what was measured. Raises BadBatch or NotExact where the
+        configuration says to stop.
         """
         comparison = Comparison()
         gradients = self.gradients(batch, comparison)
@@ -229,12 +229,9 @@ class Run:
             self.optimizer.zero_grad(set_to_none=True)
             return False, checked
         self.bad_batches.note_update()
-        return True, {
-            **gradients,
-            **checked,
-            "grad_norm": grad_norm,
-            "lr": float(self.scheduler.get_last_lr()[0]),
-        }
+        rate = learning_rate(self.config, step, self.progress.updates)
+        set_learning_rate(self.optimizer, rate)
+        return True, {**gradients, **checked, "grad_norm": grad_norm, "lr": rate}
 
     def gradients(self, batch: Batch, comparison: Comparison) -> StepMetrics | None:
         """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
@@ -268,7 +265,7 @@ class Run:
             updates=self.progress.updates + updates,
             leases=list(self.api.holding),
         )
-        change = partial(update, self.optimizer, self.scheduler) if updates else keep_weights
+        change = partial(update, self.optimizer) if updates else keep_weights
         sync = self.bridge.sync(self.progress.policy_version, change)
         if sync.policy_version == self.progress.policy_version and not self.proven:
             check_parity(self.bridge, self.config)

@@ -1,4 +1,4 @@
-"""The optimizer, its learning-rate schedule and the one update of a step."""
+"""The optimizer, the learning rate of each step and the one update of a step."""
 
 from collections.abc import Iterable
 from typing import cast
@@ -6,7 +6,6 @@ from typing import cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.config import TrainerConfig
@@ -59,21 +58,24 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
     )
 
 
-def make_scheduler(optimizer: Optimizer, config: TrainerConfig, updates_done: int) -> LambdaLR:
-    """Linear from lr / warmup_steps to lr over the first `warmup_steps` updates, linear to lr / (lr_decay_steps + 1)
-    over the last `lr_decay_steps` of `training_steps`, constant between; goes on after `updates_done`.
+def learning_rate(config: TrainerConfig, step: int, updates: int) -> float:
+    """The rate of training step `step`, counted from 1, before which `updates` were made.
+
+    It rises linearly from lr / warmup_steps to lr over the first `warmup_steps` updates, because the optimizer's
+    moments settle by updates. It falls linearly to lr / (lr_decay_steps + 1) over the last `lr_decay_steps` steps,
+    whether they update or not, so that a run always ends at the lowest rate.
     """
+    return config.lr * min(
+        1.0,
+        (updates + 1) / max(1, config.warmup_steps),
+        (config.training_steps - step + 1) / (config.lr_decay_steps + 1),
+    )
+
+
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """The rate of the next update, for every parameter."""
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-
-    def factor(done: int) -> float:
-        return min(
-            1.0,
-            (done + 1) / max(1, config.warmup_steps),
-            max(1, config.training_steps - done) / (config.lr_decay_steps + 1),
-        )
-
-    return LambdaLR(optimizer, factor, last_epoch=updates_done - 1)
+        group["lr"] = rate
 
 
 def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
@@ -90,8 +92,7 @@ def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
     return float(norm)
 
 
-def update(optimizer: Optimizer, scheduler: LambdaLR) -> None:
+def update(optimizer: Optimizer) -> None:
     """Step once on the clipped gradients, and clear them. The one place where weights change."""
     optimizer.step()
-    scheduler.step()
     optimizer.zero_grad(set_to_none=True)

@@ -29,7 +29,7 @@ from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
 from example_trainer.model import load_model
-from example_trainer.optimizer import make_optimizer, make_scheduler, update
+from example_trainer.optimizer import make_optimizer, update
 from example_trainer.packing import micro_batches
 from example_trainer.policy import token_logprobs
 from example_trainer.step import batch_gradients
@@ -233,7 +233,6 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
     with contextlib.closing(bridge):
         make_exact(model, torch.float32)
         optimizer = make_optimizer(model.parameters(), config)
-        scheduler = make_scheduler(optimizer, config, 0)
         bridge.sync(0, lambda: None)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for step in (1, 2, 3):
@@ -245,7 +244,7 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             assert figures["ratio_mean"] == 1.0, comparison.table()
             assert figures["logprob_diff_max"] == 0.0, comparison.table()
             assert comparison.row()["bit_exact/differing_tokens"] == 0, comparison.table()
-            bridge.sync(step, partial(update, optimizer, scheduler))
+            bridge.sync(step, partial(update, optimizer))
         assert server.status()["policy_version"] == 3
         # the policy did move
         assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
@@ -274,9 +273,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
         # the bridge's own
         server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))
         for version in (0, 1):
-            bridge.sync(
-                version, partial(update, optimizer, make_scheduler(optimizer, config, 0)) if version else lambda: None
-            )
+            bridge.sync(version, partial(update, optimizer) if version else lambda: None)
             rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             assert_exact(model, rollouts)
             batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings())

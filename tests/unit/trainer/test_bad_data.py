@@ -302,7 +302,7 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / "final_model" / "model.safetensors")
 
 
-def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_schedule(model: str, tmp_path: Path) -> None:
+def test_a_bad_batch_is_skipped_and_leaves_weights_moments_and_warm_up(model: str, tmp_path: Path) -> None:
     """Steps 2 and 3 of four are bad: the result is that of steps 1 and 4 alone."""
 
     def train(folder: str, batches: list[Group], **changes: Any) -> Path:

@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch
-from example_trainer.optimizer import clip_gradients, make_optimizer, make_scheduler, update
+from example_trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate, update
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -51,16 +51,15 @@ def test_gradients_of_all_groups_are_scaled_together_to_the_largest_norm(largest
     assert found == pytest.approx([3.0 * factor, 0.0, 4.0 * factor], rel=1e-5)
 
 
-def rates(updates_done: int = 0, updates: int = 8, **changes: Any) -> list[float]:
-    """The learning rates of the next updates, as parts of --lr."""
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = make_optimizer([parameter], config(lr=0.5, **changes))
-    scheduler = make_scheduler(optimizer, config(lr=0.5, **changes), updates_done)
-    found = []
-    for _ in range(updates):
-        found.append(optimizer.param_groups[0]["lr"] / 0.5)
-        parameter.grad = torch.ones(1)
-        update(optimizer, scheduler)
+def rates(no_update: int = 0, **changes: Any) -> list[float]:
+    """The learning rate of every step, as a part of --lr, where each step whose number `no_update` divides makes no
+    update.
+    """
+    settings = config(lr=0.5, **changes)
+    found, updates = [], 0
+    for step in range(1, settings.training_steps + 1):
+        found.append(learning_rate(settings, step, updates) / 0.5)
+        updates += not (no_update and step % no_update == 0)
     return found
 
 
@@ -70,18 +69,24 @@ def test_the_learning_rate_rises_stays_and_falls() -> None:
     falling = rates(training_steps=8, warmup_steps=2, lr_decay_steps=3)
     assert falling == pytest.approx([0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25])
     assert rates(training_steps=9, lr_decay_steps="1/3") == rates(training_steps=9, lr_decay_steps=3)
-    assert rates(training_steps=4, lr_decay_steps=1, updates=6) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.5, 0.5])
 
 
-def test_the_schedule_of_a_resumed_run_goes_on_where_it_was() -> None:
-    settings = dict(training_steps=8, warmup_steps=3, lr_decay_steps=3)
-    for done in (1, 4, 7):
-        assert rates(done, 8 - done, **settings) == pytest.approx(rates(**settings)[done:])
+def test_steps_without_an_update_lower_the_rate_and_do_not_warm_up() -> None:
+    falling = [part / 11 for part in range(10, 0, -1)]
+    assert rates(training_steps=40, lr_decay_steps=10, no_update=4) == pytest.approx([1.0] * 30 + falling)
+    assert rates(training_steps=8, warmup_steps=4, no_update=2) == [0.25, 0.5, 0.5, 0.75, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_the_next_update_has_the_rate_that_was_set() -> None:
+    parameters, optimizer = with_gradients([1.0], [2.0])
+    set_learning_rate(optimizer, 0.25)
+    update(optimizer)
+    assert [parameter.item() for parameter in parameters] == [-0.25, -0.5]
 
 
 def test_an_update_steps_once_and_leaves_no_gradient_behind() -> None:
     parameters, optimizer = with_gradients([1.0], [2.0])
-    update(optimizer, make_scheduler(optimizer, config(), 0))
+    update(optimizer)
     assert [parameter.item() for parameter in parameters] == [-1.0, -2.0]
     assert [parameter.grad for parameter in parameters] == [None, None]
 

@@ -209,6 +209,22 @@ def test_a_batch_without_a_signal_changes_no_weight_but_raises_the_version(model
     assert all(torch.equal(start[key], trained[key]) for key in start)
 
 
+def test_the_learning_rate_falls_in_steps_without_an_update_and_goes_on_after_a_resume(
+    model: str, tmp_path: Path
+) -> None:
+    """Step 2 of five has no signal; the run is cut after step 3."""
+
+    def batches(first_step: int) -> FakeApi:
+        return FakeApi(lambda n: [item([1.0, 1.0 if first_step + n == 1 else 0.0], seed=first_step + n)])
+
+    settings: dict[str, Any] = dict(training_steps=5, warmup_steps=2, lr_decay_steps=2, checkpoint_interval=1)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, tmp_path, api=batches(0), bridge=RecordingBridge(fail_at=4), **settings)
+    train(model, tmp_path, api=batches(3), resume="latest", **settings)
+    expected = [pytest.approx(5e-3), None, 1e-2, pytest.approx(1e-2 * 2 / 3), pytest.approx(1e-2 / 3)]
+    assert [row["lr"] for row in rows(tmp_path)] == expected
+
+
 def test_the_checkpoint_is_a_plain_model_folder_without_the_bridge_s_buffer(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, training_steps=1, checkpoint_interval=1)
     size = (Path(model) / "model.safetensors").stat().st_size
