@@ -3,10 +3,11 @@ it.
 
 An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
 and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
-null. A group without a signal (equal scores, or given advantages that are all zero) is counted and never computed, but
-its sampled tokens stay in the loss's denominator. A sequence above `seq_len` keeps its first `seq_len` tokens and is
-counted. A first token cannot be trained, since nothing predicts it. A group that fails the check of
-`atroposlib/groups.py` counts as if it had not come and is named with the reason; what passes it can be converted.
+null. A group without a signal (equal scores, or given advantages that are all zero) is counted. Its sampled tokens stay
+in the loss's denominator; they are computed only where the loss has a KL or entropy term. A sequence above `seq_len`
+keeps its first `seq_len` tokens and is counted. A first token cannot be trained, since nothing predicts it. A group
+that fails the check of `atroposlib/groups.py` counts as if it had not come and is named with the reason; what passes it
+can be converted.
 """
 
 import math
@@ -47,6 +48,8 @@ class Rollout:
 class Batch:
     """What one optimizer step trains on, and figures of everything that was sampled for it.
 
+    The figures count all groups that can be trained on, whether or not they are among the `rollouts`;
+    `truncated_sequences` counts those of `rollouts` alone, and `zero_variance_groups` the groups without a signal.
     `rejected` holds the places of the items that cannot be trained on, with the reasons; nothing else counts them.
     `shown` is the first group that can be trained on, for people to look at.
     """
@@ -70,9 +73,18 @@ class Batch:
 
 
 def make_batch(
-    items: Sequence[Item], *, seq_len: int, divide_by_std: bool, policy_version: int, vocab_size: int | None = None
+    items: Sequence[Item],
+    *,
+    seq_len: int,
+    divide_by_std: bool,
+    policy_version: int,
+    vocab_size: int | None = None,
+    all_groups: bool = False,
 ) -> Batch:
-    """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts."""
+    """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts.
+
+    Groups without a signal give rollouts only with `all_groups`, whose advantages are then 0.
+    """
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
     for place, item in enumerate(items):
@@ -96,9 +108,9 @@ def make_batch(
             for first, _last in (group.policy_versions if isinstance(group.policy_versions, list) else [])
         ]
         advantages = _advantages(group, divide_by_std)
-        if advantages is None:
-            zero_variance += 1
-        else:
+        signal = any(row.any() for row in advantages)
+        zero_variance += not signal
+        if signal or all_groups:
             rollouts += [_rollout(group, index, each, seq_len) for index, each in enumerate(advantages)]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
@@ -116,10 +128,8 @@ def make_batch(
     )
 
 
-def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float32]] | None:
-    """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative. None without a
-    signal.
-    """
+def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float32]]:
+    """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative."""
     scores = np.asarray(item.scores, dtype=np.float64)
     if given := item.advantages:  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
@@ -128,14 +138,14 @@ def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float3
             np.asarray([value], dtype=np.float32) for value in group_advantages(scores, divide_by_std=divide_by_std)
         ]
     else:
-        return None
+        rows = [np.zeros(1, dtype=np.float32) for _ in scores]
     for index, override in enumerate(item.overrides or []):
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
     staleness_weight = (item.group_overrides or {}).get("staleness_weight")
     if staleness_weight is not None:  # an API that was told to down-weight groups of old policies
         rows = [row * np.float32(staleness_weight) for row in rows]
-    return rows if any(row.any() for row in rows) else None
+    return rows
 
 
 def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int) -> Rollout:

@@ -120,6 +120,11 @@ class LossSettings(Config):
     )
 
     @property
+    def has_penalties(self) -> bool:
+        """Whether a KL or entropy term acts on every sampled token, whatever its advantage."""
+        return self.kl_coef > 0 or self.entropy_coef > 0
+
+    @property
     def clip_high(self) -> float:
         """The upper clip distance: the lower one unless given."""
         return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high

@@ -8,10 +8,10 @@
          └────────────── step done, policy version N now serves ◀─────────────┘
 
 Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it
-starts from. A batch in which no group has a signal, or whose gradient is not finite, makes no optimizer update
-(the moments stay), but the version rises and is synced all the same: steps, policy versions and the
-environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and
-left out; a batch of nothing else is no step.
+starts from. A batch makes no optimizer update if its gradient is not finite, or if it has none because no group has a
+signal and the loss no KL or entropy term. The moments stay then, but the version rises and is synced all the same:
+steps, policy versions and the environments' evaluation schedule never drift apart. Groups that cannot be trained on are
+rejected to the API and left out; a batch of nothing else is no step.
 """
 
 if __name__ == "__main__":  # flags before torch, as atropos-grpo does
@@ -199,6 +199,7 @@ class Run:
                 divide_by_std=self.config.advantage_std,
                 policy_version=self.progress.policy_version,
                 vocab_size=self.vocab_size,
+                all_groups=self.config.has_penalties,
             )
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if batch.groups:
@@ -234,7 +235,7 @@ class Run:
         return True, {**gradients, **checked, "grad_norm": grad_norm, "lr": rate}
 
     def gradients(self, batch: Batch, comparison: Comparison) -> StepMetrics | None:
-        """Put the batch's gradient into the parameters' `.grad`; None for a batch without a signal."""
+        """Put the batch's gradient into the parameters' `.grad`; None for a batch without rollouts."""
         config = self.config
         if batch.truncated_sequences:
             log.warning(

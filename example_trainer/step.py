@@ -2,9 +2,9 @@
 exact.
 
 The mean is over tokens, not over sequences first: a long answer weighs more than a short one (DAPO's token-level
-loss, Yu et al. 2025, arXiv 2503.14476). Groups of equal scores count in the mean, though their gradient is zero and is
-never computed. A batch in which few groups still teach something therefore takes a proportionally small step, not a
-full one on their noise alone.
+loss, Yu et al. 2025, arXiv 2503.14476). Groups of equal scores count in the mean. Their policy gradient is zero, so
+they are not computed unless the loss has a KL or entropy term. A batch in which few groups still teach something
+therefore takes a proportionally small step, not a full one on their noise alone.
 """
 
 from collections.abc import Sequence

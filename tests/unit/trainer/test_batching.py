@@ -13,8 +13,14 @@ from example_trainer.batching import Batch, make_batch
 from tests.unit.trainer.fakes import as_records, item
 
 
-def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0) -> Batch:
-    return make_batch(as_records(items), seq_len=seq_len, divide_by_std=True, policy_version=policy_version)
+def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0, all_groups: bool = False) -> Batch:
+    return make_batch(
+        as_records(items),
+        seq_len=seq_len,
+        divide_by_std=True,
+        policy_version=policy_version,
+        all_groups=all_groups,
+    )
 
 
 def advantages_of(batch: Batch) -> list[float]:
@@ -47,6 +53,31 @@ def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
     assert (batch.groups, batch.zero_variance_groups, batch.sequences, len(batch.rollouts)) == (3, 2, 7, 2)
     assert batch.reward_mean == pytest.approx(3 / 7)
     assert batch.reward_std == pytest.approx((12 / 49) ** 0.5)
+
+
+@pytest.mark.parametrize(
+    "silent",
+    [
+        item([0.1, 0.1, 0.1]),  # whose mean is not 0.1
+        item([0.0]),
+        item([1.0, 0.0], advantages=[[0.0], [0.0]]),
+        item([1.0, 0.0], overrides=[{"set_advantage_to_zero": True}] * 2),
+        item([1.0, 0.0], group_overrides={"staleness_weight": 0.0}),
+    ],
+    ids=["equal scores", "one of score zero", "given", "set to zero", "too old"],
+)
+def test_groups_without_a_signal_can_be_kept_with_advantages_of_zero(silent: dict[str, Any]) -> None:
+    left_out, kept = batch_of(silent), batch_of(silent, all_groups=True)
+    assert (left_out.rollouts, left_out.trained_tokens, left_out.zero_variance_groups) == ([], 0, 1)
+    assert advantages_of(kept) == [0.0] * len(silent["scores"])
+    assert (kept.trained_tokens, kept.zero_variance_groups) == (kept.completion_tokens, 1)
+    figures = ("groups", "sequences", "completion_tokens", "reward_mean", "reward_std")
+    assert all(getattr(kept, name) == getattr(left_out, name) for name in figures)
+
+
+def test_keeping_all_groups_changes_none_that_has_a_signal() -> None:
+    groups = [item([1.0, 0.0, 0.25]), item([1.0, 0.0], seed=1, overrides=[{"set_advantage_to_zero": True}, {}])]
+    assert advantages_of(batch_of(*groups, all_groups=True)) == advantages_of(batch_of(*groups))
 
 
 def test_advantage_set_to_zero_still_counts_in_the_denominator() -> None:

@@ -46,14 +46,12 @@ def naive_loss(
     kl: float,
     ent: float,
 ) -> Tensor:
-    """Mean over trained tokens of groups with differing scores, written from the formulas."""
+    """Mean over all sampled tokens, written from the formulas."""
     terms = []
     for group in groups:
         scores = group["scores"]
         mean = sum(scores) / len(scores)
         deviation = (sum((score - mean) ** 2 for score in scores) / len(scores)) ** 0.5
-        if deviation == 0:
-            continue
         for index, (tokens, mask) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
             advantage = (scores[index] - mean) / (deviation + 1e-4)
             if group["overrides"] and group["overrides"][index].get("set_advantage_to_zero"):
@@ -99,9 +97,16 @@ def trained_model(family: str, **changes: Any) -> PreTrainedModel:
 def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
 ) -> StepMetrics:
-    batch = make_batch(as_records(items()), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(
+        as_records(items()), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
+    )
     return batch_gradients(
-        model, micro_batches(batch.rollouts, budget, CPU), settings, reference=reference, chunk_mb=chunk_mb
+        model,
+        micro_batches(batch.rollouts, budget, CPU),
+        settings,
+        reference=reference,
+        chunk_mb=chunk_mb,
+        loss_tokens=batch.completion_tokens,
     )
 
 
@@ -125,6 +130,26 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
         assert ours.grad is not None
         assert theirs.grad is not None
         assert (ours.grad - theirs.grad).norm() <= FP32_RELATIVE * theirs.grad.norm(), name
+
+
+@pytest.mark.parametrize("scores", [[1.0, 1.0], [0.0, 1.0]], ids=["equal", "different"])
+def test_the_penalties_have_their_configured_weights_however_many_groups_have_a_signal(scores: list[float]) -> None:
+    groups = [item([1.0, 1.0, 1.0], seed=1), item(scores, seed=2)]
+    settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
+    batch = make_batch(
+        as_records(groups), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
+    )
+    figures = batch_gradients(
+        trained_model("llama"),
+        micro_batches(batch.rollouts, 100, CPU),
+        settings,
+        reference=trained_model("llama", seed=9),
+        loss_tokens=batch.completion_tokens,
+    )
+    loss, policy, kl, entropy = (figures[key] or 0.0 for key in ("loss", "pg_loss", "kl", "entropy"))
+    assert kl > 0.1
+    assert (policy == 0) == (scores == [1.0, 1.0])
+    assert loss == pytest.approx(policy + 0.1 * kl - 0.01 * entropy, rel=1e-6)
 
 
 def of_three_rows(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:

@@ -343,6 +343,21 @@ def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> No
     assert kl[-1] > 1e-4
 
 
+def test_the_kl_term_pulls_the_policy_back_where_all_groups_have_equal_scores(model: str, tmp_path: Path) -> None:
+    """Only the first batch has a signal. Without momentum every later update is the KL term's alone."""
+    batches = FakeApi(lambda n: [item([1.0, 1.0 if n else 0.0], seed=1), item([0.0, 0.0], seed=2)])
+    settings: dict[str, Any] = dict(kl_coef=0.1, warmup_steps=0, adam_betas=(0.0, 0.999), lr=3e-3)
+    train(model, tmp_path, api=batches, training_steps=5, **settings)
+    found = rows(tmp_path)
+    assert [row["updates"] for row in found] == [1, 2, 3, 4, 5]
+    assert [row["zero_variance_groups"] for row in found] == [1, 2, 2, 2, 2]
+    assert all(row["trained_tokens"] == row["completion_tokens"] for row in found)
+    for row in found[1:]:
+        assert row["pg_loss"] == 0
+        assert row["loss"] == pytest.approx(0.1 * row["kl"], rel=1e-6)
+    assert found[-1]["kl"] < found[1]["kl"] / 2
+
+
 def test_adafactor_trains_too(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, optimizer="adafactor", training_steps=2, checkpoint_interval=1)
     train(model, tmp_path, first_step=2, optimizer="adafactor", training_steps=3, resume="latest")
