@@ -43,6 +43,56 @@ class ModelSettings(Config):
     )
 
 
+class RankSettings(Config):
+    """Trainer ranks"""
+
+    trainer_ranks: int | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "processes that share the weights, one per device; auto is one per visible GPU, and one on a CPU."
+            " Under torchrun they are torchrun's"
+        ),
+    )
+    fsdp_size: int | None = Field(
+        None, ge=1, description="ranks that share one set of weights; the others hold replicas; default all ranks"
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description=(
+            "in which the layers compute; weights, reductions and moments stay float32. auto is bfloat16 on CUDA and"
+            " float32 on CPUs"
+        ),
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="give gathered weights back after the forward pass; no keeps them until the backward pass (ZeRO-2)",
+    )
+    offload: Literal["auto", "none", "moments", "all"] = Field(
+        "auto",
+        description=(
+            "what lies in host memory: AdamW's moments, or weights, gradients and moments. auto takes the least that"
+            " makes the run fit on CUDA, and none on CPUs"
+        ),
+    )
+    sync_gradients: Literal["each", "last"] = Field(
+        "each",
+        description=(
+            "sum gradients over ranks after each micro-batch, or after a step's last one, which is faster and holds a"
+            " whole float32 gradient on each rank"
+        ),
+    )
+    dist_timeout_s: float = Field(
+        600.0, gt=0, le=86400, description="seconds that a trainer rank waits for the others before the run ends"
+    )
+
+    @field_validator("trainer_ranks", mode="after")
+    @classmethod
+    def _ranks_are_positive(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 1 <= value <= 1024:
+            raise ValueError("give 1 to 1024 ranks, or auto")
+        return value
+
+
 class OptimizationSettings(Config):
     """Optimization"""
 
@@ -244,6 +294,7 @@ class TrainerConfig(
     BadDataSettings,
     LossSettings,
     OptimizationSettings,
+    RankSettings,
     ModelSettings,
 ):
     """GRPO on batches from the Atropos API, new weights to vLLM after every step."""

@@ -24,6 +24,7 @@ from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exact_model import make_exact
+from example_trainer.parallel import Ranks
 
 log = get_logger(__name__)
 
@@ -47,6 +48,16 @@ class Comparison:
     def add(self, tokens: Tensor, sampler: Tensor, ours: Tensor) -> None:
         """One chunk, in the order in which the step computes."""
         self._parts.append((tokens, sampler, ours.detach()))
+
+    def of_all(self, ranks: Ranks) -> "Comparison":
+        """The same of every rank's tokens."""
+        if ranks.size == 1:
+            return self
+        whole, nothing = Comparison(), (torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0))
+        columns = self.columns() if self._parts else nothing
+        tokens, sampler, ours = (ranks.rows(column) for column in columns)
+        whole.add(tokens, sampler, ours)
+        return whole
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, sampler's and trainer's values of all chunks."""

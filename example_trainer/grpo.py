@@ -23,6 +23,7 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import contextlib
 import math
+import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -42,21 +43,20 @@ from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
-from example_trainer.checkpoint import Checkpoints, Progress, find_checkpoint, restore
+from example_trainer.checkpoint import Checkpoints, find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
+from example_trainer.learner import Learner
 from example_trainer.memory import check_model, one_line_when_out_of_memory
 from example_trainer.metrics import Row, open_metrics, step_line, step_row
-from example_trainer.model import load_model
 from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
-from example_trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate, update
-from example_trainer.packing import micro_batches
+from example_trainer.optimizer import expect_finite, learning_rate
+from example_trainer.parallel import Ranks, join
 from example_trainer.samples import samples_of
-from example_trainer.step import StepMetrics, batch_gradients
-from example_trainer.weights.load import load_trained
-from example_trainer.weights.written import TrainedModel, remove_leftovers
+from example_trainer.step import StepMetrics
+from example_trainer.weights.written import remove_leftovers
 
 log = get_logger(__name__)
 
@@ -68,8 +68,14 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
     """Train to `config.training_steps`. `prepare` replaces the configured bridge. Raises TrainerError, of which
     BridgeError is one.
     """
+    device = prepare_torch(config)
     with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
-        run = Run(config, prepare_torch(config), prepare or make_bridge(config), resources)
+        ranks = join(config, device)
+        resources.callback(ranks.leave)
+        if not ranks.leads:
+            ranks.follow(Learner(config, device, ranks))
+            return
+        run = Run(config, device, ranks, prepare or make_bridge(config), resources)
         run.start()
         for step in range(run.progress.step + 1, config.training_steps + 1):
             run.step(step)
@@ -80,7 +86,12 @@ class Run:
     """One training run: what it holds, and its steps. Everything that must be closed is in `resources`."""
 
     def __init__(
-        self, config: TrainerConfig, device: torch.device, prepare: Prepare, resources: contextlib.ExitStack
+        self,
+        config: TrainerConfig,
+        device: torch.device,
+        ranks: Ranks,
+        prepare: Prepare,
+        resources: contextlib.ExitStack,
     ) -> None:
         checkpoint = find_checkpoint(config.resume, config.save_path)
         remove_leftovers(config.save_path)
@@ -89,7 +100,7 @@ class Run:
         self.config = config
         self.rejections = RejectionBudget(config.max_rejected_groups)
         self.bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
-        watched: list[WeightBridge] = []
+        watched: list[WeightBridge | Ranks] = [ranks]
         self.api = ApiClient(
             config.atropos_url,
             registration(config),
@@ -102,13 +113,12 @@ class Run:
         self.api.wait_until_up()
         source = str(checkpoint) if checkpoint else config.model_name
         log.info("Loading %s on %s", source, device)
-        self.trained, self.bridge = resources.enter_context(connected(config, prepare, source, device))
+        self.learner, self.bridge = resources.enter_context(connected(config, ranks, prepare, source, device))
         watched.append(self.bridge)
-        self.model = self.trained.model
-        self.exactness = Exactness(config, self.model, self.bridge.served_dtype)
-        self.reference = load_model(config.model_name, device).requires_grad_(False) if config.kl_coef > 0 else None
-        self.optimizer = make_optimizer(self.model.parameters(), config)
-        self.progress = restore(checkpoint, self.optimizer) if checkpoint else Progress()
+        self.trained = self.learner.trained
+        self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
+        self.learner.begin(str(checkpoint or ""))
+        self.progress = self.learner.progress
         if self.progress.step >= config.training_steps:
             raise TrainerError(
                 f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
@@ -116,7 +126,7 @@ class Run:
             )
         self.metrics = open_metrics(config, self.progress.step + 1, resources)
         self.checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
-        self.vocab_size = self.model.config.get_text_config().vocab_size
+        self.vocab_size = self.trained.model.config.get_text_config().vocab_size
         self.proven = False  # vLLM's weights by the parity probe, after an update
 
     def start(self) -> None:
@@ -207,18 +217,18 @@ class Run:
             log.warning("No group of this batch can be trained on: fetching another")
 
     def learn(self, batch: Batch, step: int) -> tuple[bool, Row]:
-        """Put the batch's clipped gradient into the parameters' `.grad`, and the step's learning rate into the
-        optimizer: whether there is a gradient to step on, and what was measured. Raises BadBatch or NotExact where the
-        configuration says to stop.
+        """Put the batch's clipped gradient into the parameters' `.grad`: whether there is one to step on, and what was
+        measured. Raises BadBatch or NotExact where the configuration says to stop.
         """
-        comparison = Comparison()
-        gradients = self.gradients(batch, comparison)
+        gradients = self.gradients(batch)
+        comparison = self.learner.comparison if gradients else Comparison()
         checked: Row = {}
         try:
-            checked = self.exactness.judge(comparison, step, batch, self.model)
+            checked = self.exactness.judge(comparison, step, batch, self.trained.model)
             if gradients is None:
                 return False, checked
-            grad_norm = clip_gradients(self.optimizer, self.config.max_grad_norm)
+            grad_norm = self.learner.clip()
+            expect_finite(grad_norm)
             loss = gradients["loss"]
             if loss is None or not math.isfinite(loss):
                 raise BadBatch(
@@ -227,14 +237,17 @@ class Run:
                 )
         except BadBatch as error:
             self.bad_batches.note(error, step)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.learner.discard()
             return False, checked
         self.bad_batches.note_update()
-        rate = learning_rate(self.config, step, self.progress.updates)
-        set_learning_rate(self.optimizer, rate)
-        return True, {**gradients, **checked, "grad_norm": grad_norm, "lr": rate}
+        return True, {
+            **gradients,
+            **checked,
+            "grad_norm": grad_norm,
+            "lr": learning_rate(self.config, step, self.progress.updates),
+        }
 
-    def gradients(self, batch: Batch, comparison: Comparison) -> StepMetrics | None:
+    def gradients(self, batch: Batch) -> StepMetrics | None:
         """Put the batch's gradient into the parameters' `.grad`; None for a batch without rollouts."""
         config = self.config
         if batch.truncated_sequences:
@@ -247,18 +260,11 @@ class Run:
         if not batch.rollouts:
             log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
             return None
-        return batch_gradients(
-            self.model,
-            micro_batches(batch.rollouts, config.micro_batch_tokens, self.model.device),
-            config,
-            reference=self.reference,
-            chunk_mb=config.logits_chunk_mb,
-            loss_tokens=batch.completion_tokens,
-            comparison=comparison,
-        )
+        return self.learner.gradients(batch.rollouts, batch.completion_tokens)
 
     def hand_over(self, step: int, updates: bool) -> SyncReport:
         """Make the optimizer update, if there is one, and have vLLM serve the result as the next policy version."""
+        rate = learning_rate(self.config, step, self.progress.updates)
         self.progress = replace(
             self.progress,
             step=step,
@@ -266,7 +272,7 @@ class Run:
             updates=self.progress.updates + updates,
             leases=list(self.api.holding),
         )
-        change = partial(update, self.optimizer) if updates else keep_weights
+        change = partial(self.learner.update, rate) if updates else keep_weights
         sync = self.bridge.sync(self.progress.policy_version, change)
         if sync.policy_version == self.progress.policy_version and not self.proven:
             check_parity(self.bridge, self.config)
@@ -279,34 +285,37 @@ class Run:
         due = config.checkpoint_interval and step % config.checkpoint_interval == 0
         if due:
             log.info("Writing checkpoint %s%d to %s", self.trained.form.step_prefix, step, config.save_path)
-            self.checkpoints.save(self.progress, self.trained, self.optimizer)
+            self.checkpoints.save(self.progress, self.trained, self.learner.optimizer)
         if due or config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()
 
 
 @contextlib.contextmanager
 def connected(
-    config: TrainerConfig, prepare: Prepare, source: str, device: torch.device
-) -> Iterator[tuple[TrainedModel, WeightBridge]]:
-    """The model to train, with the weights of `source` (hub id or directory), and the bridge that hands it over.
+    config: TrainerConfig, ranks: Ranks, prepare: Prepare, source: str, device: torch.device
+) -> Iterator[tuple[Learner, WeightBridge]]:
+    """The learner, with the weights of `source` (hub id or directory), and the bridge that hands them over.
 
     With single copy the weights become those of `source` at the first sync.
     """
     prepared = prepare(source, device)
     with contextlib.ExitStack() as resources:
         resources.callback(prepared.close)
-        trained = load_trained(config, source, device, prepared.storage)
-        yield trained, resources.enter_context(contextlib.closing(prepared.connect(trained)))
+        learner = Learner(config, device, ranks, prepared.storage)
+        learner.load(source)
+        yield learner, resources.enter_context(contextlib.closing(prepared.connect(learner.trained)))
 
 
 def keep_weights() -> None:
     """The update of a sync that only hands the weights over as they are."""
 
 
-def sleep_beside(bridges: Sequence[WeightBridge], seconds: float) -> None:
-    """A pause of whoever waits for the API: without vLLM no batch will ever come, so the bridge's error comes first."""
-    for bridge in bridges:
-        bridge.check()
+def sleep_beside(watched: Sequence[WeightBridge | Ranks], seconds: float) -> None:
+    """A pause of whoever waits for the API: without vLLM no batch will ever come, and without the other ranks none can
+    be trained on, so their errors come first.
+    """
+    for each in watched:
+        each.check()
     time.sleep(seconds)
 
 
@@ -317,12 +326,21 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
             f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build"
             " of PyTorch"
         )
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if config.threads or local_ranks > 1:
+        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
     torch.manual_seed(config.seed)
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_ranks == 1:
+        return torch.device("cuda" if config.device == "auto" else config.device)
+    if local_ranks > torch.cuda.device_count():
+        raise TrainerError(
+            f"{local_ranks} trainer ranks on this machine, and {torch.cuda.device_count()} visible GPUs: give as many"
+            " ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def registration(config: TrainerConfig) -> Registration:

@@ -37,7 +37,9 @@ def meta_model(name: str) -> PreTrainedModel:
     with reading_model(name), torch.device("meta"):
         return cast(
             PreTrainedModel,
-            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), attn_implementation=PACKED_SDPA),
+            AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(name), attn_implementation=PACKED_SDPA, dtype=torch.float32
+            ),
         )
 
 
@@ -62,6 +64,21 @@ def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool
     model.config.use_cache = False
     if gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute what a meta model could not and no weight file holds: the rotary embeddings' tables. Raises ModelError
+    for any other buffer.
+    """
+    for name, module in list(model.named_modules()):
+        if any(True for _ in module.buffers(recurse=False)):
+            if "RotaryEmbedding" not in type(module).__name__:
+                raise ModelError(
+                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
+                    " --use-shared-memory with one trainer rank"
+                )
+            with torch.device(device):
+                model.set_submodule(name, type(module)(module.config))
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:

@@ -1,10 +1,12 @@
 """The optimizer, the learning rate of each step and the one update of a step."""
 
+import math
 from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
@@ -79,17 +81,23 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
-    """Scale the gradients to at most `max_grad_norm`; their L2 norm before. Raises BadBatch if it is not finite."""
+    """Scale the gradients to at most `max_grad_norm`; their L2 norm before, over all ranks. They are spoilt where it is
+    not finite.
+    """
     norm = torch.nn.utils.clip_grad_norm_(
         [parameter for group in optimizer.param_groups for parameter in group["params"]], max_grad_norm
     )
-    if not torch.isfinite(norm):
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def expect_finite(grad_norm: float) -> None:
+    """Raise BadBatch for a gradient that cannot be stepped on."""
+    if not math.isfinite(grad_norm):
         raise BadBatch(
-            f"the gradient norm is {norm.item()}; the weights were left as they are. The sampler's log-probabilities"
+            f"the gradient norm is {grad_norm}; the weights were left as they are. The sampler's log-probabilities"
             " are probably not this model's: check that vLLM serves the same model and that logprob_diff_max of"
             " earlier steps is small"
         )
-    return float(norm)
 
 
 def update(optimizer: Optimizer) -> None:

@@ -8,7 +8,7 @@ Tokens behind the last trained one cannot influence the loss and are not fed eit
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class MicroBatch:
     truncation: tuple[Tensor, Tensor] | None = (
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
+    counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -55,16 +56,61 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
+def deal(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """The sequences' indices by rank and micro-batch: every index once, as many micro-batches on each rank, each of at
+    most `budget` tokens unless one sequence is longer. A micro-batch is empty where there are fewer sequences than
+    micro-batches.
+
+    First fit says how many are needed; the sequences then go, longest first, to the emptiest that has space, and the
+    micro-batches, fullest first, to the rank with the fewest tokens, so that ranks wait little for each other.
+    """
+    found = pack(lengths, budget)
+    if ranks == 1:
+        return [found]
+    passes = -(-len(found) // ranks)
+    bins = _spread(lengths, passes * ranks, budget) or found + [[] for _ in range(passes * ranks - len(found))]
+    shares: list[list[list[int]]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for members in sorted(bins, key=lambda members: (-sum(lengths[i] for i in members), members)):
+        rank = min((r for r in range(ranks) if len(shares[r]) < passes), key=lambda r: (tokens[r], r))
+        shares[rank].append(members)
+        tokens[rank] += sum(lengths[i] for i in members)
+    return shares
+
+
+def _spread(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+    """`count` micro-batches of about equal size; None where some sequence then fits in none."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        emptiest = min(range(count), key=lambda b: (filled[b], b))
+        if filled[emptiest] and filled[emptiest] + lengths[index] > budget:
+            return None
+        bins[emptiest].append(index)
+        filled[emptiest] += lengths[index]
+    return [sorted(members) for members in bins]
+
+
 def fed_length(rollout: Rollout) -> int:
     """Tokens the model must read to predict all trained ones: all before the last of them."""
     return int(np.flatnonzero(rollout.trained)[-1])
 
 
-def micro_batches(rollouts: Sequence[Rollout], budget: int, device: torch.device) -> list[MicroBatch]:
-    """Pack rollouts, each with at least one trained token, into rows of at most `budget` tokens."""
+def micro_batches(
+    rollouts: Sequence[Rollout], budget: int, device: torch.device, rank: int = 0, ranks: int = 1
+) -> list[MicroBatch]:
+    """One rank's share of the rollouts, each of which has a trained token, packed into rows of at most `budget`
+    tokens. Every rank has as many rows.
+    """
+    lengths = [fed_length(rollout) for rollout in rollouts]
+    shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
-        _micro_batch([rollouts[i] for i in members], device)
-        for members in pack([fed_length(rollout) for rollout in rollouts], budget)
+        (
+            _micro_batch([rollouts[i] for i in members], device)
+            if members
+            else replace(_micro_batch([rollouts[shortest]], device), counted=False)
+        )
+        for members in deal(lengths, ranks, budget)[rank]
     ]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from example_trainer.packing import MicroBatch
@@ -105,25 +105,44 @@ def _chunks(rows: int, head: Any, chunk_mb: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
+class Policy(nn.Module):
+    """The root that every forward pass enters by, body and head alike: FSDP2 gathers weights where modules are called.
+
+    Without FSDP2 it adds nothing to `model`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, batch: MicroBatch, chunk_mb: int, chunk_loss: ChunkLoss | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the trained tokens [R] and None; or, with `chunk_loss`, the hidden states [R, d] and
+        the loss's gradient for them, the head's own gradient being added already.
+        """
+        hidden = trained_hidden(self.model, batch)
+        head = self.model.get_output_embeddings()
+        if chunk_loss is None:
+            chunks = _chunks(len(hidden), head, chunk_mb)
+            return torch.cat([_of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in chunks]), None
+        cut = hidden.detach().requires_grad_()
+        for chunk in _chunks(len(cut), head, chunk_mb):
+            logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
+            chunk_loss(logprobs, entropy, chunk).backward()
+        return hidden, cut.grad
+
+
 @torch.no_grad()
-def token_logprobs(model: PreTrainedModel, batch: MicroBatch, chunk_mb: int) -> Tensor:
+def token_logprobs(policy: Policy, batch: MicroBatch, chunk_mb: int) -> Tensor:
     """Log-probabilities of the trained tokens, [R], without gradients."""
-    hidden = trained_hidden(model, batch)
-    head = model.get_output_embeddings()
-    return torch.cat(
-        [_of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in _chunks(len(hidden), head, chunk_mb)]
-    )
+    return cast(Tensor, policy(batch, chunk_mb)[0])
 
 
-def accumulate_gradients(model: PreTrainedModel, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int) -> None:
+def accumulate_gradients(policy: Policy, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int) -> None:
     """Add the gradient of the summed `chunk_loss(logprobs, entropy, chunk)` to the parameters' `.grad`.
 
     `chunk` says which of the R trained tokens the two [chunk] tensors belong to; the result is a scalar.
     """
-    hidden = trained_hidden(model, batch)
-    cut = hidden.detach().requires_grad_()
-    head = model.get_output_embeddings()
-    for chunk in _chunks(len(cut), head, chunk_mb):
-        logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
-        chunk_loss(logprobs, entropy, chunk).backward()
-    hidden.backward(cut.grad)
+    hidden, gradient = policy(batch, chunk_mb, chunk_loss)
+    hidden.backward(gradient)

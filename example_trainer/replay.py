@@ -19,7 +19,7 @@ from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, rollout_from, summary
 from example_trainer.model import load_model
 from example_trainer.packing import micro_batches
-from example_trainer.policy import token_logprobs
+from example_trainer.policy import Policy, token_logprobs
 
 
 class ReplayConfig(Config):
@@ -35,11 +35,11 @@ def replay(file: Path) -> Comparison:
     device = torch.device(state["device"])
     model = load_model(str(file.parent / "model"), device)
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
-    comparison = Comparison()
+    policy, comparison = Policy(model), Comparison()
     for batch in micro_batches(
         [rollout_from(fields) for fields in state["rollouts"]], state["micro_batch_tokens"], device
     ):
-        comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, state["logits_chunk_mb"]))
+        comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(policy, batch, state["logits_chunk_mb"]))
     return comparison
 
 

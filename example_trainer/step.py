@@ -7,30 +7,33 @@ they are not computed unless the loss has a KL or entropy term. A batch in which
 therefore takes a proportionally small step, not a full one on their noise alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from example_trainer.config import LossSettings
 from example_trainer.exactness import Comparison
 from example_trainer.objectives.base import k3, load_loss, with_penalties
 from example_trainer.packing import MicroBatch
-from example_trainer.policy import accumulate_gradients, token_logprobs
+from example_trainer.parallel import Ranks
+from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 
 StepMetrics = dict[str, float | None]
+ALONE = Ranks()
 
 
 def batch_gradients(
-    model: PreTrainedModel,
+    policy: Policy,
     batches: Sequence[MicroBatch],
     settings: LossSettings,
     *,
-    reference: PreTrainedModel | None = None,
+    reference: Policy | None = None,
     chunk_mb: int = 128,
     loss_tokens: int | None = None,
     comparison: Comparison | None = None,
+    ranks: Ranks = ALONE,
+    before_pass: Callable[[bool], None] = lambda is_last: None,
 ) -> StepMetrics:
     """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
 
@@ -40,47 +43,61 @@ def batch_gradients(
     `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
     `comparison` is told every token's two log-probabilities.
 
+    With several `ranks` the batches are this rank's share, and the result is of all; every rank calls this, with as
+    many batches. `before_pass` is told before each whether it is the last.
+
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
-    tokens = sum(len(batch.rows) for batch in batches)
+    tokens = int(ranks.sum(torch.tensor(sum(len(batch.rows) for batch in batches if batch.counted))))
     loss_tokens = loss_tokens or tokens
     token_loss = load_loss(settings.loss)
     sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
     largest = torch.zeros((), device=batches[0].input_ids.device)  # difference of two log-probabilities
-    for batch in batches:
-        known = _reference_logprobs(batch, reference, chunk_mb) if settings.kl_coef > 0 else None
+    # a forward pass of the reference is every rank's, or nobody's
+    asks = settings.kl_coef > 0 and bool(ranks.largest(torch.tensor(any(_unknown(batch) for batch in batches))))
+    for index, batch in enumerate(batches):
+        before_pass(index == len(batches) - 1)
+        known = None
+        if settings.kl_coef > 0:
+            known = _reference_logprobs(batch, reference, chunk_mb, asks and (ranks.size > 1 or _unknown(batch)))
 
         def chunk_loss(
             logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known
         ) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
-            policy, own = token_loss(logprobs, sampler, batch.advantages[chunk], settings)
-            total, kl = with_penalties(policy, logprobs, entropy, None if known is None else known[chunk], settings)
-            if comparison is not None:
+            of_policy, own = token_loss(logprobs, sampler, batch.advantages[chunk], settings)
+            total, kl = with_penalties(of_policy, logprobs, entropy, None if known is None else known[chunk], settings)
+            if comparison is not None and batch.counted:
                 comparison.add(batch.targets[chunk], sampler, logprobs)
             with torch.no_grad():
-                measured = {"loss": total, "pg_loss": policy, "entropy": entropy, **own}
+                measured = {"loss": total, "pg_loss": of_policy, "entropy": entropy, **own}
                 if kl is not None:
                     measured["kl"] = kl
                 difference = (logprobs - sampler).abs()
                 measured |= {"logprob_diff_mean": difference, "sampler_kl": k3(sampler, logprobs)}
                 for name, term in measured.items():
-                    sums[name] = sums.get(name, 0.0) + term.sum().float()
-                torch.maximum(largest, difference.max(), out=largest)
-            return total.sum() / loss_tokens
+                    sums[name] = sums.get(name, 0.0) + (term if batch.counted else torch.zeros_like(term)).sum().float()
+                if batch.counted:
+                    torch.maximum(largest, difference.max(), out=largest)
+            return total.sum() / loss_tokens if batch.counted else 0 * logprobs.sum()
 
-        accumulate_gradients(model, batch, chunk_loss, chunk_mb)
+        accumulate_gradients(policy, batch, chunk_loss, chunk_mb)
     # `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones
     means: StepMetrics = {
         name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens)
-        for name, total in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        for name, total in zip(sums, ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)
     }
-    return {"kl": None} | means | {"logprob_diff_max": largest.item()}
+    return {"kl": None} | means | {"logprob_diff_max": ranks.largest(largest).item()}
 
 
-def _reference_logprobs(batch: MicroBatch, reference: PreTrainedModel | None, chunk_mb: int) -> Tensor | None:
+def _unknown(batch: MicroBatch) -> bool:
+    return bool(batch.reference_logprobs.isnan().any())
+
+
+def _reference_logprobs(batch: MicroBatch, reference: Policy | None, chunk_mb: int, asks: bool) -> Tensor | None:
     given = batch.reference_logprobs
-    missing = given.isnan()
-    if not missing.any():
+    if not asks:
         return given
-    return None if reference is None else torch.where(missing, token_logprobs(reference, batch, chunk_mb), given)
+    if reference is None:
+        return None
+    return torch.where(given.isnan(), token_logprobs(reference, batch, chunk_mb), given)

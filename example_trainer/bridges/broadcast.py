@@ -31,8 +31,7 @@ from example_trainer.bridges.session import matching_manifest
 from example_trainer.bridges.vllm_client import VllmClient, vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.modes import Broadcast
-from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.source import WeightSource, shapes_of
+from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import TrainedModel
 from vllm_patching import transport
 
@@ -63,21 +62,21 @@ class BroadcastBridge(WeightBridge):
     """Trainer side of the broadcast: one link per server, all of one `source`."""
 
     def __init__(self, config: TrainerConfig, rendezvous: Rendezvous, trained: TrainedModel) -> None:
-        self._model = trained.model
+        self._trained = trained
         self._rendezvous = rendezvous
         self._servers = vllm_clients(config)
         self._mode = config.mode(Broadcast)
         self._backend = self._mode.backend
         if self._backend == "auto":
-            self._backend = "nccl" if self._model.device.type == "cuda" else "gloo"
+            self._backend = "nccl" if trained.model.device.type == "cuda" else "gloo"
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
         give_up = time.monotonic() + config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
-        self._manifest = matching_manifest(self._servers[0], shapes_of(self._model))
-        self._source: WeightSource = FlatWeights(self._manifest, dict(self._model.named_parameters()))
+        self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
+        self._source = trained.source(self._manifest)
         self.served_dtype = self._manifest.tensors[0].dtype
         manifests = [self._manifest, *map(self._matching_manifest, self._servers[1:])]
         with ExitStack() as undo:
@@ -93,8 +92,12 @@ class BroadcastBridge(WeightBridge):
         start = time.perf_counter()
         update()
         updated = time.perf_counter()
-        # several NCCL communicators of one device take turns; Gloo's groups are sockets of their own
-        self._on_each(lambda link: link.transfer(policy_version, self._source.bucket), at_once=self._backend == "gloo")
+        # several NCCL communicators of one device take turns, and so do walks that all trainer ranks make; Gloo's
+        # groups are sockets of their own
+        self._on_each(
+            lambda link: link.transfer(policy_version, self._source.bucket),
+            at_once=self._backend == "gloo" and not self._source.collective,
+        )
         transferred = time.perf_counter()
         commits = self._on_each(lambda link: link.vllm.commit(link.session.id, policy_version))
         stall_s, apply_s = max(commit.stall_s for commit in commits), max(commit.apply_s for commit in commits)
@@ -117,7 +120,7 @@ class BroadcastBridge(WeightBridge):
         )
 
     def parity_probe(self) -> float:
-        return max(self._on_each(lambda link: parity(self._model, link.vllm), at_once=False))
+        return max(self._on_each(lambda link: parity(self._trained, link.vllm), at_once=False))
 
     def check(self) -> None:
         lost = [link.session.heart.lost for link in self._links if link.session.heart.lost is not None]

@@ -204,7 +204,7 @@ class RestartBridge(WeightBridge):
         return self._serve(policy_version, update_s)
 
     def parity_probe(self) -> float:
-        return parity(self._trained.model, self._server.client)
+        return parity(self._trained, self._server.client)
 
     def check(self) -> None:
         self._server.check()

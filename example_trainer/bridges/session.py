@@ -92,7 +92,7 @@ class SessionBridge(WeightBridge):
             raise BridgeError(f"{error}. vLLM keeps serving {served}") from error
 
     def parity_probe(self) -> float:
-        return parity(self._trained.model, self._vllm)
+        return parity(self._trained, self._vllm)
 
     def check(self) -> None:
         self._session.check()

@@ -1,10 +1,19 @@
 """The model that a run trains, loaded: whole, with an adapter, or over memory that vLLM shares."""
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from example_trainer.adapters import ADAPTER, load_adapted_model
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model, load_tokenizer, meta_model
+from example_trainer.model import load_model, load_tokenizer, meta_model, prepare_for_training
+from example_trainer.parallel import compute_dtype
+from example_trainer.policy import Policy
+from example_trainer.shard import load_shards, shard
+from example_trainer.weights.files import WeightFiles
+from example_trainer.weights.gathered import Gather, ShardedModel, whole_model
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
 
@@ -23,3 +32,34 @@ def load_trained(
         model = meta_model(source)
         bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)
+
+
+def load_sharded(
+    config: TrainerConfig,
+    source: str,
+    device: torch.device,
+    mesh: DeviceMesh,
+    gather: Gather,
+    logprobs: Callable[[list[int]], Tensor],
+) -> ShardedModel:
+    """The model of `source` with this rank's rows alone. Every rank calls it. Raises ModelError."""
+    policy = sharded_policy(config, source, device, mesh)
+    return ShardedModel(
+        policy.model, load_tokenizer(source), whole_model(gather), sharded=policy, gather=gather, logprobs=logprobs
+    )
+
+
+def sharded_policy(config: TrainerConfig, source: str, device: torch.device, mesh: DeviceMesh) -> Policy:
+    """A policy over `mesh` that computes as configured, with the weights of `source`."""
+    model = meta_model(source)
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    policy = Policy(model)
+    shard(
+        policy,
+        mesh,
+        dtype=compute_dtype(config, device),
+        reshard_after_forward=config.reshard_after_forward,
+        offload=config.offload == "all",
+    )
+    load_shards(policy, WeightFiles(source), torch.device("cpu") if config.offload == "all" else device)
+    return policy

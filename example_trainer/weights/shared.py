@@ -12,18 +12,16 @@ Padded vocabulary rows belong to no Hugging Face tensor and are never touched.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Bucket, Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
-from example_trainer.model import ModelError, prepare_for_training, reading_model
+from example_trainer.model import ModelError, prepare_for_training, rebuild_buffers
+from example_trainer.weights.files import WeightFiles
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
 from example_trainer.weights.source import WeightSource, pack
 
@@ -121,17 +119,7 @@ def bind(model: PreTrainedModel, tensors: Mapping[str, SharedTensor], *, gradien
                 setattr(module, leaf, tensor.pieces[0].parameter)
         else:
             model.set_submodule(name, _sharded(name, module, own))
-    # what a meta model could not compute: the rotary embeddings' tables, which are in no weight file
-    device = next(model.parameters()).device
-    for name, module in list(model.named_modules()):
-        if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            if "RotaryEmbedding" not in type(module).__name__:
-                raise ModelError(
-                    f"{name} is a {type(module).__name__} with a buffer that no weight file holds: use"
-                    " --use-shared-memory"
-                )
-            with torch.device(device):
-                model.set_submodule(name, type(module)(module.config))
+    rebuild_buffers(model, next(model.parameters()).device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
 
 
@@ -148,43 +136,20 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
 
 
 class StartWeights:
-    """The safetensors files of `source` (hub id or folder), read tensor by tensor. Raises ModelError where one is
-    missing.
-    """
+    """The weights of `source` (hub id or folder) that a single copy starts from. Raises ModelError where one is missing."""
 
     def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
-        folder = Path(source)
-        if not folder.is_dir():
-            with reading_model(source):
-                folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+        self._files = WeightFiles(source)
         self.tensors = list(tensors)
-        self._file_of: dict[str, Path] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                for name in file.keys():  # noqa: SIM118  (not a mapping)
-                    self._file_of[name] = path
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
         for tensor in self.tensors:
-            if shapes.get(tensor.name) != tensor.shape:
-                found = list(shapes[tensor.name]) if tensor.name in shapes else "nothing of that name"
-                raise ModelError(
-                    f"{folder} holds {found} for {tensor.name} {list(tensor.shape)}: single copy starts from"
-                    " safetensors"
-                )
+            self._files.expect(tensor.name, tensor.shape)
 
     def write(self) -> None:
         """Write them into the shared parameters."""
         for tensor in self.tensors:
-            with safe_open(self._file_of[tensor.name], "pt") as file:
-                content = file.get_slice(tensor.name)
-                for piece in tensor.pieces:
-                    if tensor.shape:
-                        end = piece.start + piece.parameter.shape[tensor.dim]
-                        part = content[piece.start : end] if tensor.dim == 0 else content[:, piece.start : end]
-                    else:
-                        part = torch.as_tensor(content[...])
-                    set_value(piece.parameter, part)
+            for piece in tensor.pieces:
+                length = piece.parameter.shape[tensor.dim] if tensor.shape else 1
+                set_value(piece.parameter, self._files.part(tensor.name, tensor.dim, piece.start, length))
 
 
 @torch.no_grad()

@@ -13,13 +13,14 @@ from atroposlib.wire.bridge import Bucket
 
 
 class WeightSource(Protocol):
-    """The weights of one trainer, on each of its ranks.
+    """The weights of one trainer, over all of its ranks.
 
-    Names are Hugging Face's, tied weights once. `bucket` is collective by contract: every rank of the trainer calls it
-    for every bucket of a transfer, in wire order (rising `start`), also a rank that sends nothing and one whose send
-    has failed. Weights must not change between the first and the last bucket of a transfer. Each server's transfer
-    walks all buckets: those of a source with one rank may overlap in threads, those of several ranks take turns.
+    Names are Hugging Face's, tied weights once. A bridge walks the buckets of a transfer in wire order (rising
+    `start`), on rank 0 alone; where ranks share the weights, each bucket is something that rank 0 has them all do,
+    whatever came of the one before. Weights must not change between the first and the last bucket of a transfer.
     """
+
+    collective: bool = False  # a bucket takes all ranks: the walks of several servers take turns
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of the whole tensor, never a shard's."""

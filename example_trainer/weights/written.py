@@ -7,6 +7,7 @@ before. What a directory holds of the model is a `Form`: the whole model here, t
 example_trainer/adapters.py.
 """
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -14,17 +15,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import MakeError, reading
 from atroposlib.files import sync
 from atroposlib.logs import get_logger
-from atroposlib.wire.bridge import write_policy_version
+from atroposlib.wire.bridge import Manifest, write_policy_version
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
+from example_trainer.policy import Policy
+from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters
+from example_trainer.weights.source import WeightSource
 
 log = get_logger(__name__)
 
@@ -67,10 +73,30 @@ class TrainedModel:
     tokenizer: PreTrainedTokenizerBase | None = None
     form: Form = WHOLE_MODEL
 
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """What computes with the model."""
+        return Policy(self.model)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the weights in a directory."""
         return self.form.nbytes(self.model)
+
+    def source(self, manifest: Manifest) -> WeightSource:
+        """The weights as a bridge sends them. Parameters may move in memory: call it before there is an optimizer."""
+        return FlatWeights(manifest, dict(self.model.named_parameters()))
+
+    @torch.no_grad()
+    def prompt_logprobs(self, tokens: list[int]) -> Tensor:
+        """Log-probabilities of all tokens but the first, [n - 1], float64, on the CPU."""
+        ids = torch.tensor([tokens], device=self.model.device)
+        was_training = self.model.training
+        self.model.eval()  # no dropout of an adapter, as in vLLM
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].double()
+        self.model.train(was_training)
+        found: Tensor = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+        return found
 
     def write(
         self,

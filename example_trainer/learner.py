@@ -1,0 +1,143 @@
+"""What a trainer computes: gradients, updates and log-probabilities, on one device or by all ranks together.
+
+    a batch's rollouts ──deal──▶ this rank's micro-batches ──▶ gradients, summed over ranks ──clip──▶ update
+
+Every rank holds a Learner, over its own shards of the weights. Methods marked `collective` run on all of them when rank
+0 calls them (parallel.py). With one rank in float32 the model is whole, and nothing of FSDP2 takes part.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from example_trainer.batching import Rollout
+from example_trainer.checkpoint import Progress, restore
+from example_trainer.config import TrainerConfig
+from example_trainer.exactness import Comparison
+from example_trainer.model import load_model
+from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
+from example_trainer.packing import MicroBatch, micro_batches
+from example_trainer.parallel import Ranks, collective
+from example_trainer.policy import Policy, token_logprobs
+from example_trainer.shard import fsdp_modules
+from example_trainer.step import StepMetrics, batch_gradients
+from example_trainer.weights.gathered import gather_rows
+from example_trainer.weights.load import load_sharded, load_trained, sharded_policy
+from example_trainer.weights.shared import SharedWeights
+from example_trainer.weights.written import TrainedModel
+
+
+class Learner:
+    """One rank's part. Rank 0 calls `load`, connects the bridge, calls `begin`, and then gradients, clip and update or
+    discard, step by step.
+    """
+
+    trained: TrainedModel
+
+    def __init__(
+        self, config: TrainerConfig, device: torch.device, ranks: Ranks, storage: SharedWeights | None = None
+    ) -> None:
+        self.ranks = ranks
+        self._config = config
+        self._device = device
+        self._storage = storage
+        self.comparison = Comparison()  # of the gradients computed last, over all ranks
+
+    @collective
+    def load(self, source: str) -> None:
+        """Load the model of `source`, a hub id or a directory. Raises ModelError or AdapterError."""
+        if self.ranks.mesh is None:
+            self.trained = load_trained(self._config, source, self._device, self._storage)
+        else:
+            self.trained = load_sharded(
+                self._config, source, self._device, self.ranks.mesh, self.gather, self.prompt_logprobs
+            )
+
+    @collective
+    def begin(self, checkpoint: str) -> None:
+        """Make what updates the weights, which are where they stay; with the moments and generators of `checkpoint`,
+        unless it is empty.
+        """
+        config = self._config
+        self._policy = self.trained.policy
+        self._reference = self._start_model() if config.kl_coef > 0 else None
+        self.optimizer = make_optimizer(self._policy.parameters(), config)
+        self.progress = restore(Path(checkpoint), self.optimizer) if checkpoint else Progress()
+
+    @collective
+    def gradients(self, rollouts: list[Rollout], loss_tokens: int) -> StepMetrics:
+        """Put the gradient of the mean over `loss_tokens` tokens into the parameters' `.grad`."""
+        comparison = Comparison()
+        measured = batch_gradients(
+            self._policy,
+            micro_batches(rollouts, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size),
+            self._config,
+            reference=self._reference,
+            chunk_mb=self._config.logits_chunk_mb,
+            loss_tokens=loss_tokens,
+            comparison=comparison,
+            ranks=self.ranks,
+            before_pass=self._before_pass,
+        )
+        self.comparison = comparison.of_all(self.ranks)
+        return measured
+
+    @collective
+    def clip(self) -> float:
+        """Scale the gradients to at most --max-grad-norm; their L2 norm before, over all ranks."""
+        return clip_gradients(self.optimizer, self._config.max_grad_norm)
+
+    @collective
+    def discard(self) -> None:
+        """Drop the gradients: the weights stay."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @collective
+    def update(self, rate: float) -> None:
+        """Step on the clipped gradients, at this learning rate."""
+        set_learning_rate(self.optimizer, rate)
+        update(self.optimizer)
+
+    @collective
+    def prompt_logprobs(self, tokens: list[int]) -> Tensor:
+        """Log-probabilities of all tokens but the first, [n - 1], of a sharded model."""
+        ids = torch.tensor(tokens, device=self._device)
+        nothing = torch.zeros(len(tokens) - 1, device=self._device)
+        row = MicroBatch(
+            input_ids=ids[None, :-1],
+            position_ids=torch.arange(len(tokens) - 1, device=self._device)[None],
+            lengths=(len(tokens) - 1,),
+            rows=torch.arange(len(tokens) - 1, device=self._device),
+            targets=ids[1:],
+            sampler_logprobs=nothing,
+            advantages=nothing,
+            temperatures=torch.ones_like(nothing),
+            reference_logprobs=nothing,
+        )
+        self.trained.model.eval()  # no dropout of an adapter, as in vLLM
+        found = token_logprobs(self.trained.policy, row, self._config.logits_chunk_mb).cpu()
+        self.trained.model.train()
+        return found
+
+    @collective
+    def gather(self, names: list[str], dtype: str) -> list[Tensor]:
+        """On rank 0, each rank's rows of these parameters (weights/gathered.py)."""
+        return gather_rows(self.trained.policy, names, dtype)
+
+    def _start_model(self) -> Policy:
+        """The frozen start model."""
+        config, mesh = self._config, self.ranks.mesh
+        if mesh is None:
+            policy = Policy(load_model(config.model_name, self._device))
+        else:
+            policy = sharded_policy(config, config.model_name, self._device, mesh)
+        return policy.requires_grad_(False)
+
+    def _before_pass(self, is_last: bool) -> None:
+        """Tell FSDP2 what becomes of gathered weights and gradients after this micro-batch."""
+        config = self._config
+        for module in fsdp_modules(self._policy):
+            module.set_is_last_backward(is_last)
+            module.set_requires_gradient_sync(is_last or config.sync_gradients == "each", recurse=False)
+            module.set_reshard_after_backward(is_last or config.reshard_after_forward, recurse=False)

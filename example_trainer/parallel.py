@@ -1,0 +1,387 @@
+"""The ranks of one trainer: who they are, and how rank 0 has all of them do the same.
+
+    rank 0   fetches, decides, reports    learner.update(7) ──▶ update(7) ┐
+    rank 1   follows                                           update(7) ├─▶ did it work on every rank?
+    rank 2   follows                                           update(7) ┘
+
+Rank 0 alone talks to the batching API, vLLM and people. A method marked `collective` runs on every rank: rank 0 sends
+its name and arguments (msgpack, no pickle), all ranks execute it, and what one rank raises, every rank raises. Between
+two calls the others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that
+it lives. With one rank all of this is a plain method call.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_type_hints
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from atroposlib.clients.waiting import waiting
+from atroposlib.errors import AtroposError
+from atroposlib.logs import get_logger
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from vllm_patching.transport import describe
+
+log = get_logger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PULSE_S = 1.0  # between two signs of life of a rank
+REPORT_BYTES = 4096  # of an error that every rank is told
+STORE_FD = "ATROPOS_STORE_FD"  # the socket on which rank 0 listens, where rank_processes.py made it
+
+
+class RanksLost(TrainerError):
+    """Another rank of this trainer ended, or was silent for --dist-timeout-s."""
+
+    exit_status = 70  # tells rank_processes.py, which knows why, from errors that are reported already
+
+
+class HasRanks(Protocol):
+    """What has collective methods."""
+
+    ranks: "Ranks"
+
+
+class Call(msgspec.Struct):
+    """What rank 0 asks of the others; they get the arguments by broadcast."""
+
+    method: str
+    nbytes: int
+
+
+class Ranks:
+    """This rank among `size`. `Ranks()` is the trainer of one process, which needs no process group.
+
+    `mesh` is what FSDP2 shards over, one- or two-dimensional ("replicate", "shard").
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        store: dist.Store | None = None,
+        mesh: DeviceMesh | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.mesh = mesh
+        self._timeout_s = timeout_s
+        self._calls = 0
+        self._together = False  # inside a collective method
+        self._left = False
+        if size > 1:
+            assert store is not None
+            self._store = store
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._seen = {other: ("", time.monotonic()) for other in range(size) if other != rank}
+            self._looked = 0.0
+            self._pulse(0)
+            threading.Thread(target=self._keep_pulse, name="TrainerPulse", daemon=True).start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    # --- what every rank does -----------------------------------------------------------------------------------------
+
+    def together(self, method: Callable[..., R], owner: HasRanks, *args: object) -> R:
+        """Run `method` on every rank; what it returns here. Raises TrainerError for the first rank that did, RanksLost
+        if one is gone.
+        """
+        if self.size == 1 or self._together:
+            return method(owner, *args)
+        assert self.leads, f"rank {self.rank} calls {method.__name__} by itself"
+        payload = msgspec.msgpack.encode(args, enc_hook=_pack_array)
+        with self._reaching_ranks(method.__name__):
+            self._store.set(self._key(), msgspec.json.encode(Call(method.__name__, len(payload))).decode())
+            self._send(payload)
+            result = self._agreed(functools.partial(method, owner, *args))
+            self._store.delete_key(self._key())
+        self._calls += 1
+        return result
+
+    def follow(self, owner: HasRanks) -> None:
+        """On a rank other than 0: do what rank 0 asks for, until it leaves. Raises as `together` does."""
+        while (call := self._next_call()) is not None:
+            method = getattr(type(owner), call.method).__wrapped__
+            with self._reaching_ranks(call.method):
+                args = msgspec.msgpack.decode(self._receive(call.nbytes), type=_arguments(method), dec_hook=_array)
+                self._agreed(functools.partial(method, owner, *args))
+            self._calls += 1
+
+    def check(self) -> None:
+        """Raise RanksLost if a rank has been silent for --dist-timeout-s; of the others' sight, rank 0. Never waits."""
+        now = time.monotonic()
+        if self.size == 1 or now - self._looked < PULSE_S:
+            return
+        self._looked = now
+        watched = [other for other in self._seen if self.leads or other == 0]
+        with self._reaching_ranks("waiting"):
+            counts = self._store.multi_get([f"pulse/{other}" for other in watched])
+        for other, count in zip(watched, map(str, counts), strict=True):
+            before, since = self._seen[other]
+            if count != before:
+                self._seen[other] = (count, now)
+            elif now - since > self._timeout_s:
+                raise RanksLost(
+                    f"trainer rank {other} of {self.size} has been silent for {now - since:.0f} s"
+                    f" (--dist-timeout-s {self._timeout_s:g})"
+                )
+
+    def leave(self) -> None:
+        """On rank 0: have the others end. Does nothing where they cannot be reached, or a second time."""
+        if self.size > 1 and self.leads and not self._left:
+            self._left = True
+            try:
+                self._store.set(self._key(), "")
+            except RuntimeError as error:
+                log.warning("The other trainer ranks could not be told that this one leaves: %s", describe(error))
+
+    # --- sums over ranks ----------------------------------------------------------------------------------------------
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over ranks of `values`, on the CPU in float64; with one rank as they are."""
+        return values if self.size == 1 else self._reduced(values, dist.ReduceOp.SUM)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """The largest over ranks of each of `values`."""
+        return values if self.size == 1 else self._reduced(values, dist.ReduceOp.MAX)
+
+    def rows(self, column: Tensor) -> Tensor:
+        """The ranks' columns [n of each] one after the other, on every rank, on the CPU."""
+        if self.size == 1:
+            return column
+        mine = column.detach().cpu()
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._control)
+        longest = max(int(length) for length in lengths)
+        padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
+        found = padded.new_empty(self.size * longest)
+        dist.all_gather_into_tensor(found, padded, group=self._control)
+        return torch.cat([row[: int(length)] for row, length in zip(found.split(longest or 1), lengths, strict=False)])
+
+    def _reduced(self, values: Tensor, how: Any) -> Tensor:
+        values = values.detach().to("cpu", torch.float64)
+        dist.all_reduce(values, how, group=self._control)
+        return values
+
+    # --- the wire between ranks ---------------------------------------------------------------------------------------
+
+    def _key(self) -> str:
+        return f"call/{self._calls}"
+
+    def _next_call(self) -> Call | None:
+        while True:
+            self.check()
+            try:
+                self._store.wait([self._key()], timedelta(seconds=PULSE_S))
+            except dist.DistStoreError:  # no call yet
+                continue
+            except RuntimeError as error:
+                raise RanksLost(f"trainer rank 0 of {self.size} is gone: {describe(error)}") from error
+            found = self._store.get(self._key())
+            return msgspec.json.decode(found, type=Call) if found else None
+
+    def _send(self, payload: bytes) -> None:
+        if payload:
+            dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), 0, group=self._control)
+
+    def _receive(self, nbytes: int) -> bytes:
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        dist.broadcast(buffer, 0, group=self._control)
+        return buffer.numpy().tobytes()
+
+    def _agreed(self, act: Callable[[], R]) -> R:
+        """What `act` returns, once every rank has done it. Raises its TrainerError, or else another rank's."""
+        self._together = True
+        failed: TrainerError | None = None
+        try:
+            result = act()
+        except RanksLost:
+            raise
+        except TrainerError as error:
+            failed = error
+        finally:
+            self._together = False
+        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
+        text = str(failed).encode()[:REPORT_BYTES] if failed else b""
+        report[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else report[:0]
+        reports = report.new_empty(self.size * REPORT_BYTES)
+        dist.all_gather_into_tensor(reports, report, group=self._control)
+        if failed is not None:
+            raise failed
+        for rank, line in enumerate(reports.split(REPORT_BYTES)):
+            if told := line.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
+                raise TrainerError(f"trainer rank {rank} of {self.size}: {told}")
+        return result
+
+    @contextmanager
+    def _reaching_ranks(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except AtroposError:
+            raise
+        except RuntimeError as error:  # torch.distributed's, for a rank that is gone or silent
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
+                raise
+            raise RanksLost(
+                f"another of the {self.size} trainer ranks did not take part in `{what}` within {self._timeout_s:g} s"
+                f" (--dist-timeout-s): {describe(error)}"
+            ) from error
+
+    def _pulse(self, count: int) -> None:
+        self._store.set(f"pulse/{self.rank}", str(count))
+
+    def _keep_pulse(self) -> None:
+        count = 0
+        while not self._left:
+            time.sleep(PULSE_S)
+            count += 1
+            try:
+                self._pulse(count)
+            except RuntimeError:  # the store went with rank 0, which the next wait reports
+                return
+
+
+def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concatenate[Any, P], R]":
+    """A method that rank 0 calls and every rank runs. Its arguments are of types that msgspec decodes, and arrays."""
+
+    @functools.wraps(method)
+    def on_every_rank(owner: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+        assert not kwargs, "give the arguments by place"
+        return owner.ranks.together(method, owner, *args)  # type: ignore[no-any-return]
+
+    return on_every_rank  # type: ignore[return-value]
+
+
+def join(config: TrainerConfig, device: torch.device) -> Ranks:
+    """Meet the other ranks that torchrun or rank_processes.py started, and agree that all run the same. Raises
+    TrainerError.
+    """
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if config.trainer_ranks not in ("auto", size):
+        raise TrainerError(
+            f"--trainer-ranks {config.trainer_ranks}, and torchrun started {size}: drop the flag, or give torchrun"
+            f" --nproc-per-node {config.trainer_ranks}"
+        )
+    shard = config.fsdp_size or size
+    if size % shard:
+        fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
+    if size == 1 and not shards_alone(config, device):
+        return Ranks()
+    timeout = timedelta(seconds=config.dist_timeout_s)
+    where = f"{os.environ.get('MASTER_ADDR', 'this process')}:{os.environ.get('MASTER_PORT', '')}"
+    with waiting(log, f"{size} trainer ranks", peer=where, deadline_s=config.dist_timeout_s):
+        try:
+            store = _store(rank, size, timeout)
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("trainer", store),
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+                device_id=device if device.type == "cuda" else None,
+            )
+            grid, names = ((shard,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
+            mesh = init_device_mesh(device.type, grid, mesh_dim_names=names)
+            ranks = Ranks(rank, size, store=store, mesh=mesh, timeout_s=config.dist_timeout_s)
+        except RuntimeError as error:
+            raise TrainerError(
+                f"the {size} trainer ranks did not meet at {where} within {config.dist_timeout_s:g} s"
+                f" (--dist-timeout-s): {describe(error)}"
+            ) from error
+    if size > 1:
+        _expect_the_same(ranks, store, config)
+    return ranks
+
+
+def shards_alone(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether one rank computes as several do: in bfloat16, or with weights or moments in host memory."""
+    return compute_dtype(config, device) is not torch.float32 or config.offload in ("moments", "all")
+
+
+def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
+    """In which the layers compute. A bit-exact run and a single copy compute as vLLM does, whatever this says."""
+    if config.compute_dtype == "auto":
+        own = config.batch_invariant or config.bridge.same_devices
+        return torch.bfloat16 if device.type == "cuda" and not own else torch.float32
+    return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
+
+
+def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    if size == 1:
+        return dist.HashStore()
+    if (listener := os.environ.get(STORE_FD)) is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+        return store  # type: ignore[no-any-return]
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        None,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=int(listener) if rank == 0 else None,
+    )
+
+
+def _expect_the_same(ranks: Ranks, store: dist.Store, config: TrainerConfig) -> None:
+    """Raise TrainerError on every rank unless all run the same code, on the same torch, with the same settings."""
+    own = {"code": _digest(), "torch": torch.__version__, **json.loads(config.model_dump_json())}
+    if ranks.leads:
+        store.set("about", json.dumps(own))
+
+    def compare() -> None:
+        of_first = json.loads(store.get("about"))
+        if other := [name for name in own if own[name] != of_first.get(name)]:
+            name = other[0]
+            what = {"code": "another version of the code", "torch": f"torch {own[name]}, not {of_first.get(name)}"}
+            raise TrainerError(
+                f"it runs {what.get(name, f'with {name} {own[name]}, not {of_first.get(name)}')} as rank 0 does:"
+                " install the same on every machine, and give every rank the same flags and variables"
+            )
+
+    with ranks._reaching_ranks("the comparison of settings"):
+        ranks._agreed(compare)
+
+
+def _digest() -> str:
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _arguments(method: Callable[..., object]) -> Any:
+    types = [kind for name, kind in get_type_hints(method).items() if name != "return"]
+    return tuple[tuple(types)] if types else tuple[()]  # type: ignore[misc]
+
+
+def _pack_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tobytes()
+    raise NotImplementedError(f"a {type(value).__name__} does not travel between ranks")
+
+
+def _array(kind: type, value: Any) -> Any:
+    return np.frombuffer(value[1], value[0])

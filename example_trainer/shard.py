@@ -1,0 +1,82 @@
+"""A model whose weights, gradients and moments are spread over the trainer's ranks, by FSDP2.
+
+    meta model ──fully_shard──▶ DTensors without storage ──to_empty──▶ each rank reads its own rows of the safetensors
+
+Each decoder layer is gathered for its own forward and backward pass. Embedding, final norm and head are one group, the
+root's: the head runs in chunks (policy.py), and tied weights must be gathered together. The layers compute in
+`compute_dtype`. The root's group always computes in float32, since the gradients of the head's chunks are summed in the
+dtype that it computes in.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from example_trainer.model import ModelError, rebuild_buffers
+from example_trainer.policy import Policy
+from example_trainer.weights.files import WeightFiles
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """What is gathered one at a time. Raises ModelError for a family without."""
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ModelError(
+            f"{type(model).__name__} has no list of decoder layers, so it cannot be spread over several trainer ranks:"
+            " take a Llama, Mistral, Qwen2 or Qwen3, or one rank in float32"
+        )
+    return layers
+
+
+def shard(
+    policy: Policy, mesh: DeviceMesh, *, dtype: torch.dtype, reshard_after_forward: bool = True, offload: bool = False
+) -> None:
+    """Make every parameter a DTensor, rows over `mesh`. Gradients are summed over ranks, not averaged."""
+    device = torch.device(mesh.device_type)
+    where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
+    )
+    for layer in decoder_layers(policy.model):
+        fully_shard(
+            layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mixed, offload_policy=where
+        )
+    fully_shard(policy, mesh=mesh, offload_policy=where)
+    for module in fsdp_modules(policy):  # each, as FSDP2 keeps these settings module by module
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+
+
+def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP2 gathers."""
+    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+
+
+@torch.no_grad()
+def load_shards(policy: Policy, files: WeightFiles, device: torch.device) -> None:
+    """Give a sharded meta model storage on `device`, and this rank's rows of the files. Raises ModelError."""
+    policy.to_empty(device=device)
+    rebuild_buffers(policy.model, device)
+    for name, parameter in policy.model.named_parameters():
+        rows = local_rows(parameter)
+        files.expect(name, tuple(parameter.shape))
+        local(parameter).copy_(files.part(name, 0, rows.start, len(rows)))
+
+
+def local(parameter: Tensor) -> Tensor:
+    """This rank's part of a parameter, which it shares memory with."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_rows(parameter: Tensor) -> range:
+    """Which rows of it this rank holds: FSDP2's even chunks, the last ones shorter or empty."""
+    rows = parameter.shape[0]
+    if not isinstance(parameter, DTensor):
+        return range(rows)
+    mesh = parameter.device_mesh
+    size = -(-rows // mesh.size(mesh.ndim - 1))
+    start = min(rows, size * mesh.get_local_rank(mesh.ndim - 1))
+    return range(start, min(rows, start + size))

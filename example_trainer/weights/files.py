@@ -1,0 +1,44 @@
+"""The safetensors files of a model, read tensor by tensor or part by part, so that nobody holds the whole."""
+
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from torch import Tensor
+
+from example_trainer.model import ModelError, reading_model
+
+
+class WeightFiles:
+    """Those of `source`, a hub id or a directory. Files are mapped, not read, until a part is asked for."""
+
+    def __init__(self, source: str) -> None:
+        self._folder = Path(source)
+        if not self._folder.is_dir():
+            with reading_model(source):
+                self._folder = Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json"]))
+        self._file_of: dict[str, Path] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in sorted(self._folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    self._file_of[name] = path
+                    self.shapes[name] = tuple(file.get_slice(name).get_shape())
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise ModelError unless the files hold `name` in this shape."""
+        if self.shapes.get(name) != shape:
+            found = list(self.shapes[name]) if name in self.shapes else "nothing of that name"
+            raise ModelError(
+                f"{self._folder} holds {found} for {name} {list(shape)}: single copy and several trainer ranks start"
+                " from safetensors"
+            )
+
+    def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) of a tensor; a scalar as it is."""
+        with safe_open(self._file_of[name], "pt") as file:
+            content = file.get_slice(name)
+            if not self.shapes[name]:
+                return torch.as_tensor(content[...])
+            return content[start : start + length] if dim == 0 else content[:, start : start + length]  # type: ignore[no-any-return]
