@@ -83,6 +83,7 @@ def our_arm(work: Path, threads: int) -> None:
     from example_trainer.model import load_model
     from example_trainer.optimizer import clip_gradients, make_optimizer, update
     from example_trainer.packing import micro_batches
+    from example_trainer.policy import Policy
     from example_trainer.step import batch_gradients
 
     torch.set_num_threads(threads)
@@ -96,7 +97,7 @@ def our_arm(work: Path, threads: int) -> None:
         start, cpu = time.perf_counter(), time.process_time()
         batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
-            model,
+            Policy(model),
             micro_batches(batch.rollouts, config.micro_batch_tokens, device),
             settings,
             chunk_mb=config.logits_chunk_mb,
@@ -120,7 +121,7 @@ def prepare_logprobs(work: Path, threads: int) -> None:
     from example_trainer.batching import make_batch
     from example_trainer.model import load_model
     from example_trainer.packing import micro_batches
-    from example_trainer.policy import token_logprobs
+    from example_trainer.policy import Policy, token_logprobs
 
     torch.set_num_threads(threads)
     items = json.loads((work / "items.json").read_text())
@@ -133,7 +134,7 @@ def prepare_logprobs(work: Path, threads: int) -> None:
         batch = make_batch([msgspec.convert(group, ScoredData)], seq_len=10**6, divide_by_std=True, policy_version=0)
         for row, rollout in zip(group["inference_logprobs"], batch.rollouts, strict=True):
             (micro,) = micro_batches([rollout], 1, torch.device("cpu"))
-            logprobs = token_logprobs(model, micro, 128)
+            logprobs = token_logprobs(Policy(model), micro, 128)
             noise = 0.05 * torch.randn(len(logprobs), generator=generator)
             row[group["prompt_tokens"] :] = (logprobs + noise).clamp(max=0).tolist()
     (work / "items.json").write_text(json.dumps(items))

@@ -240,8 +240,8 @@ def _train(arm: Result) -> None:
         log_dir=Path(arm["folder"]),
         bridge=arm["bridge"],
     )
-    with connected(config, make_bridge(config), arm["model"], torch.device("cpu")) as (policy, bridge):
-        trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    with connected(config, make_bridge(config), arm["model"], torch.device("cpu")) as (learner, bridge):
+        trained = [parameter for parameter in learner.trained.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
         bridge.sync(0, keep_weights)
         parity = [bridge.parity_probe()]

@@ -4,6 +4,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.config import TrainerConfig
+from example_trainer.rank_processes import end_with_parent, ranks_to_start, run_ranks
 
 
 def check_before_torch() -> None:
@@ -15,3 +16,6 @@ def check_before_torch() -> None:
             need("tensorboard", "--tensorboard", "tensorboard")
         if config.use_wandb:
             need("wandb", "--use-wandb", "wandb")
+    end_with_parent()
+    if (ranks := ranks_to_start(config)) > 1:
+        raise SystemExit(run_ranks(ranks, config.dist_timeout_s))

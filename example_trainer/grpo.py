@@ -22,6 +22,7 @@ if __name__ == "__main__":  # flags before torch, as atropos-grpo does
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -53,7 +54,8 @@ from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import expect_finite, learning_rate
-from example_trainer.parallel import Ranks, join
+from example_trainer.parallel import Ranks, RanksLost, join
+from example_trainer.rank_processes import Place
 from example_trainer.samples import samples_of
 from example_trainer.step import StepMetrics
 from example_trainer.weights.written import remove_leftovers
@@ -326,21 +328,21 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
             f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build"
             " of PyTorch"
         )
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.threads or local_ranks > 1:
-        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    place = Place.of_this_process()
+    if config.threads or place.local_size > 1:
+        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // place.local_size))
     torch.manual_seed(config.seed)
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if local_ranks == 1:
+    if place.local_size == 1:
         return torch.device("cuda" if config.device == "auto" else config.device)
-    if local_ranks > torch.cuda.device_count():
+    if place.local_size > torch.cuda.device_count():
         raise TrainerError(
-            f"{local_ranks} trainer ranks on this machine, and {torch.cuda.device_count()} visible GPUs: give as many"
-            " ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
+            f"{place.local_size} trainer ranks on this machine, and {torch.cuda.device_count()} visible GPUs: give as"
+            " many ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(place.local_rank)
+    return torch.device("cuda", place.local_rank)
 
 
 def registration(config: TrainerConfig) -> Registration:
@@ -383,11 +385,21 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when trained; exits with 1 and one line on stderr when not, with 130 on Ctrl-C."""
     config = load_config(TrainerConfig, argv, prog="grpo")
-    configure_logging("trainer")
+    place = Place.of_this_process()
+    if place.rank == 0:
+        configure_logging("trainer")
+    else:  # which does as rank 0 does, and reports it
+        configure_logging(f"trainer rank {place.rank}", level=logging.WARNING)
     disable_progress_bar()
     signal.signal(signal.SIGTERM, _terminate)
     with one_line_errors("grpo"):
-        run(config)
+        try:
+            run(config)
+        except RanksLost as error:
+            if place.parent is None:
+                raise
+            log.warning("%s", error)  # the parent knows which rank and why
+            return error.exit_status
     return 0
 
 

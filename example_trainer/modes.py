@@ -36,6 +36,7 @@ class Mode(Config, Hoisted):
     owns_vllm: ClassVar[bool] = False  # the trainer starts it
     adapters: ClassVar[bool] = False  # the server must run with --enable-lora, and in no other mode
     trains_adapter: ClassVar[bool] = False  # the model's own weights stay
+    several_ranks: ClassVar[bool] = True  # of the trainer
 
     kind: str = Field(
         "restart",
@@ -120,6 +121,7 @@ class SingleCopy(_Session):
     typed = "shared_vllm --single-copy"
     trainer = 12
     same_devices = True
+    several_ranks = False
     switched = True
 
     kind: Literal["single_copy"] = "single_copy"

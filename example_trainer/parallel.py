@@ -34,6 +34,7 @@ from atroposlib.errors import AtroposError
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.rank_processes import LOST, Place
 from vllm_patching.transport import describe
 
 log = get_logger(__name__)
@@ -42,13 +43,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PULSE_S = 1.0  # between two signs of life of a rank
 REPORT_BYTES = 4096  # of an error that every rank is told
-STORE_FD = "ATROPOS_STORE_FD"  # the socket on which rank 0 listens, where rank_processes.py made it
 
 
 class RanksLost(TrainerError):
     """Another rank of this trainer ended, or was silent for --dist-timeout-s."""
 
-    exit_status = 70  # tells rank_processes.py, which knows why, from errors that are reported already
+    exit_status = LOST  # tells rank_processes.py, which knows why, from errors that are reported already
 
 
 class HasRanks(Protocol):
@@ -276,23 +276,38 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
     """Meet the other ranks that torchrun or rank_processes.py started, and agree that all run the same. Raises
     TrainerError.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    place = Place.of_this_process()
+    rank, size = place.rank, place.size
     if config.trainer_ranks not in ("auto", size):
         raise TrainerError(
             f"--trainer-ranks {config.trainer_ranks}, and torchrun started {size}: drop the flag, or give torchrun"
             f" --nproc-per-node {config.trainer_ranks}"
         )
     shard = config.fsdp_size or size
+    if size > 1 and not config.bridge.several_ranks:
+        raise TrainerError(
+            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory, by one process, and this trainer"
+            f" has {size} ranks: give --trainer-ranks 1, or choose another mode"
+        )
+    if size > 1 and config.batch_invariant:
+        raise TrainerError(
+            f"--batch-invariant trains on one device, and this trainer has {size} ranks: give --trainer-ranks 1, or"
+            " drop the flag"
+        )
     if size % shard:
         fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
     if size == 1 and not shards_alone(config, device):
         return Ranks()
     timeout = timedelta(seconds=config.dist_timeout_s)
-    where = f"{os.environ.get('MASTER_ADDR', 'this process')}:{os.environ.get('MASTER_PORT', '')}"
+    where = (
+        f"127.0.0.1:{place.port}"
+        if place.port
+        else f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '')}"
+    )
     with waiting(log, f"{size} trainer ranks", peer=where, deadline_s=config.dist_timeout_s):
         try:
-            store = _store(rank, size, timeout)
+            store = _store(place, timeout)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=dist.PrefixStore("trainer", store),
@@ -327,20 +342,21 @@ def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
 
 
-def _store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    if size == 1:
+def _store(place: Place, timeout: timedelta) -> dist.Store:
+    if place.size == 1:
         return dist.HashStore()
-    if (listener := os.environ.get(STORE_FD)) is None:
-        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    if place.port is None:
+        store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
         return store  # type: ignore[no-any-return]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: nobody else can come
     return dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        "127.0.0.1",
+        place.port,
         None,
-        is_master=rank == 0,
+        is_master=place.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
-        master_listen_fd=int(listener) if rank == 0 else None,
+        master_listen_fd=place.listener,
     )
 
 

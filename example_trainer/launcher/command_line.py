@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 from atroposlib import flags as flag_parser
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of
-from example_trainer.launcher.layout import visible_gpus
+from example_trainer.gpus import visible_gpus
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
     Choice,

@@ -6,8 +6,6 @@ two               vLLM on the first, trainer on the second; a single copy on the
 three or more     vLLM on two by tensor parallelism, trainer on the third; a single copy on the two
 """
 
-import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +32,6 @@ class Placement:
     def is_shared(self) -> bool:
         """Whether vLLM and the trainer have a GPU in common."""
         return bool(set(self.vllm) & set(self.trainer))
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves of those that the driver lists; none without a driver."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        names = [name.strip() for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-        return names[: names.index("-1")] if "-1" in names else names
-    done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
-    return [str(index) for index in range(sum(line.startswith("GPU ") for line in done.stdout.splitlines()))]
 
 
 def place(run: RunFile, gpus: list[str]) -> Placement:

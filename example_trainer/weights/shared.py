@@ -136,7 +136,9 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
 
 
 class StartWeights:
-    """The weights of `source` (hub id or folder) that a single copy starts from. Raises ModelError where one is missing."""
+    """The weights of `source` (hub id or folder) that a single copy starts from. Raises ModelError where one is
+    missing.
+    """
 
     def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
         self._files = WeightFiles(source)

@@ -31,7 +31,7 @@ from example_trainer.exactness import Comparison, summary
 from example_trainer.model import load_model
 from example_trainer.optimizer import make_optimizer, update
 from example_trainer.packing import micro_batches
-from example_trainer.policy import token_logprobs
+from example_trainer.policy import Policy, token_logprobs
 from example_trainer.step import batch_gradients
 from tests.integration.bridge_child import connect
 from tests.integration.conftest import (
@@ -145,7 +145,7 @@ def together(calls: Sequence[Callable[[], Rollout]]) -> list[Rollout]:
 def compare(model: Any, rollouts: list[Rollout], budget: int) -> Comparison:
     comparison = Comparison()
     for batch in micro_batches(rollouts, budget, model.device):
-        comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(model, batch, 8))
+        comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(Policy(model), batch, 8))
     return comparison
 
 
@@ -239,7 +239,7 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
             rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             comparison = Comparison()
             figures = batch_gradients(
-                model, micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
+                Policy(model), micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
             )
             assert figures["ratio_mean"] == 1.0, comparison.table()
             assert figures["logprob_diff_max"] == 0.0, comparison.table()
@@ -276,7 +276,7 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
             bridge.sync(version, partial(update, optimizer) if version else lambda: None)
             rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             assert_exact(model, rollouts)
-            batch_gradients(model, micro_batches(rollouts, 400, model.device), LossSettings())
+            batch_gradients(Policy(model), micro_batches(rollouts, 400, model.device), LossSettings())
         assert server.status()["policy_version"] == 1
 
 

@@ -60,8 +60,8 @@ def lora_config(model: str, port: int, save_path: Path, **changes: Any) -> Train
 @contextlib.contextmanager
 def trainer(server: Server, save_path: Path, **changes: Any) -> Iterator[tuple[WeightBridge, PreTrainedModel]]:
     config = lora_config(server.model, server.port, save_path, **changes)
-    with connected(config, make_bridge(config), server.model, CPU) as (trained, bridge):
-        yield bridge, trained.model
+    with connected(config, make_bridge(config), server.model, CPU) as (learner, bridge):
+        yield bridge, learner.trained.model
 
 
 @torch.no_grad()

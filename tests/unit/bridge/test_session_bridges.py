@@ -94,8 +94,8 @@ Pair = tuple[TrainedModel, WeightBridge]
 @pytest.fixture
 def single(vllm: FakeVllm, model: str) -> Iterator[Pair]:
     config = TrainerConfig.model_validate({"model_name": model, "bridge": {"kind": "single_copy"}})
-    with connected(config, make_bridge(config), model, CPU) as pair:
-        yield pair
+    with connected(config, make_bridge(config), model, CPU) as (learner, bridge):
+        yield learner.trained, bridge
 
 
 def images(source: str, tp: int) -> list[Tensor]:
@@ -168,7 +168,7 @@ def test_an_adapter_is_written_loaded_and_those_before_it_are_removed(
     config = TrainerConfig.model_validate(
         {"model_name": model, "save_path": tmp_path / "out", "bridge": {"kind": "lora", "r": 4}}
     )
-    with connected(config, make_bridge(config), model, CPU) as (trained, bridge):
+    with connected(config, make_bridge(config), model, CPU) as (learner, bridge):
         assert vllm.calls == [("open", 4, "/v1/bridge/adapter/session")]
         reports = [bridge.sync(version, keep_weights) for version in range(3)]
     loaded = [call for call in vllm.calls if call[0] == "load"]
@@ -176,7 +176,7 @@ def test_an_adapter_is_written_loaded_and_those_before_it_are_removed(
     assert len({name for _, name, _ in loaded}) == 3
     assert [path.name for path in (tmp_path / "out" / "adapters").iterdir()] == [loaded[-1][1]]
     assert {(report.stall_s, report.apply_s, report.bytes_moved) for report in reports} == {
-        (0.25, 0.25, trained.nbytes)
+        (0.25, 0.25, learner.trained.nbytes)
     }
     assert vllm.calls[-1] == "close"
 

@@ -48,7 +48,7 @@ def bridge_to(model: str, *servers: FakeVllmServer) -> BroadcastBridge:
 
 def change(bridge: BroadcastBridge) -> None:
     with torch.no_grad():
-        for parameter in bridge._model.parameters():
+        for parameter in bridge._trained.model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
 
 

@@ -20,7 +20,7 @@ from example_trainer import exact_cuda, exact_model, exactness
 from example_trainer.batching import make_batch
 from example_trainer.exact_functions import Kernel, PackedAttention
 from example_trainer.packing import MicroBatch, micro_batches
-from example_trainer.policy import accumulate_gradients, token_logprobs, trained_hidden
+from example_trainer.policy import Policy, accumulate_gradients, token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, as_records, gradient_of, item, tiny_model
 from vllm_patching import version
 from vllm_patching.batch_invariant import kernels
@@ -101,8 +101,10 @@ def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(famil
     model, _ = exchanged(family)
     reference = tiny_model(family, **SHAPE).double()
     row = packed_row()
-    found = token_logprobs(model, row, 8)
-    accumulate_gradients(model, row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8)
+    found = token_logprobs(Policy(model), row, 8)
+    accumulate_gradients(
+        Policy(model), row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
+    )
 
     logits = torch.cat([reference(input_ids=piece[None]).logits[0] for piece in row.input_ids[0].split(row.lengths)])[
         row.rows
@@ -118,7 +120,7 @@ def test_log_probabilities_and_gradients_are_those_of_the_model_in_float64(famil
 @pytest.mark.parametrize("family", FAMILIES)
 def test_products_are_as_wide_as_those_of_vllm(family: str) -> None:
     model, plain = exchanged(family)
-    token_logprobs(model, packed_row(), 8)
+    token_logprobs(Policy(model), packed_row(), 8)
     head = (VOCAB + 63) // 64 * 64
     assert plain.weights == {((4 + 2 + 2) * 32, 128), (128, 4 * 32), (2 * 96, 128), (128, 96), (head, 128)}
     assert model.get_output_embeddings()(torch.ones(3, 128)).shape == (3, VOCAB)
@@ -131,7 +133,7 @@ def test_bfloat16_is_computed_and_float32_masters_get_the_gradients() -> None:
     for each in (model, reference):
         each_row = row if each is model else packed_row()
         accumulate_gradients(
-            each, each_row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
+            Policy(each), each_row, lambda logprobs, entropy, chunk: (logprobs * row.advantages[chunk]).mean(), 8
         )
     assert all(parameter.dtype == gradient_of(parameter).dtype == torch.float32 for parameter in model.parameters())
     found = torch.cat([gradient_of(parameter).flatten() for parameter in model.parameters()])

@@ -19,7 +19,7 @@ from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, NotExact, summary
 from example_trainer.model import load_model
 from example_trainer.packing import micro_batches
-from example_trainer.policy import accumulate_gradients, token_logprobs
+from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 from tests.unit.trainer.fakes import (
     FakeApi,
     RecordingBridge,
@@ -69,7 +69,7 @@ def scored(model: str, seed: int) -> list[dict[str, Any]]:
     for index, rollout in enumerate(batch_of([group]).rollouts):
         logprobs = np.asarray(group["inference_logprobs"][index])
         (alone,) = micro_batches([rollout], 1, torch.device("cpu"))
-        logprobs[rollout.trained] = token_logprobs(policy, alone, 1).numpy()
+        logprobs[rollout.trained] = token_logprobs(Policy(policy), alone, 1).numpy()
         group["inference_logprobs"][index] = logprobs.tolist()
     return [group]
 
@@ -114,8 +114,8 @@ def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
     rollouts = batch_of([item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40)]).rollouts
     alone = micro_batches(rollouts, 1, torch.device("cpu"))
     (packed,) = micro_batches(rollouts, 10_000, torch.device("cpu"))
-    apart = sorted((one.targets.tolist(), token_logprobs(model, one, 1).tolist()) for one in alone)
-    together = token_logprobs(model, packed, 8).tolist()
+    apart = sorted((one.targets.tolist(), token_logprobs(Policy(model), one, 1).tolist()) for one in alone)
+    together = token_logprobs(Policy(model), packed, 8).tolist()
     found, start = [], 0
     for rollout in rollouts:
         end = start + rollout.trained_tokens
@@ -130,7 +130,7 @@ def test_gradients_are_those_of_the_model_in_float64(family: str) -> None:
     make_exact(model, torch.float32)
     (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).rollouts, 10_000, torch.device("cpu"))
     accumulate_gradients(
-        model, packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
+        Policy(model), packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
     )
     pieces = zip(packed.input_ids[0].split(packed.lengths), strict=False)
     logits = torch.cat([reference(input_ids=piece[None]).logits[0] for (piece,) in pieces])[packed.rows]

@@ -15,7 +15,7 @@ from example_trainer.batching import make_batch
 from example_trainer.config import LossSettings
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
-from example_trainer.policy import logprobs_and_entropy
+from example_trainer.policy import Policy, logprobs_and_entropy
 from example_trainer.step import StepMetrics, batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
@@ -101,10 +101,10 @@ def our_figures(
         as_records(items()), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
     )
     return batch_gradients(
-        model,
+        Policy(model),
         micro_batches(batch.rollouts, budget, CPU),
         settings,
-        reference=reference,
+        reference=None if reference is None else Policy(reference),
         chunk_mb=chunk_mb,
         loss_tokens=batch.completion_tokens,
     )
@@ -140,10 +140,10 @@ def test_the_penalties_have_their_configured_weights_however_many_groups_have_a_
         as_records(groups), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
     )
     figures = batch_gradients(
-        trained_model("llama"),
+        Policy(trained_model("llama")),
         micro_batches(batch.rollouts, 100, CPU),
         settings,
-        reference=trained_model("llama", seed=9),
+        reference=Policy(trained_model("llama", seed=9)),
         loss_tokens=batch.completion_tokens,
     )
     loss, policy, kl, entropy = (figures[key] or 0.0 for key in ("loss", "pg_loss", "kl", "entropy"))
@@ -183,7 +183,7 @@ def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> No
     def gradient(extra_tokens: int) -> Tensor:
         model = trained_model("llama")
         batches = micro_batches(batch.rollouts, 10_000, CPU)
-        batch_gradients(model, batches, LossSettings(), loss_tokens=batch.trained_tokens + extra_tokens)
+        batch_gradients(Policy(model), batches, LossSettings(), loss_tokens=batch.trained_tokens + extra_tokens)
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
         return grad
@@ -206,10 +206,10 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         expected += [math.exp(gap) - gap - 1 for gap in gaps]
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(
-        model,
+        Policy(model),
         micro_batches(batch.rollouts, 100, CPU),
         LossSettings(kl_coef=0.1),
-        reference=trained_model("llama", seed=9),
+        reference=Policy(trained_model("llama", seed=9)),
     )
     assert figures["kl"] == pytest.approx(sum(expected) / len(expected), rel=1e-5)
 
@@ -220,7 +220,10 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
     def kl(*groups: dict[str, Any]) -> float:
         batch = make_batch(as_records(groups), seq_len=64, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
-            model, micro_batches(batch.rollouts, 1000, CPU), LossSettings(kl_coef=0.1), reference=reference
+            Policy(model),
+            micro_batches(batch.rollouts, 1000, CPU),
+            LossSettings(kl_coef=0.1),
+            reference=Policy(reference),
         )
         assert figures["kl"] is not None
         return figures["kl"] * batch.trained_tokens
@@ -240,7 +243,7 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
             if target != -100:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-    figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio_clipped_frac"] == 0
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
@@ -268,7 +271,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
         model = trained_model("llama")
         group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
         batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-        figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+        figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
         assert figures["pg_loss"] is not None
@@ -297,6 +300,6 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 logprobs = logits[position - 1, kept].log_softmax(0)
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-    figures = batch_gradients(model, micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -16,7 +16,7 @@ from example_trainer.objectives.base import k3, load_loss, with_penalties
 from example_trainer.objectives.grpo import clipped_surrogate
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
-from example_trainer.policy import logprobs_and_entropy, token_logprobs
+from example_trainer.policy import Policy, logprobs_and_entropy, token_logprobs
 from example_trainer.step import batch_gradients
 from tests.unit.trainer.fakes import as_records, item, tiny_model
 
@@ -106,8 +106,8 @@ def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))
-    metrics = batch_gradients(model, batches, LossSettings.model_construct(loss="upward"))  # type: ignore[arg-type]
-    logprobs = torch.cat([token_logprobs(model, each, 128) for each in batches])
+    metrics = batch_gradients(Policy(model), batches, LossSettings.model_construct(loss="upward"))  # type: ignore[arg-type]
+    logprobs = torch.cat([token_logprobs(Policy(model), each, 128) for each in batches])
     advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
     assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)
     assert metrics["drift"] == pytest.approx((logprobs - sampler).mean().item(), rel=1e-5)

@@ -14,7 +14,7 @@ from example_trainer.batching import Rollout, make_batch
 from example_trainer.model import ModelError, check_packed_forward
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import fed_length, micro_batches, pack
-from example_trainer.policy import token_logprobs, trained_hidden
+from example_trainer.policy import Policy, token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
 
 CPU = torch.device("cpu")
@@ -195,10 +195,10 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     (row,) = micro_batches(
         make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
     )
-    whole = token_logprobs(model, row, 128)
+    whole = token_logprobs(Policy(model), row, 128)
     pairs = [slice(start, min(start + 2, len(whole))) for start in range(0, len(whole), 2)]
     monkeypatch.setattr("example_trainer.policy._chunks", lambda rows, head, chunk_mb: pairs)
-    torch.testing.assert_close(token_logprobs(model, row, 128), whole)
+    torch.testing.assert_close(token_logprobs(Policy(model), row, 128), whole)
 
 
 def test_an_architecture_that_reshapes_its_logits_is_refused() -> None:
