@@ -54,7 +54,7 @@ from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import expect_finite, learning_rate
-from example_trainer.parallel import Ranks, RanksLost, join
+from example_trainer.parallel import ALONE, Ranks, RanksLost, join
 from example_trainer.rank_processes import Place
 from example_trainer.samples import samples_of
 from example_trainer.step import StepMetrics
@@ -115,7 +115,7 @@ class Run:
         self.api.wait_until_up()
         source = str(checkpoint) if checkpoint else config.model_name
         log.info("Loading %s on %s", source, device)
-        self.learner, self.bridge = resources.enter_context(connected(config, ranks, prepare, source, device))
+        self.learner, self.bridge = resources.enter_context(connected(config, prepare, source, device, ranks))
         watched.append(self.bridge)
         self.trained = self.learner.trained
         self.exactness = Exactness(config, self.trained.model, self.bridge.served_dtype)
@@ -294,7 +294,7 @@ class Run:
 
 @contextlib.contextmanager
 def connected(
-    config: TrainerConfig, ranks: Ranks, prepare: Prepare, source: str, device: torch.device
+    config: TrainerConfig, prepare: Prepare, source: str, device: torch.device, ranks: Ranks = ALONE
 ) -> Iterator[tuple[Learner, WeightBridge]]:
     """The learner, with the weights of `source` (hub id or directory), and the bridge that hands them over.
 

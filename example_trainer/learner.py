@@ -20,7 +20,7 @@ from example_trainer.optimizer import clip_gradients, make_optimizer, set_learni
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import Policy, token_logprobs
-from example_trainer.shard import fsdp_modules
+from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.gathered import gather_rows
 from example_trainer.weights.load import load_sharded, load_trained, sharded_policy
@@ -118,6 +118,7 @@ class Learner:
         self.trained.model.eval()  # no dropout of an adapter, as in vLLM
         found = token_logprobs(self.trained.policy, row, self._config.logits_chunk_mb).cpu()
         self.trained.model.train()
+        reshard(self.trained.policy)
         return found
 
     @collective
@@ -132,6 +133,8 @@ class Learner:
             policy = Policy(load_model(config.model_name, self._device))
         else:
             policy = sharded_policy(config, config.model_name, self._device, mesh)
+            for module in fsdp_modules(policy):
+                module.set_reshard_after_forward(True)  # no backward pass follows
         return policy.requires_grad_(False)
 
     def _before_pass(self, is_last: bool) -> None:

@@ -93,7 +93,9 @@ class Ranks:
             self._seen = {other: ("", time.monotonic()) for other in range(size) if other != rank}
             self._looked = 0.0
             self._pulse(0)
-            threading.Thread(target=self._keep_pulse, name="TrainerPulse", daemon=True).start()
+            self._stop = threading.Event()
+            self._pulses = threading.Thread(target=self._keep_pulse, name="TrainerPulse", daemon=True)
+            self._pulses.start()
 
     @property
     def leads(self) -> bool:
@@ -126,6 +128,7 @@ class Ranks:
                 args = msgspec.msgpack.decode(self._receive(call.nbytes), type=_arguments(method), dec_hook=_array)
                 self._agreed(functools.partial(method, owner, *args))
             self._calls += 1
+        self.leave()
 
     def check(self) -> None:
         """Raise RanksLost if a rank has been silent for --dist-timeout-s; of the others' sight, rank 0. Never waits."""
@@ -147,13 +150,22 @@ class Ranks:
                 )
 
     def leave(self) -> None:
-        """On rank 0: have the others end. Does nothing where they cannot be reached, or a second time."""
-        if self.size > 1 and self.leads and not self._left:
-            self._left = True
+        """End this rank's part; rank 0 has the others end, too. Does nothing a second time."""
+        if self._left:
+            return
+        self._left = True
+        if self.size > 1:
             try:
-                self._store.set(self._key(), "")
+                if self.leads and not self._together:
+                    self._store.set(self._key(), "")
             except RuntimeError as error:
                 log.warning("The other trainer ranks could not be told that this one leaves: %s", describe(error))
+            self._stop.set()
+            self._pulses.join()
+            # C++ threads must end while the interpreter still lives
+            del self._store, self._control
+        if self.mesh is not None:
+            dist.destroy_process_group()
 
     # --- sums over ranks ----------------------------------------------------------------------------------------------
 
@@ -170,13 +182,14 @@ class Ranks:
         if self.size == 1:
             return column
         mine = column.detach().cpu()
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self._control)
-        longest = max(int(length) for length in lengths)
-        padded = torch.cat([mine, mine.new_zeros(longest - len(mine))])
-        found = padded.new_empty(self.size * longest)
-        dist.all_gather_into_tensor(found, padded, group=self._control)
-        return torch.cat([row[: int(length)] for row, length in zip(found.split(longest or 1), lengths, strict=False)])
+        lengths = [int(length) for length in self._gathered(torch.tensor([len(mine)]))]
+        padded = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
+        return torch.cat([row[:length] for row, length in zip(self._gathered(padded), lengths, strict=True)])
+
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(found, mine, group=self._control)
+        return found
 
     def _reduced(self, values: Tensor, how: Any) -> Tensor:
         values = values.detach().to("cpu", torch.float64)
@@ -224,11 +237,10 @@ class Ranks:
         report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
         text = str(failed).encode()[:REPORT_BYTES] if failed else b""
         report[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else report[:0]
-        reports = report.new_empty(self.size * REPORT_BYTES)
-        dist.all_gather_into_tensor(reports, report, group=self._control)
+        reports = self._gathered(report)
         if failed is not None:
             raise failed
-        for rank, line in enumerate(reports.split(REPORT_BYTES)):
+        for rank, line in enumerate(reports):
             if told := line.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
                 raise TrainerError(f"trainer rank {rank} of {self.size}: {told}")
         return result
@@ -252,13 +264,15 @@ class Ranks:
 
     def _keep_pulse(self) -> None:
         count = 0
-        while not self._left:
-            time.sleep(PULSE_S)
+        while not self._stop.wait(PULSE_S):
             count += 1
             try:
                 self._pulse(count)
             except RuntimeError:  # the store went with rank 0, which the next wait reports
                 return
+
+
+ALONE = Ranks()
 
 
 def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concatenate[Any, P], R]":

@@ -55,6 +55,12 @@ def fsdp_modules(policy: nn.Module) -> list[FSDPModule]:
     return [module for module in policy.modules() if isinstance(module, FSDPModule)]
 
 
+def reshard(policy: nn.Module) -> None:
+    """Give back weights that are still gathered after a forward pass without a backward pass."""
+    for module in fsdp_modules(policy):
+        module.reshard()
+
+
 @torch.no_grad()
 def load_shards(policy: Policy, files: WeightFiles, device: torch.device) -> None:
     """Give a sharded meta model storage on `device`, and this rank's rows of the files. Raises ModelError."""

@@ -16,11 +16,10 @@ from example_trainer.config import LossSettings
 from example_trainer.exactness import Comparison
 from example_trainer.objectives.base import k3, load_loss, with_penalties
 from example_trainer.packing import MicroBatch
-from example_trainer.parallel import Ranks
+from example_trainer.parallel import ALONE, Ranks
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 
 StepMetrics = dict[str, float | None]
-ALONE = Ranks()
 
 
 def batch_gradients(

@@ -10,7 +10,14 @@ from torch.optim import SGD, Optimizer
 
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch
-from example_trainer.optimizer import clip_gradients, learning_rate, make_optimizer, set_learning_rate, update
+from example_trainer.optimizer import (
+    clip_gradients,
+    expect_finite,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    update,
+)
 
 
 def config(**changes: Any) -> TrainerConfig:
@@ -39,7 +46,7 @@ def test_gradients_without_a_finite_norm_are_refused_before_any_weight_changes(
 ) -> None:
     parameters, optimizer = with_gradients(*gradients)
     with pytest.raises(BadBatch, match=f"the gradient norm is {norm}; the weights were left as they are"):
-        clip_gradients(optimizer, 1.0)
+        expect_finite(clip_gradients(optimizer, 1.0))
     assert all(parameter.eq(0).all() for parameter in parameters)
 
 
