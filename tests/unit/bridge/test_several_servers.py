@@ -82,7 +82,7 @@ def test_parity_is_that_of_the_worst_server(model: str, servers: list[FakeVllmSe
     bridge = bridge_to(model, *servers)
     synced(bridge, 0)
     with torch.no_grad():
-        servers[1]._trained.model.get_parameter("model.embed_tokens.weight").mul_(1.5)
+        servers[1]._model.get_parameter("model.embed_tokens.weight").mul_(1.5)
     assert bridge.parity_probe() > 1e-2
     bridge.close()
 
