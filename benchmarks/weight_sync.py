@@ -44,8 +44,10 @@ from atroposlib.clients.waiting import waiting
 from atroposlib.logs import configure_logging, get_logger
 from example_trainer.bridges import make_bridge
 from example_trainer.config import TrainerConfig
-from example_trainer.grpo import connected, keep_weights
+from example_trainer.grpo import keep_weights
+from example_trainer.learner import Learner
 from example_trainer.modes import MODES
+from example_trainer.parallel import collective, join
 from vllm_patching import transport
 from vllm_patching.version import VERSION
 
@@ -111,6 +113,7 @@ class Arm:
     server: list[str] | None  # its flags; None: the trainer starts it
     idle_syncs: int | None = None
     loaded: bool = True  # whether it is synced under load too
+    ranks: int = 1  # of the trainer
 
 
 def _arm(kind: str) -> Arm:
@@ -120,11 +123,12 @@ def _arm(kind: str) -> Arm:
     return Arm({"kind": kind}, ["--enable-lora", "--max-lora-rank", "16"] if MODES[kind].adapters else [])
 
 
+SEVERAL = "broadcast_2_ranks"
 # restarts last: they take minutes, and the page compares them with the broadcast
 ARMS = {
     "legacy" if kind == "restart" else kind: _arm(kind)
     for kind in sorted(MODES, key=lambda kind: MODES[kind].owns_vllm)
-}
+} | {SEVERAL: Arm({"kind": "broadcast"}, [], ranks=2)}
 KINDS = ("idle", "under load")  # of timed syncs
 PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 
@@ -182,7 +186,9 @@ def _measure(name: str, options: argparse.Namespace) -> Result:
             "folder": folder,
             "bridge": mode.bridge,
         }
-        command = [sys.executable, __file__, "--model", "-", "--arm", json.dumps(arm)]
+        several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mode.ranks)]
+        start = several if mode.ranks > 1 else []
+        command = [sys.executable, *start, __file__, "--model", "-", "--arm", json.dumps(arm)]
         trainer = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT
         )
@@ -228,9 +234,30 @@ def _read_arm(trainer: subprocess.Popen[str], roots: list[int]) -> Result:
     return result
 
 
+class _Stepping(Learner):
+    """Takes optimizer steps on gradients that are given."""
+
+    @collective
+    def make_optimizer(self) -> None:
+        """Once the bridge has bound the weights."""
+        self._trained = [parameter for parameter in self.trained.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(self._trained, lr=1e-6, fused=True)
+
+    @collective
+    def give_gradients(self) -> None:
+        """Of the next step."""
+        for parameter in self._trained:
+            parameter.grad = torch.full_like(parameter, 1e-3)
+
+    @collective
+    def step(self) -> None:
+        """One update."""
+        self.optimizer.step()
+
+
 def _train(arm: Result) -> None:
-    """The trainer of one mode: connect, sync, tell each on stdout; after the messages other than "synced" a line on
-    stdin lets it go on.
+    """A rank of the trainer of one mode. Rank 0 connects, syncs, and tells each on stdout; after the messages other
+    than "synced" a line on stdin lets it go on.
     """
     configure_logging("trainer")
     config = TrainerConfig(
@@ -240,9 +267,19 @@ def _train(arm: Result) -> None:
         log_dir=Path(arm["folder"]),
         bridge=arm["bridge"],
     )
-    with connected(config, make_bridge(config), arm["model"], torch.device("cpu")) as (learner, bridge):
-        trained = [parameter for parameter in learner.trained.model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
+    device = torch.device("cpu")
+    with contextlib.ExitStack() as resources:
+        ranks = join(config, device)
+        resources.callback(ranks.leave)
+        if not ranks.leads:
+            ranks.follow(_Stepping(config, device, ranks))
+            return
+        prepared = make_bridge(config)(arm["model"], device)
+        resources.callback(prepared.close)
+        learner = _Stepping(config, device, ranks, prepared.storage)
+        learner.load(arm["model"])
+        bridge = resources.enter_context(contextlib.closing(prepared.connect(learner.trained)))
+        learner.make_optimizer()
         bridge.sync(0, keep_weights)
         parity = [bridge.parity_probe()]
         kinds = ["warm-up", "watched"] + ["idle"] * arm["idle"] + ["under load"] * arm["loaded"]
@@ -253,10 +290,9 @@ def _train(arm: Result) -> None:
                     if kinds[version - 2] != kind:
                         during_load.enter_context(load)
                     time.sleep(0.5)
-                for parameter in trained:
-                    parameter.grad = torch.full_like(parameter, 1e-3)
+                learner.give_gradients()
                 start = time.perf_counter()
-                done = bridge.sync(version, optimizer.step)
+                done = bridge.sync(version, learner.step)
                 served_after_s = time.perf_counter() - start - done.update_s - done.transfer_s
                 _tell(event="synced", kind=kind, report=asdict(done) | {"served_after_s": served_after_s})
                 if kind in ("warm-up", "watched"):  # the first step makes AdamW's moments
@@ -433,6 +469,9 @@ def _goals(  # noqa: C901  one goal after the other
     if {"legacy", "broadcast"} <= set(figures):
         ratio = dict(medians("legacy", "stall_s"))["idle"] / dict(medians("broadcast", "stall_s"))["idle"]
         yield "legacy stall / broadcast stall, idle", f"{ratio:.0f}", "at least 100", ratio >= 100
+    if {"broadcast", SEVERAL} <= set(figures):
+        ratio = dict(medians(SEVERAL, "transfer_s"))["idle"] / dict(medians("broadcast", "transfer_s"))["idle"]
+        yield "broadcast by 2 ranks: transfer / transfer by one, idle", f"{ratio:.2f}", "at most 2.5", ratio <= 2.5
     for name, found in figures.items():
         yield f"{name}: parity", f"{found['parity']:.1e}", f"{PARITY:.0e}", found["parity"] <= PARITY
 
