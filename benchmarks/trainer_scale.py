@@ -179,7 +179,7 @@ def report(name: str, found: list[dict[str, Any]], alone: list[dict[str, Any]]) 
 
 def cpu_seconds(found: list[dict[str, Any]]) -> float:
     """CPU seconds of a step over all ranks: the median over steps."""
-    return statistics.median(sum(step) for step in zip(*(rank["cpu_s"] for rank in found), strict=True))
+    return float(statistics.median(sum(step) for step in zip(*(rank["cpu_s"] for rank in found), strict=True)))
 
 
 if __name__ == "__main__":
