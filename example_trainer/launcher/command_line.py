@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -77,10 +77,10 @@ class RunFlags(Config):
         description="trainer and vLLM compute the same bits; the first differing token ends the run"
         " (docs/bit-exactness.md)",
     )
-    dtype: str | None = Field(
+    dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16; by default"
-        " float32, on a GPU bfloat16",
+        description="what vLLM computes in, and with --batch-invariant the trainer; by default float32, on a GPU"
+        " bfloat16",
     )
     api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
     vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
