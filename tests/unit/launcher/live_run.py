@@ -1,7 +1,7 @@
 """A run as the live console sees it, for test_live_console.py to start on a terminal of its own.
 
-`python live_run.py RUN_DIR HOW`, where HOW is `ends`, `dies`, `raises`, `interrupted`, `waits` (until it is killed) or `shrinks` (it waits to be told
-that its terminal is narrower now).
+`python live_run.py RUN_DIR HOW`, where HOW is `ends`, `dies`, `raises`, `interrupted`, `waits` (until it is killed) or
+`shrinks` (it waits to be told that its terminal is narrower now).
 """
 
 import fcntl
