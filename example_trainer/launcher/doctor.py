@@ -1,6 +1,6 @@
 """`atropos doctor`: looks at this machine and the servers before a run, and prints a line a check.
 
-    atropos doctor --mode broadcast --model MODEL        exit status 1 if a check fails
+    atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
 
 It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it
 2 s.
@@ -49,7 +49,7 @@ class DoctorConfig(VllmServers):
     """
 
     mode: Literal[tuple(MODES)] = Field(  # type: ignore[valid-type]
-        description="the bridge, as in scripts/run_gsm8k_MODE.sh"
+        "broadcast", description="the bridge, as in scripts/run_gsm8k_MODE.sh"
     )
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked"
