@@ -45,6 +45,7 @@ LANES = (
     {
         "test_guide",
         "test_launcher",
+        "test_launcher_drills",
         "test_quickstart",
         "test_recipes",
         "test_training_scripts",
