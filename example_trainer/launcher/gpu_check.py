@@ -21,7 +21,7 @@ from example_trainer.launcher.arguments import Parser, add_runs
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.layout import visible_gpus
 from example_trainer.launcher.log_files import last_lines, printable
-from example_trainer.launcher.run_record import gpu_names, installed
+from example_trainer.launcher.machine import gpu_names, installed
 from example_trainer.launcher.train import find_model
 
 LIMIT_S, GRACE_S = 1200, 20
