@@ -6,7 +6,8 @@ one place where that is made harmless, for every logger, handler and formatter o
     message     on one line, a line break as the characters \\n
     traceback   its lines, each behind "    | "
 
-Of lines that are alike only the first few are written at once (`Repeats`).
+Of lines that are alike only the first few are written at once (`Repeats`). What libraries write to stderr without
+`logging` becomes records too (stderr_lines.py).
 """
 
 import copy
@@ -22,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
+
+from atroposlib.stderr_lines import plain_stderr, take_stderr
 
 # Terminals obey C0, DEL and C1. Unicode adds line breaks, marks that reorder what is read, and invisible characters.
 _CONTROL = re.compile(
@@ -143,19 +146,31 @@ class LineHandler(logging.StreamHandler[TextIO]):
     """Writes to stderr, and of many lines that are alike only some."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        super().__init__(plain_stderr())
         self._repeats = Repeats()
 
     def emit(self, record: logging.LogRecord) -> None:
-        written = self._repeats.thinned(record)
-        if written is not None:
-            super().emit(written)
+        try:
+            written = self._repeats.thinned(record)
+        except Exception:  # arguments that do not fit the message, which must not fail whoever logs
+            self.handleError(record)
+        else:
+            if written is not None:
+                super().emit(written)
+
+
+def make_line_handler() -> LineHandler:
+    """For `logging.config.dictConfig`, which can do no more than make handlers: also does what else `configure_logging`
+    does to the process.
+    """
+    escape_records()
+    take_stderr()
+    return LineHandler()
 
 
 def configure_logging(process: str, json_lines: bool = False, level: int = logging.INFO) -> None:
     """Send this process's log to stderr, one line per record, named by `process`. Call once, at start."""
-    escape_records()
-    handler = LineHandler()
+    handler = make_line_handler()
     handler.setFormatter(_JsonLines(process) if json_lines else Lines(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -208,7 +223,7 @@ def escape_records() -> None:
 def print_error(prog: str, error: object) -> None:
     """One line on stderr for what ended `prog`; more lines, such as the last ones of a log, behind bars."""
     first, *rest = str(error).split("\n")
-    print("\n".join([f"{prog}: error: {escape(first)}", *map(_behind_bar, rest)]), file=sys.stderr, flush=True)
+    print("\n".join([f"{prog}: error: {escape(first)}", *map(_behind_bar, rest)]), file=plain_stderr(), flush=True)
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -227,7 +242,7 @@ def _stack(formatter: logging.Formatter, stack: str) -> str:
 
 
 def _write_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print(_behind_bars("".join(traceback.format_exception(kind, error, trace)).rstrip()), file=sys.stderr)
+    print(_behind_bars("".join(traceback.format_exception(kind, error, trace)).rstrip()), file=plain_stderr())
 
 
 def _behind_bars(text: str) -> str:

@@ -214,7 +214,8 @@ class Trainer:
     async def step(self) -> bool:
         """Train on a batch; False when there is none."""
         self._fresh = False
-        reply = await self._client.post("/batch/lease", {"trainer": self._uuid, "holding": self._holding})
+        body = {"trainer": self._uuid, "holding": self._holding, "wait_s": 0.5}
+        reply = await self._client.post("/batch/lease", body)
         if reply["batch"] is None:
             return False
         if self._chance.random() < 0.1:

@@ -5,7 +5,8 @@
 A batch that is not acknowledged is given to the next trainer of this run, so that one that resumes from a checkpoint
 trains on what came after it. An API that is down is waited for, up to `patience_s`; one that was restarted without a
 journal has forgotten its trainer and is registered with again, from the step the trainer has reached. An API without
-leases (the archived ancestor's) gives batches for good.
+leases (the archived ancestor's) gives batches for good. A request for a batch waits in the API until there is one, so
+that sampling and training follow each other without a pause; an API that does not wait is polled.
 """
 
 import time
@@ -94,15 +95,19 @@ class ApiClient:
         self.holding = []
 
     def fetch_batch(self, timeout_s: float) -> list[Item]:
-        """The next batch, polled for with growing pauses; it is this trainer's until `acknowledge`.
+        """The next batch, as soon as there is one; it is this trainer's until `acknowledge`.
 
         While there is none, the log says each minute what is missing, by asking the API.
 
         Raises ApiError after `timeout_s` seconds without one.
         """
+        deadline = time.monotonic() + timeout_s
+        wait_s = 0.0  # of the next request; the first does not wait, so that the log says at once that there is none
 
         def attempt() -> list[Item]:
-            reply = self._next_batch()
+            nonlocal wait_s
+            asked = time.monotonic()
+            reply = self._next_batch(wait_s)
             if reply.status == "error":
                 log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.message)
                 done = self._progress
@@ -113,7 +118,10 @@ class ApiClient:
                 self._ids = reply.ids if isinstance(reply.ids, list) else []
                 self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
                 return reply.batch
-            raise NotYet("there is none yet")
+            now = time.monotonic()
+            has_waited = now - asked >= wait_s / 2  # if not, the next request comes after a pause
+            wait_s = min(routes.LEASE_WAIT_S, max(0.0, deadline - now))
+            raise NotYet("there is none yet", 0.0 if has_waited else None)
 
         def failed(reason: str) -> ApiError:
             return ApiError(
@@ -193,12 +201,11 @@ class ApiClient:
         self._heartbeat.stop()
         self._api.close()
 
-    def _next_batch(self) -> BatchReply[Any]:
+    def _next_batch(self, wait_s: float = 0.0) -> BatchReply[Any]:
         if self._leases:
             try:
-                reply = self._patiently(
-                    routes.LEASE, wire.LeaseRequest(self._trainer, self.holding, ids=True), what="a batch"
-                )
+                request = wire.LeaseRequest(self._trainer, self.holding, ids=True, wait_s=wait_s)
+                reply = self._patiently(routes.LEASE, request, what="a batch")
             except ApiError as error:
                 if error.status not in (404, 405):
                     raise

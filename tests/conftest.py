@@ -3,9 +3,11 @@ run to run, long drills wait for --nightly, and where several tests run at a tim
 promise is held by `tests/marks.py`.
 """
 
+import logging
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 import pytest
@@ -13,12 +15,14 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from atroposlib.logs import LineHandler
 from tests.marks import NoProcess, NoUnseenSkip
 
-# a run started in the background by a shell ignores Ctrl-C, and so would every process that the tests start and
-# interrupt
+# a run started in the background by a shell ignores Ctrl-C, and one under nohup a hang-up; so would every process that
+# the tests start and interrupt
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # as in the services: several processes compute on few cores, and who waits must not spin
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -41,6 +45,7 @@ LANES = (
     {
         "test_guide",
         "test_launcher",
+        "test_launcher_drills",
         "test_quickstart",
         "test_recipes",
         "test_training_scripts",
@@ -61,6 +66,17 @@ class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
         file = PurePosixPath(nodeid.split("::")[0])
         lane = next((lane for lane in LANES if file.stem in lane and "integration" in file.parts), {str(file)})
         return " ".join(sorted(lane))
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """A `main` that a test calls sends the log of its process to stderr: not that of the tests after it."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
+    for handler in [each for each in root.handlers if isinstance(each, LineHandler)]:
+        root.removeHandler(handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

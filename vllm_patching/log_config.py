@@ -15,7 +15,7 @@ def logging_config(level: str) -> dict[str, Any]:
         "disable_existing_loggers": False,
         "formatters": {"lines": {"()": "atroposlib.logs.Lines", "process": "vllm"}},
         "filters": {"quiet": {"()": "atroposlib.logs.QuietAccess", "paths": QUIET_PATHS}},
-        "handlers": {"lines": {"class": "atroposlib.logs.LineHandler", "formatter": "lines"}},
+        "handlers": {"lines": {"()": "atroposlib.logs.make_line_handler", "formatter": "lines"}},
         "loggers": {
             "vllm": {**ours, "level": level},
             "uvicorn": {**ours, "level": "INFO"},

@@ -129,8 +129,8 @@ async def refused(request: Request, error: RefusedBody) -> Response:
 
 
 async def disconnected(request: Request, error: Exception) -> Response:
-    """The client went away while sending; nobody reads this reply."""
-    log.info("%s %s: the client went away before its body was complete", request.method, request.url.path)
+    """The client went away while it was sending or waiting; nobody reads this reply."""
+    log.info("%s %s: the client went away before it was answered", request.method, request.url.path)
     return Response(status_code=400)
 
 

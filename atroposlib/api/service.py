@@ -30,6 +30,7 @@ from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import Body, DeadLetter, JournalError
 from atroposlib.api.leases import Lease
 from atroposlib.api.liveness import Liveness
+from atroposlib.api.long_poll import LongPoll
 from atroposlib.api.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.replay import bodies_of, replay
 from atroposlib.api.selection import Group
@@ -85,6 +86,7 @@ class RolloutService:
         self.new_lease: Callable[[], int] = _random_id
         self.dead_letters = DeadLetters()
         self.reports = Reports(clock)
+        self.long_poll = LongPoll()
         self._clock = clock
         self._bodies: dict[int, Body] = {}
         self._untold: deque[SetAside] = deque(maxlen=MAX_UNTOLD)
@@ -538,6 +540,7 @@ class RolloutService:
             if not applied.cancelled():
                 applied.set_result(result)
         self._applied = number
+        self.long_poll.wake()
         self._since_snapshot += 1
         if self.journal is not None and self._since_snapshot > max(COMPACT_FROM, 4 * len(self._bodies)):
             self._compact(self.journal)

@@ -85,11 +85,13 @@ async def lease_batch(request: Request) -> Response:
     """As GET /batch, but the batch is kept until /batch/ack names its `lease`.
 
     It is given again to this trainer when `holding` does not name it, and to the next trainer when this one is
-    replaced or falls silent. 409 when another trainer has registered.
+    replaced or falls silent. 409 when another trainer has registered. With `wait_s` the reply waits for a batch, up to
+    that many seconds, unless the same trainer asks again before.
     """
     body = await read_record(request, wire.LeaseRequest)
     service = service_of(request)
-    leased = await service.lease(body.trainer, body.holding)
+    look = functools.partial(service.lease, body.trainer, body.holding)
+    leased = await service.long_poll.first(look, body.wait_s, request.receive)
     answer: wire.BatchReply[Raw] = wire.BatchReply(None, lease=None)
     if body.ids:
         answer.rejected = service.take_untold()

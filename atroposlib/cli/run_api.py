@@ -20,6 +20,7 @@ import uvicorn
 from uvicorn.supervisors import ChangeReload
 
 from atroposlib.api.connections import Connection, Connections, Limits, connections_allowed
+from atroposlib.api.long_poll import LongPoll
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.cli import journal as journal_commands
@@ -70,6 +71,18 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
+class Server(uvicorn.Server):
+    """uvicorn's server; before it waits for open replies to end, it answers the requests that wait for a batch."""
+
+    def __init__(self, settings: uvicorn.Config, long_poll: LongPoll) -> None:
+        super().__init__(settings)
+        self._long_poll = long_poll
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._long_poll.close()
+        await super().shutdown(sockets)
+
+
 def serve(config: RunApiConfig) -> None:
     """Serve until SIGINT or SIGTERM. Raises AddressError, JournalError."""
     sockets = listen(config.host, config.port)
@@ -92,11 +105,10 @@ def serve(config: RunApiConfig) -> None:
         timeout_keep_alive=75,  # s; longer than a client pauses between two requests
         timeout_graceful_shutdown=5,  # s
     )
-    server = uvicorn.Server(settings)
-    if config.reload:
-        ChangeReload(settings, target=server.run, sockets=sockets).run()
+    if app is None:
+        ChangeReload(settings, target=uvicorn.Server(settings).run, sockets=sockets).run()
     else:
-        server.run(sockets=sockets)
+        Server(settings, app.state.service.long_poll).run(sockets=sockets)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -105,20 +105,25 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
     # `--help` does not need their HTTP clients
     from atroposlib.envs.discovery import fill_in_models
     from atroposlib.envs.process import process
-    from atroposlib.envs.serve import serve
+    from atroposlib.envs.reporting import StartUp
+    from atroposlib.envs.serve import serve_once_built
+
+    name = env_cls.name or env_cls.__name__
+
+    async def built(start: StartUp) -> Environment:
+        await fill_in_models(tree.env, tree.openai, start)
+        if isinstance(tree, TeacherTree) and tree.teacher is not None:
+            await fill_in_models(tree.env, tree.teacher, start)
+        return build(env_cls, tree)
 
     try:
-        await fill_in_models(tree.env, tree.openai)
-        if isinstance(tree, TeacherTree) and tree.teacher is not None:
-            await fill_in_models(tree.env, tree.teacher)
-        env = build(env_cls, tree)
         match command:
             case "serve":
-                await serve(env)
+                await serve_once_built(tree.env, tree.env.wandb_name or name, built)
             case "process":
-                await process(env)
+                await process(await built(StartUp(name)))
             case _:
-                await run_evaluate(env, tree)
+                await run_evaluate(await built(StartUp(name)), tree)
     except EnvError as error:
         log.error("%s", error)
         return 1

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import PeerError
+from atroposlib.envs.reporting import OWN_SET_UP, StartUp
 from atroposlib.envs.server_handling.errors import hint
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.waits import wait_for_peer
@@ -25,9 +26,11 @@ class ServedModel(BaseModel):
     root: str | None = None
 
 
-async def fill_in_models(config: BaseEnvConfig, servers: ServerBaseline | list[APIServerConfig]) -> None:
+async def fill_in_models(
+    config: BaseEnvConfig, servers: ServerBaseline | list[APIServerConfig], start: StartUp
+) -> None:
     """Replace 'default' model and tokenizer names by what the vLLM servers say. Waits for them, up to
-    `startup_timeout`.
+    `startup_timeout`, and notes in `start` what for.
     """
     entries = servers if isinstance(servers, list) else [servers]
     for server in entries:
@@ -37,17 +40,18 @@ async def fill_in_models(config: BaseEnvConfig, servers: ServerBaseline | list[A
             and server.base_url
             and server.model_name == DEFAULT
         ):
-            served = await served_model(server, config.startup_timeout)
+            served = await served_model(server, config.startup_timeout, start)
             log.info("%s serves %s", server.base_url, served.id)
             server.model_name = served.id
             if server.tokenizer_name == "none":
                 server.tokenizer_name = served.root or served.id
+            start.waits_for = OWN_SET_UP
     if config.tokenizer_name == DEFAULT:
         config.tokenizer_name = entries[0].tokenizer_id
         log.info("The tokenizer is that of the served model, %s", config.tokenizer_name)
 
 
-async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel:
+async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp) -> ServedModel:
     """The first model that `server` lists. Raises PeerError after `timeout_s` seconds, or at once where the address is
     wrong.
     """
@@ -55,6 +59,13 @@ async def served_model(server: APIServerConfig, timeout_s: float) -> ServedModel
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
 
     async def attempt() -> ServedModel:
+        try:
+            return await listed()
+        except NotYet as reason:
+            start.waits_for = f"the inference server at {server.base_url} ({reason})"
+            raise
+
+    async def listed() -> ServedModel:
         try:
             async with session.get(url, headers=headers, allow_redirects=False) as reply:
                 if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):

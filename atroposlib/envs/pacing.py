@@ -53,11 +53,15 @@ def plan(
         return Plan(0, f"on-policy: the trainer has {untrained} batch(es) to train on")
     if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:
         return Plan(0, f"all {total_steps} batches are delivered")
+    batches = max(1, config.max_batches_offpolicy)
     share = batch_share(batch_size, status.unallocated_fraction, config.min_batch_allocation)
-    limit = max(1, max(1, config.max_batches_offpolicy) * share // config.group_size)
-    ahead = status.queue_size + in_flight
-    if ahead >= limit:
-        return Plan(0, f"{status.queue_size} groups queued and {in_flight} in flight reach the limit of {limit}")
+    limit = max(1, batches * share // config.group_size)
+    # groups of others fill at most what is nobody's least share: no batch is formed without this environment's own
+    of_others = batches * batch_share(batch_size, status.unallocated_fraction, None) // config.group_size
+    queued = status.self_queue_size + min(status.queue_size - status.self_queue_size, of_others)
+    if queued + in_flight >= limit:
+        return Plan(0, f"{queued} groups queued and {in_flight} in flight reach the limit of {limit}")
+    ahead = queued + in_flight
     return Plan(max(0, min(limit - ahead, max_workers - in_flight)), f"{in_flight} of {max_workers} workers are busy")
 
 

@@ -1,4 +1,6 @@
-"""Tells the API every few seconds what this environment server does, before it is registered too: its heartbeat.
+"""Tells the API every few seconds what this environment server does, from its start on: its heartbeat.
+
+    StartUp, while it waits for the name of the model it is built for ──▶ EnvRun ──▶ registered, an ApiLink
 
 The API shows it to whoever asks why no batch comes (atroposlib/clients/activity.py). No failure of it matters: whatever
 else the environment asks of the API says what is wrong.
@@ -8,10 +10,13 @@ import asyncio
 import contextlib
 import secrets
 import time
+from dataclasses import dataclass, field
+from typing import Self
 
-from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable
+from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable, AsyncBatchingApi
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.environment import EnvRun
+from atroposlib.envs.outcomes import Outcomes
 from atroposlib.wire import routes
 from atroposlib.wire.batching import EnvReport, Heartbeat
 
@@ -19,23 +24,42 @@ INTERVAL_S = 5.0
 DEADLINE_S = 2.0
 TEXT = 300  # characters, as the record allows
 REASONS = 16
+OWN_SET_UP = "its own set-up"
+
+
+@dataclass
+class StartUp:
+    """An environment server that is not built yet."""
+
+    display_name: str
+    waits_for: str = OWN_SET_UP
+    in_flight: int = 0
+    outcomes: Outcomes = field(default_factory=Outcomes)
 
 
 class Reporting:
-    """The heartbeats of `run`, as a task from `start` to `stop`. What it waits for and how many groups it samples come
-    from `run.waits_for` and `run.in_flight`.
+    """The heartbeats of `run`, inside `async with`. What it waits for and how many groups it samples come from
+    `run.waits_for` and `run.in_flight`.
     """
 
-    def __init__(self, run: EnvRun, link: ApiLink) -> None:
+    def __init__(self, client: AsyncBatchingApi, run: EnvRun | StartUp) -> None:
+        self._client = client
         self._run = run
-        self._link = link
+        self._link: ApiLink | None = None
         self._process = secrets.token_hex(8)
         self._waits_for, self._since = "", 0.0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to send."""
+    async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._send_forever(), name="reports")
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    def follow(self, run: EnvRun, link: ApiLink) -> None:
+        """Tell of `run` from now on, as the environment that `link` registers."""
+        self._run, self._link = run, link
 
     async def stop(self) -> None:
         """Send no more."""
@@ -47,13 +71,14 @@ class Reporting:
         """One report, within seconds."""
         with contextlib.suppress(ApiUnreachable, ApiRefused, TimeoutError):
             async with asyncio.timeout(DEADLINE_S):
-                heartbeat = Heartbeat(env_id=self._link.env_id, report=self.report())
-                await self._link.client.call(routes.HEARTBEAT, heartbeat)
+                env_id = None if self._link is None else self._link.env_id
+                heartbeat = Heartbeat(env_id=env_id, report=self.report())
+                await self._client.call(routes.HEARTBEAT, heartbeat)
 
     def report(self) -> EnvReport:
         """What there is to tell now."""
         run, now = self._run, time.monotonic()
-        waits_for = _without_server(run) or run.waits_for
+        waits_for = (_without_server(run) if isinstance(run, EnvRun) else "") or run.waits_for
         kind = waits_for.partition(" (")[0]  # what is in brackets may change from one moment to the next
         if kind != self._waits_for:
             self._waits_for, self._since = kind, now

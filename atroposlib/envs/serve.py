@@ -1,6 +1,6 @@
 """The `serve` command's loop: keep the trainer's queue filled, evaluate when due, end after the last step.
 
-    inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered
+    built ─▶ inference server answers ─▶ setup ─▶ API answers ─▶ trainer has started: registered
                                     ─▶ loop ─▶ last evaluation ─▶ disconnect
 
 A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and
@@ -11,18 +11,20 @@ make room.
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
+from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file
 from atroposlib.envs.pacing import EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl, crossed
-from atroposlib.envs.reporting import Reporting
+from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.envs.worker_pool import WorkerPool
 from atroposlib.logs import get_logger
@@ -43,13 +45,30 @@ async def serve(env: Environment) -> None:
 
     Raises PeerError when a peer stays away longer than `startup_timeout`.
     """
-    run, token = env._env_run, env.config.rollout_server_token
-    api = AsyncBatchingApi(
-        env.config.rollout_server_url,
+    async with contextlib.aclosing(_client(env.config)) as api, Reporting(api, env._env_run) as reporting:
+        await _serve(env, api, reporting)
+
+
+async def serve_once_built(
+    config: BaseEnvConfig, name: str, build: Callable[[StartUp], Awaitable[Environment]]
+) -> None:
+    """As `serve`, and the API hears from the start on what `build` waits for, which it notes in the StartUp."""
+    start = StartUp(name)
+    async with contextlib.aclosing(_client(config)) as api, Reporting(api, start) as reporting:
+        await _serve(await build(start), api, reporting)
+
+
+def _client(config: BaseEnvConfig) -> AsyncBatchingApi:
+    token = config.rollout_server_token
+    return AsyncBatchingApi(
+        config.rollout_server_url,
         None if token is None else token.get_secret_value(),
         Flags("--env.rollout_server_url", "ATROPOS_API_TOKEN"),
     )
-    async with contextlib.aclosing(api), run, ServeLoop(run, api) as loop:
+
+
+async def _serve(env: Environment, api: AsyncBatchingApi, reporting: Reporting) -> None:
+    async with env._env_run as run, ServeLoop(run, api, reporting) as loop:
         await loop.start_up()
         await loop.turn_until_done()
 
@@ -59,7 +78,7 @@ class ServeLoop:
     started.
     """
 
-    def __init__(self, run: EnvRun, client: AsyncBatchingApi) -> None:
+    def __init__(self, run: EnvRun, client: AsyncBatchingApi, reporting: Reporting) -> None:
         self.run = run
         self.env = env = run.env
         self.link = run.link = ApiLink(
@@ -79,7 +98,7 @@ class ServeLoop:
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )
-        self._reporting = Reporting(run, self.link)
+        self._reporting = reporting
         self._rest_until = 0.0  # while nothing that is sampled is of use
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         run.start_groups = self._sample
@@ -91,11 +110,11 @@ class ServeLoop:
 
     async def start_up(self) -> None:
         """Wait for every peer, load the data, join."""
-        self._reporting.start()
+        self._reporting.follow(self.run, self.link)
         await self.run.wait_for_inference()
         start = time.monotonic()
         log.info("Setting up %s", self.run.display_name)
-        self.run.waits_for = "its own set-up"
+        self.run.waits_for = OWN_SET_UP
         await self._reporting.send()  # an author's setup may block everything else
         await self.env.setup()
         log.info("Set up %s in %.1f s", self.run.display_name, time.monotonic() - start)

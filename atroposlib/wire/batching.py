@@ -19,6 +19,7 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 ReportText = Annotated[str, Meta(max_length=300)]
 Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON reader
+WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
 
 
 class Registration(Struct):
@@ -151,12 +152,14 @@ class EnvStatus(Struct):
 class LeaseRequest(Struct):
     """`trainer` is the uuid of /register; `holding` names the leases that it has and has not acknowledged.
 
-    With `ids` the reply names the items, for /batch/reject, and the groups that were set aside.
+    With `ids` the reply names the items, for /batch/reject, and the groups that were set aside. The API replies within
+    `wait_s` seconds, as soon as there is a batch; one that does not know the field replies at once.
     """
 
     trainer: Integer
     holding: list[Integer] = []
     ids: bool = False
+    wait_s: WaitSeconds = 0.0
 
 
 class BatchReply(Struct, Generic[G]):

@@ -41,6 +41,9 @@ from atroposlib.wire.batching import (
 R = TypeVar("R")
 
 
+LEASE_WAIT_S = 5.0  # the longest that our trainer has one request wait for a batch: in between it looks after vLLM
+
+
 @dataclass(frozen=True)
 class Route(Generic[R]):
     """One route: `request` and `reply` are the records of its JSON bodies, `deadline_s` bounds one request of a
@@ -57,7 +60,7 @@ class Route(Generic[R]):
 
 REGISTER = Route("POST", "/register", "trainer", Registered, Registration)
 BATCH = Route("GET", "/batch", "trainer", BatchReply[ScoredData])
-LEASE = Route("POST", "/batch/lease", "trainer", BatchReply[ScoredData], LeaseRequest)
+LEASE = Route("POST", "/batch/lease", "trainer", BatchReply[ScoredData], LeaseRequest, LEASE_WAIT_S + 10.0)
 ACKNOWLEDGE = Route("POST", "/batch/ack", "trainer", Acknowledged, Acknowledgement)
 REJECT = Route("POST", "/batch/reject", "trainer", RejectionTaken, Rejection)
 TRAINER_STEP = Route("POST", "/trainer-step", "trainer", Outcome, TrainerStep)

@@ -12,7 +12,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -34,6 +34,7 @@ from example_trainer.launcher.run_file import (
     recipe_files,
     validated,
 )
+from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
 
 PROG = "atropos train"
@@ -77,17 +78,17 @@ class RunFlags(Config):
         description="trainer and vLLM compute the same bits; the first differing token ends the run"
         " (docs/bit-exactness.md)",
     )
-    dtype: str | None = Field(
+    dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="what vLLM computes in, and with --batch-invariant the trainer: float32 or bfloat16; by default"
-        " float32, on a GPU bfloat16",
+        description="what vLLM computes in, and with --batch-invariant the trainer; by default float32, on a GPU"
+        " bfloat16",
     )
     api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
     vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
-    resume: Path | None = Field(None, description="continue this run: its directory, in place of RECIPE")
-    runs: Path = Field(Path("runs"), description="the folder of all runs")
+    resume: Path | None = Field(None, description="continue this run: its name or directory, in place of RECIPE")
+    runs: Path = Field(RUNS, description="the folder of all runs")
     gpus: int | None = Field(None, ge=0, le=64, description="with --dry-run: plan as if there were as many GPUs")
 
     @field_validator("dataset_path")
@@ -127,7 +128,8 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
         keys_of(RunFlags), words.own, prog=prog, about=_about(words), epilog=MORE, usage=USAGE
     )
     given = _checked(values)
-    source = _source(words.positional, given, getattr(typed, "config", None))
+    resume = find_run(given.runs, str(given.resume)) if given.resume is not None else None
+    source = _source(words.positional, resume, getattr(typed, "config", None))
     gpus = visible_gpus(environ) if given.gpus is None else [str(index) for index in range(given.gpus)]
     if given.gpus is not None and "dry_run" not in typed:
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
@@ -138,7 +140,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     )
     sections, content = _with_sections(words.sections, read_run(source, choice), given)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
-    return Asked(run, sections, source, "dry_run" in typed, given.runs, given.resume, gpus)
+    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus)
 
 
 def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:
@@ -185,14 +187,14 @@ def _checked(values: Mapping[str, Any]) -> RunFlags:
     return given
 
 
-def _source(positional: list[str], given: RunFlags, config: str | None) -> Path:
+def _source(positional: list[str], resume: Path | None, config: str | None) -> Path:
     """The run file; its word is taken off `positional`."""
-    if given.resume is not None:
+    if resume is not None:
         if positional and positional[0] in {path.stem for path in recipe_files()}:
             positional.pop(0)  # a script's: the run says which it is
-        kept = given.resume / "run.yaml"
+        kept = resume / "run.yaml"
         if not kept.is_file():
-            raise ConfigError(f"--resume {given.resume} has no run.yaml: name the folder of a run")
+            raise ConfigError(f"--resume {resume} has no run.yaml: name a run, or its directory")
         return kept
     if config is not None:
         return find_run_file(config)

@@ -1,14 +1,38 @@
-"""`atropos completion SHELL`: prints what the shell sources, as in `source <(atropos completion bash)`."""
+"""`atropos completion SHELL`: prints what the shell sources, as in `source <(atropos completion bash)`.
 
-from argparse import ArgumentParser
+Commands, flags, recipes, runs of ./runs, and the words that a flag takes. `train` has the trainer's and the batching
+API's flags too, as --trainer.X and --api.X.
+"""
+
+from argparse import Action, ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 
 from atroposlib.errors import AtroposError, loading
+from atroposlib.flags import keys_of
+from example_trainer.launcher import folders
 from example_trainer.launcher.arguments import Parser
 from example_trainer.launcher.cli import COMMANDS
+from example_trainer.launcher.run_file import recipe_files
+from example_trainer.launcher.runs import RUNS
+from example_trainer.modes import MODES
 
 SHELLS = ("bash", "zsh", "tcsh")
+RUN_FILE = {"bash": "_atropos_run_file", "zsh": "_atropos_run_file", "tcsh": "f:*.yaml"}
+ENVIRONMENT = {"bash": "_atropos_environment", "zsh": "_atropos_environment", "tcsh": "f:*.py"}
+RUN = {"bash": "_atropos_run", "zsh": "_atropos_run", "tcsh": "d"}
+PREAMBLES = {
+    "bash": """\
+_atropos_run_file() {{ compgen -W "{recipes}" -- "$1"; compgen -f -X '!*.y*ml' -- "$1"; _atropos_folder "$1"; }}
+_atropos_environment() {{ compgen -W "{environments}" -- "$1"; compgen -f -X '!*.py' -- "$1"; _atropos_folder "$1"; }}
+_atropos_run() {{ (cd {runs} 2>/dev/null && compgen -d -- "$1"); _atropos_folder "$1"; }}
+_atropos_folder() {{ [[ -z $1 ]] || compgen -d -- "$1"; }}""",
+    "zsh": """\
+_atropos_run_file() {{ _alternative 'recipes:recipe:({recipes})' 'files:file:_files -g "*.y(|a)ml"' }}
+_atropos_environment() {{ _alternative 'environments:environment:({environments})' 'files:file:_files -g "*.py"' }}
+_atropos_run() {{ _alternative 'runs:run:_files -W {runs} -/' 'directories:directory:_files -/' }}""",
+    "tcsh": "",
+}
 
 
 class NoCompletion(AtroposError):
@@ -25,15 +49,59 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse(argv)
     with loading("shtab", NoCompletion, remedy="pip install shtab"):
         import shtab
-    print(shtab.complete(whole_parser(), shell=options.shell))
+    words = {
+        "recipes": " ".join(path.stem for path in recipe_files()),
+        "environments": " ".join(folders.environment_names()),
+        "runs": RUNS,
+    }
+    preamble = {shell: text.format(**words) for shell, text in PREAMBLES.items()}
+    print(shtab.complete(whole_parser(), shell=options.shell, preamble=preamble))
     return 0
 
 
 def whole_parser() -> ArgumentParser:
-    """Of every command, with all its flags."""
+    """Of every command, with all its flags, and with what completes their values."""
     whole = ArgumentParser(prog="atropos")
     commands = whole.add_subparsers()
     for name, command in COMMANDS.items():
         known: ArgumentParser = import_module(command.module).parser()
+        _add_what_is_parsed_elsewhere(name, known)
+        for action in known._actions:
+            _say_what_completes(action)
         commands.add_parser(name, help=command.about, description=known.description, parents=[known], add_help=False)
     return whole
+
+
+def _add_what_is_parsed_elsewhere(name: str, known: ArgumentParser) -> None:
+    """What command_line.py reads without argparse."""
+    if name in ("train", "evaluate"):
+        known.add_argument("run_file", metavar="RECIPE|FILE.yaml")
+    if name in ("train", "evaluate", "quickstart"):
+        known.add_argument("model_or_folder", metavar="MODEL", nargs="?")
+    if name == "train":
+        from atroposlib.api.settings import RunApiConfig
+        from example_trainer.config import TrainerConfig
+
+        for section, tree in (("trainer", TrainerConfig), ("api", RunApiConfig)):
+            for key in keys_of(tree):
+                flags = [f"--{section}.{flag.removeprefix('--')}" for flag in key.flags]
+                known.add_argument(*flags, metavar="V", help=(key.field.description or "").replace("%", "%%"))
+
+
+def _say_what_completes(action: Action) -> None:
+    """By the action's name, or its placeholder."""
+    by_name = {"run_file": RUN_FILE, "run": RUN, "names": RUN, "resume": RUN}
+    by_placeholder = {"FILE": "file", "DIR": "directory", "MODEL": "directory"}
+    metavar = action.metavar if isinstance(action.metavar, str) else ""
+    if action.dest == "bridge":
+        action.choices = list(MODES)
+    elif metavar.startswith("{"):
+        action.choices = metavar.strip("{}").split(",")
+    elif action.dest == "file":
+        action.complete = ENVIRONMENT  # type: ignore[attr-defined]  # shtab's
+    elif action.dest in by_name:
+        action.complete = by_name[action.dest]  # type: ignore[attr-defined]
+    elif metavar in by_placeholder:
+        from shtab import CHOICE_FUNCTIONS
+
+        action.complete = CHOICE_FUNCTIONS[by_placeholder[metavar]]  # type: ignore[attr-defined]

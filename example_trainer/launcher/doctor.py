@@ -1,31 +1,25 @@
 """`atropos doctor`: looks at this machine and the servers before a run, and prints a line a check.
 
-    atropos doctor --mode broadcast --model MODEL        exit status 1 if a check fails
+    atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
 
-It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py. A host that is not there costs it
-2 s.
+It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py and device_checks.py. A host that is
+not there costs it 2 s.
 """
 
 import contextlib
-import csv
-import json
 import os
-import re
 import resource
 import shutil
-import socket
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-import psutil
 import requests
 from pydantic import Field
 
@@ -33,14 +27,17 @@ from atroposlib.config import load_config
 from atroposlib.flags import keys_of, make_parser
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
+from example_trainer.launcher import device_checks
 from example_trainer.launcher import doctor_checks as checks
-from example_trainer.launcher.doctor_checks import MIB, Answer, Finding, Gpu, Listener, Model
+from example_trainer.launcher.doctor_checks import Answer, Finding
+from example_trainer.launcher.machine import Gpu, Listener, find_gpus, find_listeners, installed, resolve, torch_cuda
+from example_trainer.launcher.memory_plan import GIB
+from example_trainer.launcher.model_files import read_model
 from example_trainer.memory import available_memory
 from example_trainer.modes import MODES, Broadcast
 
 PROG = "atropos doctor"
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
-CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
 
 
 class DoctorConfig(VllmServers):
@@ -49,7 +46,7 @@ class DoctorConfig(VllmServers):
     """
 
     mode: Literal[tuple(MODES)] = Field(  # type: ignore[valid-type]
-        description="the bridge, as in scripts/run_gsm8k_MODE.sh"
+        "broadcast", description="the bridge, as in scripts/run_gsm8k_MODE.sh"
     )
     model: str | None = Field(
         None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked"
@@ -184,9 +181,9 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
     running = any(server.running for server in servers if server.local)
     if gpus:
-        yield checks.check_gpus(mode, ranks, len(gpus))
+        yield device_checks.check_gpus(mode, ranks, len(gpus))
     else:
-        yield checks.check_cores(ranks, len(os.sched_getaffinity(0)))
+        yield device_checks.check_cores(ranks, len(os.sched_getaffinity(0)))
     model = read_model(config.model) if config.model else None
     if model is None:
         yield Finding(
@@ -199,21 +196,21 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         yield Finding(
             "ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters"
         )
-        yield checks.check_heads(ranks, model)
+        yield device_checks.check_heads(ranks, model)
         if gpus and len(gpus) >= ranks:
-            yield checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
+            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
         elif not gpus:
-            yield checks.check_memory(
-                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * checks.GIB, running
+            yield device_checks.check_memory(
+                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * GIB, running
             )
         if mode.owns_vllm:
             path = config.save_path.absolute()
             folder = next(folder for folder in [path, *path.parents] if folder.exists())
-            yield checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
+            yield device_checks.check_disk(shutil.disk_usage(folder).free, model, mode, str(folder))
         for server in servers:
             if server.manifest:
                 yield checks.check_same_model(model, server.manifest)
-    yield checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, separate_workers=ranks > 1 or not gpus)
+    yield device_checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, separate_workers=ranks > 1 or not gpus)
 
 
 # --- looking --------------------------------------------------------------------------------------------------------
@@ -244,105 +241,3 @@ def ask(url: str, key: str | None) -> Answer:
         )
         return Answer(reply.status_code, reply.json() if "json" in reply.headers.get("content-type", "") else None)
     return Answer(0)
-
-
-def find_listeners() -> dict[int, Listener]:
-    """Who listens on each port of this machine."""
-    return {
-        connection.laddr.port: Listener(connection.pid, command_of(connection.pid))
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    }
-
-
-def command_of(pid: int | None) -> str:
-    with contextlib.suppress(psutil.Error):
-        if pid:
-            return " ".join(psutil.Process(pid).cmdline())
-    return "another user's process"
-
-
-def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, by index or UUID, and the CUDA release that the driver knows."""
-    if shutil.which("nvidia-smi") is None:
-        return [], None
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=index,uuid,name,memory.free", "--format=csv,noheader,nounits"],
-        capture_output=True,
-        text=True,
-        timeout=20,
-    )
-    if done.returncode != 0:
-        return [], None
-    # no notes of the driver
-    rows = [row for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True) if len(row) == 4]
-    names = None if visible is None else [name.strip() for name in visible.split(",")]
-    gpus = [
-        Gpu(int(row[0]), row[2], int(row[3]) * MIB)
-        for row in rows
-        if names is None or row[0] in names or any(name and row[1].startswith(name) for name in names)
-    ]
-    release = re.search(
-        r"CUDA[A-Za-z ]*Version:\s*([\d.]+)",
-        subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=20).stdout,
-    )
-    return gpus, release[1] if release else None
-
-
-def installed(name: str) -> str | None:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return None
-
-
-def torch_cuda() -> str | None:
-    """The CUDA release PyTorch was built for, out of its version file: importing it takes seconds."""
-    spec = util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    built = re.search(
-        r"^cuda\b[^=]*=\s*'([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE
-    )
-    return built[1] if built else None
-
-
-def resolve(host: str) -> str | None:
-    with contextlib.suppress(OSError):
-        return socket.gethostbyname(host)
-    return None
-
-
-def read_model(name: str) -> Model | None:
-    """A local folder, or what the hub's cache holds of a repository; None if its weights are not on this machine."""
-    folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        from huggingface_hub import try_to_load_from_cache
-
-        cached = try_to_load_from_cache(name, "config.json") if re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        return None
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    config |= config.get("text_config") or {}
-    shapes = {
-        name: shape
-        for file in files
-        for name, shape in safetensors_shapes(file)
-        if not name.endswith(CHECKPOINT_BUFFERS)
-    }
-    if config.get("tie_word_embeddings"):
-        shapes.pop("lm_head.weight", None)
-    heads = config["num_attention_heads"]
-    return Model(name, shapes, heads, config.get("num_key_value_heads") or heads)
-
-
-def safetensors_shapes(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes out of the file's header: 8 bytes of length, then JSON."""
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, tuple(entry["shape"])

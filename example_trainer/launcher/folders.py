@@ -22,6 +22,11 @@ def environments() -> Path:
     return _folder(ENVIRONMENTS, installed="atropos_environments")
 
 
+def environment_names() -> list[str]:
+    """Those that come with Atropos, as `gsm8k` for gsm8k_server.py."""
+    return sorted(path.stem.removesuffix("_server") for path in environments().glob("*_server.py"))
+
+
 def environment_file(name: str, beside: Path) -> Path:
     """The file that a recipe in the folder `beside` calls `name`: there or in the working directory, else, for
     `environments/FILE`, the one that comes with Atropos. A file that does not exist is given as it was written.

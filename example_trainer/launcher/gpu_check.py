@@ -21,7 +21,7 @@ from example_trainer.gpus import visible_gpus
 from example_trainer.launcher.arguments import Parser, add_runs
 from example_trainer.launcher.folders import PACKAGES
 from example_trainer.launcher.log_files import last_lines, printable
-from example_trainer.launcher.run_record import gpu_names, installed
+from example_trainer.launcher.machine import gpu_names, installed
 from example_trainer.launcher.train import find_model
 
 LIMIT_S, GRACE_S = 1200, 20
@@ -40,15 +40,20 @@ class Check:
     visible: str | None = None  # GPUs, where not all
 
     @property
+    def is_test(self) -> bool:
+        """Whether pytest runs it."""
+        return self.command[0] == BITS
+
+    @property
     def shown(self) -> str:
         """As a person would type it."""
-        first = ("python", "-m", "pytest", "-q") if self.command[0] == BITS else ("atropos",)
+        first = ("python", "-m", "pytest", "-q") if self.is_test else ("atropos",)
         alone = (f"CUDA_VISIBLE_DEVICES={self.visible}",) if self.visible else ()
         return shlex.join([*alone, *first, *self.command])
 
     def run(self, log: Path) -> int:
         """Its exit status, 124 where it took too long."""
-        module = ["pytest", "-q"] if self.command[0] == BITS else ["example_trainer.launcher"]
+        module = ["pytest", "-q"] if self.is_test else ["example_trainer.launcher"]
         visible = {"CUDA_VISIBLE_DEVICES": self.visible} if self.visible else {}
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         with log.open("wb") as output:
@@ -139,6 +144,8 @@ def result(check: Check, gpus: int, folder: Path) -> str:
     """The row of one check, which is run if there are GPUs enough."""
     if check.gpus > gpus:
         return f"| {check.name} | not run: needs {check.gpus} GPUs | | |"
+    if check.is_test and not (PACKAGES / BITS).is_file():
+        return f"| {check.name} | not run: needs a checkout | | |"
     log = folder / f"{re.sub(r'[^A-Za-z0-9]', '-', check.name)}.log"
     say(f"{check.name} (at most {LIMIT_S} s, log {log}): {check.shown}")
     started = time.monotonic()

@@ -11,14 +11,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 from urllib.parse import urlsplit
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -63,6 +63,18 @@ class Terminal(Console):
         raise  # the BrokenPipeError that rich has caught
 
 
+def as_guest(terminal: Terminal, drawing: Callable[[], RenderableType] | None = None) -> Live:
+    """Draws when it is told to, leaves nothing, and takes neither stdout nor stderr."""
+    return Live(
+        console=terminal,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        get_renderable=drawing,
+    )
+
+
 class LiveConsole(PlainConsole):
     """As a context manager it draws bars; `queued` asks how many groups wait."""
 
@@ -82,14 +94,7 @@ class LiveConsole(PlainConsole):
         self._over = threading.Event()
         self._turn = threading.RLock()  # whose it is to write, and to change what is drawn
         self._terminal = Terminal(self._out)
-        self._live = Live(
-            console=self._terminal,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,
-            redirect_stderr=False,
-            get_renderable=self._bars,
-        )
+        self._live = as_guest(self._terminal, self._bars)
         self._threads = [threading.Thread(target=self._draw, daemon=True)]
         if queued is not None:
             self._threads.append(threading.Thread(target=self._ask, daemon=True))
@@ -219,13 +224,7 @@ class Advance:
 
     def __call__(self, done: int, total: int) -> None:
         if self._live is None:
-            self._live = Live(
-                console=self._terminal,
-                auto_refresh=False,
-                transient=True,
-                redirect_stdout=False,
-                redirect_stderr=False,
-            )
+            self._live = as_guest(self._terminal)
             self._live.start()
         if time.monotonic() - self._drawn > DRAW_S or done == total:
             self._drawn = time.monotonic()

@@ -13,7 +13,6 @@ CHUNK_BYTES = 1 << 20
 LINE_BYTES = 64 << 10  # a line that is longer is cut there
 _BREAK = re.compile(rb"[\r\n]+")  # a progress bar ends its lines with a carriage return
 _ACCESS = re.compile(r'"(GET|HEAD|POST|PUT|PATCH|DELETE|OPTIONS) \S+ HTTP/\d')
-_POLL_NOISE = re.compile(r"socket\.cpp:\d+\] \[c10d\]")
 
 
 def printable(text: str) -> str:
@@ -34,10 +33,8 @@ def last_lines(log: Path, count: int, end: int | None = None) -> tuple[str, ...]
 
 
 def last_word(log: Path) -> str:
-    """The last line that tells something: no access line of a web server, no poll of the bridge's rendezvous."""
-    lines = last_lines(log, 1000)
-    telling = (line for line in reversed(lines) if not (_ACCESS.search(line) or _POLL_NOISE.search(line)))
-    return next(telling, "")
+    """The last line that is no access line of a web server."""
+    return next((line for line in reversed(last_lines(log, 1000)) if not _ACCESS.search(line)), "")
 
 
 class Follower:

@@ -40,17 +40,18 @@ def model_size(model: str) -> ModelSize | None:
 
 def read_config(model: str) -> dict[str, Any] | None:
     """The content of config.json, where this machine has it."""
-    path = Path(model).expanduser() / "config.json"
-    if not path.is_file():
-        cached = _cached(model)
-        if cached is None:
-            return None
-        path = cached
+    path = config_file(model)
+    if path is None:
+        return None
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return config | (config.get("text_config") or {})
 
 
-def _cached(model: str) -> Path | None:
+def config_file(model: str) -> Path | None:
+    """That of a local folder, or what the hub's cache holds of a repository."""
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        return path
     if not HUB_ID.fullmatch(model):
         return None
     from huggingface_hub import try_to_load_from_cache

@@ -23,7 +23,7 @@ VLLM_STAGES = (
     ("opening its port", r"init engine \(|Uvicorn running|Starting vLLM server"),
 )
 _VLLM_LINES = [(name, re.compile(pattern)) for name, pattern in VLLM_STAGES]
-_PART = re.compile(r"^(?P<what>[^|%]{0,80}?):? +(?P<percent>\d{1,3})%(\|| Completed)")
+_PART = re.compile(r"(^|\] )(?P<what>[^|%\]]{0,80}?):? +(?P<percent>\d{1,3})%(\|| Completed)")
 _STEP = re.compile(r"Step (?P<done>\d+)/(?P<total>\d+) ?\|(.* step (?P<seconds>[\d.]+) s)?")
 _EVALUATING = re.compile(r"Evaluating policy version (?P<policy>\d+)")
 _EVALUATED = re.compile(r"Evaluated (?P<done>\d+) of (?P<total>\d+)")

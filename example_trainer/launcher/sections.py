@@ -19,7 +19,7 @@ from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.document import without_secrets
-from example_trainer.launcher.folders import environment_file, environments
+from example_trainer.launcher.folders import environment_file, environment_names, environments
 from example_trainer.launcher.layout import device_bridge
 from example_trainer.launcher.run_file import RunFile, Tree
 from example_trainer.launcher.run_site import HOST, Site, argv, variables, vllm_flags
@@ -185,8 +185,8 @@ def environment_program(name: str) -> tuple[str, ...] | None:
 
 def no_program(name: str) -> str:
     """What to say where there is no such environment."""
-    ours = sorted(path.stem.removesuffix("_server") for path in environments().glob("*_server.py"))
-    return f"there is no file or module {name!r}; give the path of its .py file, or one of {', '.join(ours)}"
+    ours = ", ".join(environment_names())
+    return f"there is no file or module {name!r}; give the path of its .py file, or one of {ours}"
 
 
 def ask_environment(

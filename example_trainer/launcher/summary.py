@@ -5,12 +5,7 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]  # of a jsonl file, one per line
-NEXT = {
-    "scripts/quickstart.sh --seed 2": "the same with other samples",
-    "scripts/quickstart.sh --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k": "a larger model, real problems",
-    "scripts/run_gsm8k_lora.sh --dataset arithmetic": "the same by another weight bridge (docs/bridges.md)",
-    "README.md, 'Next steps'": "your own model, your own environment",
-}
+SCRIPTS = {"quickstart": "scripts/quickstart.sh", "train gsm8k_lora": "scripts/run_gsm8k_lora.sh"}  # of a checkout
 
 
 def read_rows(path: Path) -> Rows:
@@ -54,9 +49,39 @@ def trained_line(checkpoints: Path) -> str:
     return "checkpoints/final_model    the trained model, a Hugging Face directory"
 
 
-def summary(run_dir: Path, seconds: int) -> str:
-    """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row."""
-    name = run_dir.name
+def next_steps(run: str, newcomer: bool, installed: bool) -> dict[str, str]:
+    """Commands with what they are for: what a newcomer tries next, or what is done with a run."""
+    if newcomer:
+        found = {
+            "quickstart --seed 2": "the same with other samples",
+            "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k": "a larger model, real problems",
+            "train gsm8k_lora --dataset arithmetic": "the same by another weight bridge (docs/bridges.md)",
+            "train arithmetic --env.file my_server.py": "your own environment (docs/write_an_environment.md)",
+        }
+    else:
+        found = {
+            f"train {run}/run.yaml --seed 2": "the same with other samples",
+            f"plot {run} OTHER_RUN": "compare it with another run",
+            f"push {run} --hub USER/NAME": "share the trained model",
+        }
+    return {as_typed(command, installed): what for command, what in found.items()}
+
+
+def as_typed(command: str, installed: bool) -> str:
+    """`atropos COMMAND`, or the script of a checkout where `atropos` may not be on the path."""
+    if installed:
+        return f"atropos {command}"
+    script = next((name for name in SCRIPTS if command.startswith(f"{name} ")), None)
+    return f"scripts/setup.sh --run {command}" if script is None else command.replace(script, SCRIPTS[script], 1)
+
+
+def summary(run_dir: Path, seconds: int, newcomer: bool, installed: bool) -> str:
+    """The text shown at the end of a run. `run_dir` holds metrics.jsonl with at least one row. `installed`: whether
+    people type `atropos`.
+    """
+    run = str(run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir)
+    steps = next_steps(run, newcomer, installed)
+    width = max(map(len, steps))
     return "\n".join(
         [
             "",
@@ -64,13 +89,13 @@ def summary(run_dir: Path, seconds: int) -> str:
             reward_line(read_rows(run_dir / "metrics.jsonl")),
             f"Took {seconds // 60} min {seconds % 60} s",
             "",
-            "Where to look:",
-            f"  runs/{name}/reward.png                 reward and accuracy by step",
-            f"  runs/{name}/metrics.jsonl              all metrics, one row per step",
-            f"  runs/{name}/samples.jsonl              what the model answered, and its rewards",
-            f"  runs/{name}/{trained_line(run_dir / 'checkpoints')}",
-            f"  runs/{name}/*.log, *.yaml              each service's log and configuration",
+            f"Where to look, in {run}/:",
+            "  reward.png                 reward and accuracy by step",
+            "  metrics.jsonl              all metrics, one row per step",
+            "  samples*.jsonl             what the model answered, and its rewards",
+            f"  {trained_line(run_dir / 'checkpoints')}",
+            "  *.log, *.yaml              each service's log and configuration",
             "What to try next:",
-            *(f"  {command:<74} {what}" for command, what in NEXT.items()),
+            *(f"  {command:<{width}}  {what}" for command, what in steps.items()),
         ]
     )

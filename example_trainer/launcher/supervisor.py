@@ -17,8 +17,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,9 +26,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from atroposlib.errors import AtroposError, reading
-from atroposlib.files import open_regular
-from atroposlib.logs import RUN
-from example_trainer.launcher import become
+from example_trainer.launcher.child import Child, describe
 from example_trainer.launcher.ending import end
 from example_trainer.launcher.events import (
     Died,
@@ -48,7 +44,7 @@ from example_trainer.launcher.events import (
     Waiting,
 )
 from example_trainer.launcher.health import HealthWatch
-from example_trainer.launcher.log_files import Follower, last_lines
+from example_trainer.launcher.log_files import last_lines
 from example_trainer.launcher.records import Record, Records
 from example_trainer.launcher.run_log import RunLog
 from example_trainer.launcher.service import LAUNCHER, Service
@@ -102,65 +98,6 @@ class _Signals:
         self.first = self.first or signal.Signals(number)
 
 
-class _Child:
-    """A service, through all its starts."""
-
-    def __init__(self, service: Service, log: Path) -> None:
-        self.service = service
-        self.log = log
-        self.follower = Follower(log)
-        self.record: Record | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.health: HealthWatch | None = None  # while it is awaited
-        self.started = self.told = 0.0
-        self.deaths = 0  # in a row
-        self.restart_at: float | None = None
-        self.has_ended = False
-
-    def start(self, records: Records) -> int:
-        """Its pid. It runs once its record is written."""
-        with open_regular(self.log, "ab") as output:
-            process = subprocess.Popen(
-                # without what PYTHON variables and site-packages would load: it is only there to exec
-                [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *self.service.command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, RUN: self.log.parent.name, **self.service.environment},
-                start_new_session=True,
-            )
-        self.process, self.restart_at = process, None
-        self.record = Record.of(self.service.name, process.pid, self.service.health or "")
-        records.write(self.record)
-        assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # killed already; the supervisor will see that
-            process.stdin.write(b"\n")
-        self.started = self.told = time.monotonic()
-        if self.service.health is not None:
-            self.health = HealthWatch(self.service.health)
-        return process.pid
-
-    def status(self) -> int | None:
-        """How the leader ended, negative for a signal; None while it runs. It stays a zombie."""
-        assert self.process is not None
-        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-
-    def stop_asking(self) -> None:
-        if self.health is not None:
-            self.health.stop()
-            self.health = None
-
-    def reap(self) -> None:
-        """Once its group is gone, or is about to be."""
-        if self.process is not None:
-            if self.process.stdin is not None:
-                self.process.stdin.close()
-            self.process.poll()
-
-
 class Supervisor:
     """Owns the run's directory from `__enter__` to `__exit__`, which ends every service in every case. Use it in the
     main thread. Listeners are called in it too. `watch` is asked several times a second what else there is to tell
@@ -179,7 +116,7 @@ class Supervisor:
         if len({*names}) < len(names):
             raise ValueError(f"two services of one name: {names}")
         self.run_dir = run_dir
-        self._children = [_Child(service, run_dir / f"{service.name}.log") for service in services]
+        self._children = [Child(service, run_dir / f"{service.name}.log") for service in services]
         self._listener = tell
         self._log = RunLog(run_dir)
         self._limits = limits
@@ -245,13 +182,13 @@ class Supervisor:
             end(self._records, leftovers, self._memory, self._report)
             self._records.claim()
 
-    def _start(self, child: _Child) -> int:
+    def _start(self, child: Child) -> int:
         """Its pid."""
         service = child.service
         with reading(f"cannot start {service.name} with log {child.log}", CannotStart):
             return child.start(self._records)
 
-    def _announce_wait(self, child: _Child) -> None:
+    def _announce_wait(self, child: Child) -> None:
         service = child.service
         if service.health is not None:
             self._tell(Waiting(service.name, service.health, service.start_limit_s, child.log))
@@ -274,7 +211,7 @@ class Supervisor:
             with suppress(OSError):  # a full disk: they stay in memory
                 self._memory.note([child.record for child in self._children if child.record])
 
-    def _look_at(self, child: _Child) -> None:
+    def _look_at(self, child: Child) -> None:
         if child.has_ended:
             return
         if child.restart_at is not None:
@@ -287,7 +224,7 @@ class Supervisor:
         elif child.health is not None:
             self._await(child, child.health)
 
-    def _await(self, child: _Child, health: HealthWatch) -> None:
+    def _await(self, child: Child, health: HealthWatch) -> None:
         now, limit_s = time.monotonic(), child.service.start_limit_s
         waited = now - child.started
         name = child.service.name
@@ -300,7 +237,7 @@ class Supervisor:
             child.told = now
             self._tell(StillWaiting(name, health.url, limit_s - waited))
 
-    def _see_end(self, child: _Child, status: int) -> None:
+    def _see_end(self, child: Child, status: int) -> None:
         child.stop_asking()
         service, now = child.service, time.monotonic()
         if status == 0 and service.may_end:
@@ -323,7 +260,7 @@ class Supervisor:
             child.record.signal(signal.SIGTERM)  # what it has left
             self._tell(died)
 
-    def _restart(self, child: _Child) -> None:
+    def _restart(self, child: Child) -> None:
         assert child.record is not None
         if child.record.signal(signal.SIGKILL):
             return  # its number stays its group's until the next look
@@ -331,7 +268,7 @@ class Supervisor:
         self._tell(Restarted(child.service.name, self._start(child), child.deaths, child.service.restarts))
         self._announce_wait(child)
 
-    def _mortal(self) -> list[_Child]:
+    def _mortal(self) -> list[Child]:
         return [child for child in self._children if child.service.may_end]
 
     def _is_over(self) -> bool:
@@ -361,11 +298,3 @@ class Supervisor:
             self._report(event)
         except OSError:  # nobody reads the console any more, as when a terminal is closed
             raise _End(128 + signal.SIGPIPE) from None
-
-
-def describe(status: int) -> str:
-    """`exit status 1`, `killed by signal KILL`."""
-    if status >= 0:
-        return f"exit status {status}"
-    names = {number.value: number.name.removeprefix("SIG") for number in signal.Signals}
-    return f"killed by signal {names.get(-status, -status)}"  # those for programs' own use have no names

@@ -51,7 +51,8 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
         need("gpu", prog, "vllm")
         status = train(asked, plan, with_bridge)
     if status == 0:
-        print(summary(run_dir, round(time.monotonic() - started)))
+        seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
+        print(summary(run_dir, seconds, newcomer=not with_bridge, installed=installed))
     return status
 
 

@@ -218,3 +218,10 @@ def vllm_server_tp2(qwen_folder: Path, tmp_path_factory: pytest.TempPathFactory)
     server = start_server(qwen_folder, tmp_path_factory.mktemp("vllm_tp2"), "--tensor-parallel-size", "2")
     yield server
     stop_server(server)
+
+
+@pytest.fixture(params=["vllm_server", pytest.param("vllm_server_tp2", marks=pytest.mark.nightly)])
+def plain_server(request: pytest.FixtureRequest) -> Server:
+    """The shared server of one rank; by night that of two as well, for what goes the same way there."""
+    found: Server = request.getfixturevalue(request.param)
+    return found

@@ -250,6 +250,7 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         assert not any(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.nightly
 def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: Path) -> None:
     folder = rotated(Qwen2Config, tmp_path / "linear", rope_type="linear", factor=4.0)
     config = TrainerConfig.model_validate(

@@ -143,18 +143,20 @@ def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(ser
 
 
 @pytest.mark.parametrize("act", ["idle", "kill-before-transfer", "kill-mid-transfer", "kill-after-ack"])
-def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(server: Server, act: str) -> None:
-    server.generate(PROMPT, max_tokens=1)  # the first of a server takes seconds more
-    child = start_child(server, act)
+def test_killed_trainer_leaves_the_last_version_served_and_a_new_one_joins_at_once(
+    plain_server: Server, act: str
+) -> None:
+    plain_server.generate(PROMPT, max_tokens=1)  # the first of a server takes seconds more
+    child = start_child(plain_server, act)
     read_until(child, "SYNCED 0")
     if act == "idle":
         child.kill()
     child.wait(90)
     assert child.returncode == -signal.SIGKILL
     start = time.monotonic()
-    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
+    assert plain_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
     assert time.monotonic() - start < 5
-    assert sync_and_probe(server) <= PARITY
+    assert sync_and_probe(plain_server) <= PARITY
 
 
 def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server: Server) -> None:
@@ -231,27 +233,27 @@ class Load:
                 self.versions += reply.json()["policy_versions"]
 
 
-def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(server: Server) -> None:
-    child = start_child(server, "freeze-mid-transfer")
+def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(plain_server: Server) -> None:
+    child = start_child(plain_server, "freeze-mid-transfer")
     read_until(child, "MID-TRANSFER")
     frozen = time.monotonic()
-    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
+    assert plain_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
     # the offer alone: a whole trainer may take longer to start than the lease lasts
-    digest = msgspec.convert(server.request("GET", "/v1/bridge/manifest").json(), Manifest).digest()
-    offer = OFFER | {"world_size": 1 + server.status()["tp_size"], "manifest_digest": digest}
-    newcomer = server.request("POST", "/v1/bridge/session", json=offer)
+    digest = msgspec.convert(plain_server.request("GET", "/v1/bridge/manifest").json(), Manifest).digest()
+    offer = OFFER | {"world_size": 1 + plain_server.status()["tp_size"], "manifest_digest": digest}
+    newcomer = plain_server.request("POST", "/v1/bridge/session", json=offer)
     assert newcomer.status_code == 409
     assert "holds session" in newcomer.text
     assert "wait for its lease to end" in newcomer.text
-    while server.status()["lease_left_s"] > 0:
+    while plain_server.status()["lease_left_s"] > 0:
         assert time.monotonic() - frozen < 60
         time.sleep(0.5)
-    assert sync_and_probe(server) <= PARITY
+    assert sync_and_probe(plain_server) <= PARITY
     child.send_signal(signal.SIGCONT)  # the late trainer must fail with a clear error and touch nothing
     code, _, err = finish(child, 90)
     assert code != 0
     assert "BridgeError" in err
-    assert server.status()["policy_version"] == 1
+    assert plain_server.status()["policy_version"] == 1
 
 
 @contextlib.contextmanager

@@ -62,22 +62,22 @@ def test_new_weights_are_served_without_a_restart_and_agree_with_the_trainer(ser
     assert kept.name.startswith("policy-v1-")
 
 
-def test_a_trainer_killed_while_it_writes_leaves_the_last_version_served(server: Server, tmp_path: Path) -> None:
-    child = start_child(server, tmp_path, "kill-mid-write")
+def test_a_trainer_killed_while_it_writes_leaves_the_last_version_served(plain_server: Server, tmp_path: Path) -> None:
+    child = start_child(plain_server, tmp_path, "kill-mid-write")
     read_until(child, "SYNCED 0")
     assert child.wait(90) == -signal.SIGKILL
-    assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
+    assert plain_server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[0, 0]]
     (half,) = (tmp_path / "reload").glob(".policy-v1-*.partial-*")
-    assert parity_of(start_child(server, tmp_path, "sync")) <= PARITY  # joins at once: the server sees that it is gone
+    assert parity_of(start_child(plain_server, tmp_path, "sync")) <= PARITY  # joins at once: its death is seen
     assert not half.exists()
 
 
-def test_a_trainer_killed_while_vllm_reads_leaves_a_whole_version_served(server: Server, tmp_path: Path) -> None:
-    child = start_child(server, tmp_path, "kill-mid-read")
+def test_a_trainer_killed_while_vllm_reads_leaves_a_whole_version_served(plain_server: Server, tmp_path: Path) -> None:
+    child = start_child(plain_server, tmp_path, "kill-mid-read")
     read_until(child, "SYNCED 0")
     assert child.wait(90) == -signal.SIGKILL
-    assert server.generate(PROMPT, max_tokens=4)["policy_versions"][0] in ([0, 0], [0, 1], [1, 1])
-    assert parity_of(start_child(server, tmp_path, "sync")) <= PARITY
+    assert plain_server.generate(PROMPT, max_tokens=4)["policy_versions"][0] in ([0, 0], [0, 1], [1, 1])
+    assert parity_of(start_child(plain_server, tmp_path, "sync")) <= PARITY
 
 
 @pytest.mark.parametrize(
@@ -102,6 +102,7 @@ def test_another_mode_s_trainer_follows(vllm_server: Server, tmp_path: Path) -> 
     assert sync_and_probe(vllm_server) <= PARITY
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_hundred_reloads_under_load_fail_no_request_and_leak_nothing(vllm_server: Server, tmp_path: Path) -> None:
     check_two_hundred_syncs(vllm_server, start_child(vllm_server, tmp_path, "many"))

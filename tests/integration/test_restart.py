@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import requests
 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
@@ -87,6 +88,7 @@ class Sampler:
         self._thread.join(DEADLINE_S)
 
 
+@pytest.mark.nightly
 def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a_killed_trainer(
     qwen_folder: Path, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import (
     Server,
     left_in_shared_memory,
@@ -43,6 +45,7 @@ def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path,
         nothing_is_left(server, mapped, within_s=20)
 
 
+@pytest.mark.nightly
 def test_one_killed_worker_of_two_ends_the_server_and_a_new_pair_goes_on(qwen_folder: Path, tmp_path: Path) -> None:
     server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2")
     with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:

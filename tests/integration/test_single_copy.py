@@ -111,13 +111,13 @@ def shared_kb(pid: int, server: Server, child: int) -> int:
     return sum(int(pss) for pss in re.findall(r"memfd:atropos-weights.*?\nPss: +(\d+) kB", smaps, re.DOTALL))
 
 
-def test_trainer_killed_between_updates_leaves_its_last_version_served(server: Server) -> None:
-    child = start_child(server, "idle")
+def test_trainer_killed_between_updates_leaves_its_last_version_served(plain_server: Server) -> None:
+    child = start_child(plain_server, "idle")
     read_until(child, "SYNCED 0")
     child.kill()
     child.wait()
-    assert generate(server).json()["policy_versions"] == [[0, 0]]
-    train_and_probe(server)  # at once: no lease to wait for
+    assert generate(plain_server).json()["policy_versions"] == [[0, 0]]
+    train_and_probe(plain_server)  # at once: no lease to wait for
 
 
 @pytest.mark.parametrize("act", ["kill-mid-update", "kill-before-resume"])
@@ -158,18 +158,18 @@ def test_requests_in_flight_end_when_the_trainer_dies_in_the_middle(vllm_server:
     train_and_probe(vllm_server)
 
 
-def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(server: Server) -> None:
-    child = start_child(server, "freeze-mid-update")
+def test_frozen_trainer_loses_the_weights_and_can_touch_them_no_more(plain_server: Server) -> None:
+    child = start_child(plain_server, "freeze-mid-update")
     read_until(child, "MID-UPDATE")
-    check_refusal(server, "fell silent while it updated the weights to policy version 1")
-    train_and_probe(server)
+    check_refusal(plain_server, "fell silent while it updated the weights to policy version 1")
+    train_and_probe(plain_server)
     prompt = [5 + i % 50 for i in range(40)]
-    before = server.generate(prompt, max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
+    before = plain_server.generate(prompt, max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
     child.send_signal(signal.SIGCONT)
     code, _, err = finish(child, 90)
     assert code != 0
     assert "BridgeError" in err
-    after = server.generate(prompt[:], max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
+    after = plain_server.generate(prompt[:], max_tokens=1, temperature=0, prompt_logprobs=0)["prompt_logprobs"]
     assert before == after
 
 
@@ -223,10 +223,10 @@ def test_failed_update_is_reported_at_once(vllm_server: Server) -> None:
     train_and_probe(vllm_server)
 
 
-def test_second_trainer_is_refused_while_one_lives(server: Server) -> None:
-    child = start_child(server, "idle")
+def test_second_trainer_is_refused_while_one_lives(plain_server: Server) -> None:
+    child = start_child(plain_server, "idle")
     read_until(child, "SYNCED 0")
-    for second in (start_child(server, "sync"), start_broadcast(server, "sync")):
+    for second in (start_child(plain_server, "sync"), start_broadcast(plain_server, "sync")):
         code, _, err = finish(second)
         assert code != 0, err[-2000:]
         assert "holds session" in err, err[-2000:]
@@ -234,11 +234,11 @@ def test_second_trainer_is_refused_while_one_lives(server: Server) -> None:
     child.wait()
 
 
-def test_broadcast_and_single_copy_take_turns(server: Server) -> None:
-    train_and_probe(server)
-    assert sync_and_probe(server) <= PARITY
-    train_and_probe(server)
-    assert sync_and_probe(server) <= PARITY
+def test_broadcast_and_single_copy_take_turns(plain_server: Server) -> None:
+    train_and_probe(plain_server)
+    assert sync_and_probe(plain_server) <= PARITY
+    train_and_probe(plain_server)
+    assert sync_and_probe(plain_server) <= PARITY
 
 
 def test_broadcast_heals_what_a_single_copy_left(vllm_server: Server) -> None:

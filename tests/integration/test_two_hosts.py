@@ -79,6 +79,7 @@ def test_servers_on_two_hosts_serve_one_version(trainer: TrainerProcess, servers
     assert "served by 2 of 2 servers" in trainer.log.read_text()
 
 
+@pytest.mark.nightly
 def test_a_host_behind_a_cut_cable_is_left_out_and_let_in_again(
     trainer: TrainerProcess, servers: list[Server], hosts: tuple[Host, Host]
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_server_whose_worker_freezes_refuses_to_generate_until_it_has_caught_u
     assert far.generate(PROMPT, max_tokens=4)["policy_versions"] == [[version, version]]
 
 
+@pytest.mark.nightly
 def test_a_server_that_died_is_left_out_and_let_in_again_once_restarted(
     trainer: TrainerProcess, servers: list[Server], hosts: tuple[Host, Host], llama_folder: Path, tmp_path: Path
 ) -> None:

@@ -1,10 +1,12 @@
 """The command that serves the API, as a process."""
 
 import contextlib
+import json
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +124,23 @@ def test_a_request_that_never_completes_does_not_delay_the_end(process: tuple[su
         served_process.send_signal(signal.SIGTERM)
         served_process.communicate(timeout=15)
     assert served_process.returncode == 0
+
+
+def test_a_request_that_waits_for_a_batch_does_not_delay_the_end(process: tuple[subprocess.Popen[str], str]) -> None:
+    served_process, url = process
+    trainer = requests.post(f"{url}/register", json=registration(4), timeout=10).json()["uuid"]
+    body = json.dumps({"trainer": trainer, "wait_s": 30}).encode()
+    head = f"POST /batch/lease HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as waiting:
+        waiting.sendall(head + body)
+        assert requests.get(f"{url}/health", timeout=10).ok  # sent later, so the request waits
+        start = time.monotonic()
+        served_process.send_signal(signal.SIGTERM)
+        _, log = served_process.communicate(timeout=15)
+        assert time.monotonic() - start < 4
+        assert waiting.recv(10_000).endswith(b'{"batch":null,"lease":null}')
+    assert served_process.returncode == 0
+    assert "timeout" not in log
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from atroposlib.wire.bridge import DTYPE_BYTES
-from example_trainer.launcher.doctor_checks import GIB, Gpu, Model, check_gpu_memory, check_heads
+from example_trainer.launcher.device_checks import check_gpu_memory, check_heads
+from example_trainer.launcher.machine import Gpu
+from example_trainer.launcher.memory_plan import GIB
+from example_trainer.launcher.model_files import Model
 from example_trainer.modes import MODES
 
 ROOT = Path(__file__).parents[3]

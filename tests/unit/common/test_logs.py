@@ -14,6 +14,7 @@ from atroposlib.names import check_name
 FORGED = "12:00:00 INFO    [api] Trainer registered: batch_size=999"
 EVIL = f"evil\n{FORGED}\r\n{FORGED}\x1b[2J\x1b]0;owned\x07\x9b31m\u2028{FORGED}\u202etxt.exe\x00\t\x7f\u200b\ud800"
 ESCAPED = rf"evil\n{FORGED}\r\n{FORGED}\x1b[2J\x1b]0;owned\x07\x9b31m\u2028{FORGED}\u202etxt.exe\x00\t\x7f\u200b\ud800"
+AT = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 ORDINARY = "✓ naïve Ωμέγα 数学\u3000环境 हिन्दी שלום 👩\u200d🔬 50\xa0% C:\\new"
 
 
@@ -92,7 +93,8 @@ def test_handlers_and_formatters_of_libraries_are_covered_too() -> None:
         "handler.setFormatter(logging.Formatter('%(message)s'))\n"
         "theirs.warning('%s', EVIL)\n"
     )
-    assert lines == [escape(EVIL)]
+    (line,) = lines
+    assert re.fullmatch(rf"{AT} INFO    \[a\] {re.escape(escape(EVIL))}", line)
 
 
 @pytest.mark.services
@@ -132,10 +134,9 @@ def test_a_line_has_date_level_and_process_and_the_run_is_named_once(monkeypatch
     first, second, said = run(
         "from atroposlib.logs import *; configure_logging('trainer'); get_logger('x').warning('text')\nsay('Step 1/2')"
     )
-    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
-    assert re.fullmatch(rf"{at} INFO    \[trainer\] Run night: trainer is pid \d+", first)
-    assert re.fullmatch(rf"{at} WARNING \[trainer\] text", second)
-    assert re.fullmatch(rf"{at} INFO    \[trainer\] Step 1/2", said)
+    assert re.fullmatch(rf"{AT} INFO    \[trainer\] Run night: trainer is pid \d+", first)
+    assert re.fullmatch(rf"{AT} WARNING \[trainer\] text", second)
+    assert re.fullmatch(rf"{AT} INFO    \[trainer\] Step 1/2", said)
 
 
 def test_what_is_said_without_a_log_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:

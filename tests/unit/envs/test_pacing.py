@@ -45,6 +45,23 @@ def test_limits_are_never_exceeded(limit: int, queued: int, in_flight: int, work
     assert started == 0 or in_flight + started <= workers
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "expected"),
+    [(0, 8, 4), (0, 4, 4), (1, 8, 3), (4, 8, 0)],
+)
+def test_groups_of_others_never_fill_an_environments_least_share(own: int, others: int, expected: int) -> None:
+    """Else no batch would ever be formed, which takes that share."""
+    status = {"queue_size": own + others, "self_queue_size": own, "unallocated_fraction": 0.0}
+    assert groups(status, {"min_batch_allocation": 0.5}) == expected
+
+
+def test_groups_of_others_fill_what_is_nobodys_least_share() -> None:
+    status = {"queue_size": 3, "self_queue_size": 0, "unallocated_fraction": 0.25}
+    assert groups(status, {"min_batch_allocation": 0.5}) == 6 - 2
+    assert groups(status | {"queue_size": 1}, {"min_batch_allocation": 0.5}) == 6 - 1
+    assert groups(status) == 2 - 2
+
+
 def test_on_policy_waits_for_delivered_batches_to_be_trained() -> None:
     on_policy = {"max_batches_offpolicy": 0}
     assert groups({"current_step": 3, "trained_steps": 2}, on_policy) == 0

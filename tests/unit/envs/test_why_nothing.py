@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from atroposlib.api.settings import RunApiConfig
+from atroposlib.envs import cli
 from atroposlib.envs.base import ScoredDataItem
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.outcomes import FREE_DROPS, pause_s
@@ -107,6 +108,25 @@ async def test_vllm_is_not_up(tmp_path: Path, api: Api) -> None:
     async with asking(api, env) as why:
         told = await why.says("environment counting (heard", "not yet registered, waits for the inference server at")
         assert inference.base_url in told
+
+
+async def test_the_name_of_the_model_is_not_known_yet(tmp_path: Path, api: Api) -> None:
+    inference = FakeInferenceServer()
+    await inference.start()
+    await inference.close()
+    servers = server_config(inference)
+    servers[0].model_name = "default"
+    tree = cli.EnvTree(env=config(tmp_path, api.url, wandb_name="mine"), openai=servers)
+    async with asking(api) as why:
+        serving = asyncio.create_task(cli.run(CountingEnv, "serve", tree))
+        told = await why.says("environment mine (heard", "not yet registered, waits for the inference server at")
+        assert inference.base_url in told
+        await inference.start()
+        await why.says("environment mine_0 (heard", "groups posted")
+        assert "not yet registered" not in await why.says("mine_0")
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await inference.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A run as the live console sees it, for test_live_console.py to start on a terminal of its own.
 
-`python live_run.py RUN_DIR HOW`, where HOW is `ends`, `dies`, `raises`, `interrupted` or `waits` (until it is killed).
+`python live_run.py RUN_DIR HOW`, where HOW is `ends`, `dies`, `raises`, `interrupted`, `waits` (until it is killed) or
+`shrinks` (it waits to be told that its terminal is narrower now).
 """
 
 import fcntl
@@ -35,6 +36,10 @@ def main(run_dir: Path, how: str) -> None:
         if how == "waits":
             print("READY", file=sys.stderr)
             time.sleep(60)
+        if how == "shrinks":
+            print("NARROWER?", file=sys.stderr)
+            sys.stdin.readline()
+            time.sleep(PAUSE_S)
         console(Up("vllm", 39.6))
         console(LogLine("vllm", "WARNING 11-22 the cache is \x1b[2Jfull"))
         for number in range(3):

@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 FAMILY = "import subprocess, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
-PYTHON_PATH = {**os.environ, "PYTHONPATH": str(ROOT)}
+PYTHON_PATH = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 Plan = dict[str, Any]
 

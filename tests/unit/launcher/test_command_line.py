@@ -6,6 +6,8 @@ import pytest
 
 from atroposlib.flags import ConfigError
 from example_trainer.launcher import cli, train
+from example_trainer.launcher.command_line import read_command_line
+from example_trainer.launcher.runs import NoSuchRun
 from example_trainer.modes import Broadcast
 from tests.unit.launcher.plans import ROOT, ask_for, no_processes, on_gpus, plan
 
@@ -148,3 +150,17 @@ def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         plan("gsm8k", "--layout.vllm", "5")
     with pytest.raises(ConfigError, match="which leaves none for the trainer"):
         plan("gsm8k", "--vllm.tensor_parallel_size", "3")
+
+
+def test_a_run_is_resumed_by_its_name_or_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    runs = ["--runs", str(tmp_path), "--dry-run"]
+    with pytest.raises(ConfigError, match=r"mine has no run\.yaml: name a run, or its directory"):
+        read_command_line(["--resume", "mine", *runs], {})
+    (tmp_path / "mine/run.yaml").write_text("base: arithmetic.yaml\nsteps: 7\n")
+    for name in ("mine", str(tmp_path / "mine")):
+        asked = read_command_line(["--resume", name, *runs], {})
+        assert (asked.resume, asked.run.steps) == (tmp_path / "mine", 7)
+        assert asked.run.trainer["resume"] == "auto"
+    with pytest.raises(NoSuchRun):
+        read_command_line(["--resume", "other", *runs], {})

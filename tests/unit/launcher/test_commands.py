@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from example_trainer.launcher.cli import COMMANDS
-from example_trainer.launcher.completion import whole_parser
 from example_trainer.launcher.log_files import Follower, last_lines, last_word
 from tests.unit.launcher.processes import (
     PYTHON_PATH,
@@ -256,12 +255,6 @@ def test_help_of_a_command_needs_less_than_a_second_of_cpu(command: str) -> None
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"usage: atropos {command}")
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
-
-
-def test_completion_knows_every_command_with_its_flags() -> None:
-    whole = whole_parser()
-    assert whole.parse_args(["stop", "--all"]).all
-    assert all(f"{name} " in whole.format_help() for name in COMMANDS)
 
 
 def test_every_command_is_in_the_overview() -> None:

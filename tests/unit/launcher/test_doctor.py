@@ -14,8 +14,11 @@ import msgspec
 import pytest
 
 from atroposlib.wire.bridge import Manifest, lay_out
-from example_trainer.launcher import doctor, doctor_checks
-from example_trainer.launcher.doctor_checks import GIB, MIB, Answer, Finding, Gpu, Listener, Model
+from example_trainer.launcher import device_checks, doctor_checks
+from example_trainer.launcher.doctor_checks import Answer, Finding
+from example_trainer.launcher.machine import MIB, Gpu, Listener
+from example_trainer.launcher.memory_plan import GIB
+from example_trainer.launcher.model_files import Model, read_model
 from example_trainer.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -100,25 +103,25 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]",
         ),
         (
-            doctor_checks.check_heads(2, MODEL),
+            device_checks.check_heads(2, MODEL),
             "9 heads and 3 key-value heads do not split into 2: --tensor-parallel-size one of 1, 3, 9",
         ),
         (
-            doctor_checks.check_gpus(MODES["broadcast"], 3, 2),
+            device_checks.check_gpus(MODES["broadcast"], 3, 2),
             "2 visible, 3 rank(s) of vLLM and the trainer: --tensor-parallel-size 2",
         ),
-        (doctor_checks.check_cores(3, 2), "2 for 3 rank(s) of vLLM: --tensor-parallel-size 2 at most"),
-        (doctor_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
+        (device_checks.check_cores(3, 2), "2 for 3 rank(s) of vLLM: --tensor-parallel-size 2 at most"),
+        (device_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
         (
-            doctor_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),
+            device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),
             "3.0 GiB available, about 4.0 GiB needed",
         ),
         (
-            doctor_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, False),
+            device_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, False),
             "GPU 1 (H200): 10 MiB free, about 15 MiB needed",
         ),
         (
-            doctor_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),
+            device_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),
             "1 MiB free in /data, two checkpoints take 23 MiB",
         ),
     ],
@@ -135,7 +138,7 @@ def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Findi
         doctor_checks.check_driver(None, "13.0"),
         doctor_checks.check_open_files(1024, 20_000),
         doctor_checks.check_switch(MODES["broadcast"], "", running=False),
-        doctor_checks.check_gpus(MODES["broadcast"], 1, 1),
+        device_checks.check_gpus(MODES["broadcast"], 1, 1),
         server("broadcast", Answer(200, STATUS | {"poisoned": "commit failed"})),
     ],
 )
@@ -166,11 +169,11 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
         server("lora", Answer(200, STATUS | {"max_lora_rank": 16, "enabled": False})),
         doctor_checks.check_ranks(2, 2),
         doctor_checks.check_same_model(MODEL, manifest()),
-        doctor_checks.check_heads(3, MODEL),
-        doctor_checks.check_gpus(MODES["single_copy"], 2, 2),
-        doctor_checks.check_shared_memory(64 * MIB, False),
-        doctor_checks.check_memory(4 * GIB, MODES["broadcast"], MODEL, "float32", GIB, running=True),
-        doctor_checks.check_gpu_memory(GPUS[:1], MODES["single_copy"], MODEL, "bfloat16", 1, False),
+        device_checks.check_heads(3, MODEL),
+        device_checks.check_gpus(MODES["single_copy"], 2, 2),
+        device_checks.check_shared_memory(64 * MIB, False),
+        device_checks.check_memory(4 * GIB, MODES["broadcast"], MODEL, "float32", GIB, running=True),
+        device_checks.check_gpu_memory(GPUS[:1], MODES["single_copy"], MODEL, "bfloat16", 1, False),
     ],
 )
 def test_what_is_right_is_ok(finding: Finding) -> None:
@@ -197,7 +200,7 @@ def write_model(folder: Path, tied: bool) -> Path:
     ("tied", "names"), [(True, {"model.embed_tokens.weight"}), (False, {"model.embed_tokens.weight", "lm_head.weight"})]
 )
 def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path, tied: bool, names: set[str]) -> None:
-    model = doctor.read_model(str(write_model(tmp_path, tied)))
+    model = read_model(str(write_model(tmp_path, tied)))
     assert model is not None
     assert set(model.shapes) == names
     assert model.parameters == 40 * len(names)
@@ -205,8 +208,8 @@ def test_a_checkpoint_is_read_by_its_headers(tmp_path: Path, tied: bool, names: 
 
 
 def test_a_model_that_is_not_here_is_no_model() -> None:
-    assert doctor.read_model("nobody/has-this-model") is None
-    assert doctor.read_model("/nowhere") is None
+    assert read_model("nobody/has-this-model") is None
+    assert read_model("/nowhere") is None
 
 
 def run_doctor(*flags: str, **environment: str) -> tuple[int, str]:

@@ -21,6 +21,7 @@ from example_trainer.launcher.progress import Bar
 
 PROGRAM = Path(__file__).with_name("live_run.py")
 SEQUENCE = re.compile(r"\x1b\[(?P<parameters>[0-9;?]*)(?P<final>[A-Za-z])")
+NARROW = 30
 SAMPLE = {"scores": [1.0], "messages": [[{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]]}
 LASTING = [
     "Training begins",
@@ -56,11 +57,15 @@ class Seen:
             start_new_session=True,
         ) as process:
             os.close(theirs)
-            self.raw = ""
+            self.raw = self.wide = ""  # all, and what was written before the terminal was made narrow
             while chunk := self._read(ours):
                 self.raw += chunk
                 if "READY" in self.raw:
                     process.send_signal(signal.SIGKILL)
+                if "NARROWER?" in self.raw and not self.wide:
+                    self.wide = self.raw
+                    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, NARROW, 0, 0))
+                    os.write(ours, b"\n")
         self.status = process.returncode
         self.after = termios.tcgetattr(ours)
         os.close(ours)
@@ -118,6 +123,11 @@ def assert_nothing_lost(seen: Seen) -> None:
     assert "━" not in text  # the bars are gone
 
 
+def widest_bar(raw: str) -> int:
+    """The length of the longest line with a bar in it."""
+    return max(len(line) for line in re.split(r"[\r\n]", SEQUENCE.sub("", raw)) if "━" in line)
+
+
 @pytest.mark.services
 @pytest.mark.parametrize(("rows", "columns"), [(24, 80), (24, 200), (3, 20), (1, 7)])
 def test_every_line_stays_and_no_bar_does(tmp_path: Path, rows: int, columns: int) -> None:
@@ -153,6 +163,17 @@ def test_the_terminal_is_given_back(tmp_path: Path, how: str, status: int, last:
     if how == "dies":
         assert "vllm (pid 8) died: killed by signal KILL. Last lines of" in seen.text()
         assert "    the last \\x1b[31mline\n" in seen.text()
+
+
+@pytest.mark.services
+def test_a_terminal_that_is_made_narrower_gets_narrower_bars(tmp_path: Path) -> None:
+    seen = Seen(tmp_path / "run", "shrinks", columns=100)
+    assert seen.status == 0
+    assert seen.wide
+    assert widest_bar(seen.wide.partition("NARROWER?")[0]) == 99
+    assert widest_bar(seen.raw.removeprefix(seen.wide)) == NARROW - 1
+    for line in LASTING:
+        assert line in SEQUENCE.sub("", seen.raw)
 
 
 @pytest.mark.services

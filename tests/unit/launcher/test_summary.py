@@ -1,9 +1,15 @@
 """The closing lines of a quickstart run."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
+
 from example_trainer.launcher import summary
+from example_trainer.launcher.cli import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_accuracy_before_and_after() -> None:
@@ -24,17 +30,44 @@ def test_each_of_several_environments_has_its_accuracy() -> None:
     ]
 
 
-def test_summary_names_the_run_and_its_figures(tmp_path: Path) -> None:
-    run = tmp_path / "mine"
-    run.mkdir()
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three steps."""
+    run = tmp_path / "runs/mine"
+    run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": s, "reward_mean": s / 10}) + "\n" for s in (1, 2, 3))
     )
-    text = summary.summary(run, 412)
+    return run
+
+
+def test_summary_names_the_run_and_its_figures(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = summary.summary(run, 412, newcomer=True, installed=False)
     assert "Mean sampled reward: 0.10 at step 1, 0.30 at step 3" in text
     assert "Took 6 min 52 s" in text
-    assert "runs/mine/reward.png" in text
-    assert "checkpoints/final_model    the trained model" in text
+    assert "Where to look, in runs/mine/:" in text
+    assert "  checkpoints/final_model    the trained model" in text
+    monkeypatch.chdir("/")
+    assert f"Where to look, in {str(run).removeprefix('/')}/:" in summary.summary(run, 1, newcomer=True, installed=True)
+
+
+def test_a_newcomer_is_told_what_to_type_and_that_it_can_be_typed(run: Path) -> None:
+    checkout = summary.summary(run, 412, newcomer=True, installed=False)
+    for command in re.findall(r"scripts/\S+", checkout):
+        assert (ROOT / command).is_file()
+    assert "  scripts/quickstart.sh --seed 2 " in checkout
+    assert "  scripts/run_gsm8k_lora.sh --dataset arithmetic " in checkout
+    assert "scripts/" not in summary.summary(run, 412, newcomer=True, installed=True)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("newcomer", [True, False])
+def test_every_next_step_is_a_command(installed: bool, newcomer: bool) -> None:
+    for command in summary.next_steps("runs/mine", newcomer, installed):
+        if not command.startswith("scripts/r") and not command.startswith("scripts/q"):
+            words = command.removeprefix("atropos ").removeprefix("scripts/setup.sh --run ").split()
+            assert words[0] in COMMANDS
 
 
 def test_an_adapter_is_called_one(tmp_path: Path) -> None:

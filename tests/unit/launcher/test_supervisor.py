@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from example_trainer.launcher import become
-from example_trainer.launcher.supervisor import describe
+from example_trainer.launcher.child import describe
 from tests.unit.launcher.processes import (
     DEAF,
     FAMILY,

@@ -14,6 +14,7 @@ from atroposlib.clients.batching_api import ApiRefused, AsyncBatchingApi
 from atroposlib.compat.generation import GenerationConfig, GenerationError, fetch_groups
 from atroposlib.envs.discovery import served_model
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.reporting import StartUp
 from atroposlib.envs.server_handling.errors import PermanentServerError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.proxy_client import create_proxy_session
@@ -118,7 +119,7 @@ async def trl_tokens(url: str, folder: Path) -> None:
 
 
 async def discovery(url: str, folder: Path) -> None:
-    await served_model(config(url, folder), timeout_s=0.3)
+    await served_model(config(url, folder), timeout_s=0.3, start=StartUp("env"))
 
 
 async def batching_api(url: str, folder: Path) -> None:

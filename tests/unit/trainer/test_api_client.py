@@ -1,6 +1,9 @@
 """The trainer's API client against a server that is late, restarted, wrong or gone."""
 
 import contextlib
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -10,6 +13,8 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from atroposlib.wire.batching import Registration, ScoredData
+from atroposlib.wire.routes import LEASE_WAIT_S
+from example_trainer import grpo
 from example_trainer.api_client import ApiClient, ApiError
 from tests.unit.api.support import api_settings
 from tests.unit.trainer.fakes import FakeApi, item, serve
@@ -241,3 +246,79 @@ def test_an_api_that_takes_no_more_for_now_is_asked_again(monkeypatch: pytest.Mo
         trainer, _ = trainer_of(url)
         for step in range(3):
             trainer.report_step(step, step)
+
+
+# --- waiting for a batch in the API ---------------------------------------------------------------------------------
+
+
+def test_the_trainer_has_a_batch_50_ms_after_it_is_complete_on_average() -> None:
+    with real_api() as url:
+        trainer, _ = trainer_of(url)
+        posted: list[float] = []
+
+        def post_soon(number: int) -> None:
+            time.sleep(0.1 + 0.02 * number)  # after the requests that do not wait
+            posted.append(time.monotonic())
+            post_groups(url, 1)
+
+        late = []
+        for number in range(10):
+            environment = threading.Thread(target=post_soon, args=(number,))
+            environment.start()
+            trainer.fetch_batch(20)
+            late.append(time.monotonic() - posted[-1])
+            environment.join()
+        assert sum(late) / len(late) <= 0.05, late
+
+
+def test_an_api_that_does_not_wait_is_polled_with_pauses() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class OlderApi(FakeApi):
+        def answer(self, method: str, path: str, query: dict[str, list[str]], body: dict[str, Any]) -> dict[str, Any]:
+            if path != "/batch/lease":
+                return super().answer(method, path, query, body)
+            asked.append(body)
+            return {"batch": None, "lease": None}
+
+    with serve(OlderApi(batches)) as url:
+        trainer = client(url)
+        trainer.register(0)
+        with pytest.raises(ApiError, match="there is none yet"):
+            trainer.fetch_batch(1)
+    assert 3 < len(asked) < 12
+    assert all(0 < body["wait_s"] <= LEASE_WAIT_S for body in asked[1:-1])
+
+
+def test_a_long_wait_asks_seldom_logs_little_and_looks_after_the_bridge(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("atroposlib.wire.routes.LEASE_WAIT_S", 0.05)
+    caplog.set_level("INFO")
+    pauses: list[float] = []
+    with real_api() as url:
+        trainer = ApiClient(url, RUN, patience_s=5, sleep=pauses.append)
+        trainer.register(0)
+        with pytest.raises(ApiError, match="no batch"):
+            trainer.fetch_batch(1)
+    assert 10 < len(pauses) < 25
+    assert pauses[:10] == [0.0] * 10
+    (waiting,) = (line for line in caplog.messages if "a batch" in line)
+    assert "0 of 2 sequences of the next batch are there; no environment is registered" in waiting
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_the_wait_at_once(number: int, raised: type[BaseException]) -> None:
+    before = signal.signal(signal.SIGTERM, grpo._terminate)
+    try:
+        with real_api() as url:
+            trainer, _ = trainer_of(url)
+            alarm = threading.Timer(0.5, os.kill, (os.getpid(), number))
+            alarm.start()
+            start = time.monotonic()
+            with pytest.raises(raised):
+                trainer.fetch_batch(30)
+            assert time.monotonic() - start < 2
+            trainer.close()
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,6 +30,7 @@ from tests.unit.trainer.fakes import (
     serve,
     tiny_model,
 )
+from vllm_patching import compat  # noqa: F401  loads vLLM, which starts a process, as no test may (tests/marks.py)
 from vllm_patching.batch_invariant import kernels
 from vllm_patching.batch_invariant.switch import NotInvariant
 

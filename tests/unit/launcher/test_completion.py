@@ -1,0 +1,92 @@
+"""What a shell offers after TAB, asked of a real bash that has sourced the completion."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from example_trainer.launcher.cli import COMMANDS
+from example_trainer.launcher.run_file import recipe_files
+from example_trainer.modes import MODES
+from tests.unit.launcher.processes import PYTHON_PATH
+
+pytest.importorskip("shtab")
+pytestmark = pytest.mark.services
+
+ASK = """\
+source <("$1" -m example_trainer.launcher completion bash) || exit 1
+shift
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1)) COMP_LINE="$*" COMP_POINT=${#COMP_LINE}
+complete -p atropos | grep -q -- ' -F _shtab_atropos atropos' || exit 2
+_shtab_atropos && printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def offered(*words: str, cwd: Path) -> set[str]:
+    """What TAB offers for the last of the words of a command line."""
+    done = subprocess.run(
+        ["bash", "-c", ASK, "bash", sys.executable, "atropos", *words],
+        cwd=cwd,
+        env=PYTHON_PATH,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {line for line in done.stdout.splitlines() if line}
+
+
+def test_commands_and_their_flags(tmp_path: Path) -> None:
+    assert offered("", cwd=tmp_path) == set(COMMANDS)
+    assert offered("st", cwd=tmp_path) == {"status", "stop"}
+    assert {"--follow", "--lines", "--runs"} <= offered("logs", "--", cwd=tmp_path)
+    assert offered("completion", "", cwd=tmp_path) == {"bash", "zsh", "tcsh"}
+    assert offered("quickstart", "--st", cwd=tmp_path) == {"--steps"}
+
+
+def test_recipes_and_run_files(tmp_path: Path) -> None:
+    recipes = {path.stem for path in recipe_files()}
+    (tmp_path / "my_run.yaml").touch()
+    (tmp_path / "notes.txt").touch()
+    for command in ("train", "evaluate"):
+        assert offered(command, "", cwd=tmp_path) == {*recipes, "my_run.yaml"}
+    assert offered("train", "gsm8k_lora", cwd=tmp_path) == {"gsm8k_lora", "gsm8k_lora_restart"}
+
+
+def test_what_a_flag_takes(tmp_path: Path) -> None:
+    assert offered("train", "gsm8k", "--bridge", "", cwd=tmp_path) == set(MODES)
+    assert offered("doctor", "--mode", "", cwd=tmp_path) == set(MODES)
+    assert offered("train", "gsm8k", "--dtype", "", cwd=tmp_path) == {"float32", "bfloat16"}
+    (tmp_path / "problems.jsonl").touch()
+    assert offered("train", "gsm8k", "--dataset-path", "pro", cwd=tmp_path) == {"problems.jsonl"}
+
+
+def test_flags_of_the_programs(tmp_path: Path) -> None:
+    assert offered("train", "gsm8k", "--trainer.lr", cwd=tmp_path) == {"--trainer.lr", "--trainer.lr-decay-steps"}
+    assert "--api.journal" in offered("train", "gsm8k", "--api.j", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("words", [["stop"], ["status"], ["plot"], ["logs"], ["push"], ["train", "--resume"]])
+def test_runs(words: list[str], tmp_path: Path) -> None:
+    for name in ("night", "noon"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert offered(*words, "n", cwd=tmp_path) == {"night", "noon"}
+
+
+def test_environments(tmp_path: Path) -> None:
+    (tmp_path / "my_server.py").touch()
+    assert {"gsm8k", "template", "my_server.py"} <= offered("env", "", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "example_trainer.launcher", "completion", shell]
+    text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "gsm8k_lora" in text or shell == "tcsh"
+    assert "--trainer.lr" in text or shell == "tcsh"
+    if found := shutil.which(shell):
+        (tmp_path / "script").write_text(text)
+        subprocess.run([found, "-n", str(tmp_path / "script")], timeout=60, check=True)
