@@ -7,6 +7,7 @@ packed attention and the chunked head work as before. A folder is `adapter_confi
 `adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,13 +15,13 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.errors import reading
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.model import load_model
+from example_trainer.model import load_model, meta_model, prepare_for_training
 from example_trainer.modes import Adapter
 from example_trainer.weights.written import Form
 
@@ -46,18 +47,54 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
     """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the
     model itself. Raises ModelError, or AdapterError, which names the layers that --lora-target-modules can name.
     """
-    resumed = Path(source) if source != config.model_name else None
-    if resumed:
-        _check_settings(resumed, config)
+    resumed = _resumed(source, config)
     model = load_model(config.model_name, device, gradient_checkpointing=config.gradient_checkpointing)
-    mode, head = config.mode(Adapter), model.get_output_embeddings()  # the head may be tied to the embeddings
-    present = list(
-        dict.fromkeys(
-            name.rpartition(".")[2]
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        )
-    )
+    _inject(model, config)
+    if resumed:
+        load_weights(model, resumed)
+    return model
+
+
+def meta_adapted_model(
+    source: str, config: TrainerConfig, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """What `load_adapted_model` gives, without storage and with the frozen weights in `dtype`; and the adapter's
+    values by parameter name. They are the same on every rank, and with one rank, given the same seed.
+    """
+    resumed = _resumed(source, config)
+    model = meta_model(config.model_name)
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    nn.Module.to(model, dtype)
+    linears = {module: module.weight for module in _linears(model).values()}
+    for module, weight in linears.items():  # a CPU tensor of one number: PEFT makes the adapter where the weight is
+        module.weight = nn.Parameter(torch.zeros(()).expand(weight.shape), requires_grad=False)
+    _inject(model, config)
+    for module, weight in linears.items():
+        module.weight = weight.requires_grad_(False)
+    if resumed:
+        load_weights(model, resumed)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+    nn.Module.to(model, "meta")
+    return model, values
+
+
+def _resumed(source: str, config: TrainerConfig) -> Path | None:
+    if source == config.model_name:
+        return None
+    _check_settings(Path(source), config)
+    return Path(source)
+
+
+def _linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    head = model.get_output_embeddings()  # may be tied to the embeddings
+    return {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
+    }
+
+
+def _inject(model: PreTrainedModel, config: TrainerConfig) -> None:
+    mode = config.mode(Adapter)
+    present = list(dict.fromkeys(name.rpartition(".")[2] for name in _linears(model)))
     if unknown := [name for name in mode.target_modules if name not in present]:
         raise AdapterError(
             f"--lora-target-modules: {config.model_name} has no linear layer named {', '.join(unknown)}; it has"
@@ -75,27 +112,35 @@ def load_adapted_model(source: str, config: TrainerConfig, device: torch.device)
         model,
         NAME,
     )
-    if resumed:
-        load_weights(model, resumed)
-    return model
+
+
+def saved_name(name: str) -> str:
+    """The name under which PEFT saves a parameter of the adapter."""
+    return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
+
+
+def name_in_files(name: str) -> str:
+    """The name that a frozen parameter has in the files of its model, which know no adapter."""
+    return name.replace(".base_layer.", ".")
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The trained parameters by the names PEFT saves them under."""
-    return {
-        f"base_model.model.{name.replace(f'.{NAME}.', '.')}": parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    return {saved_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _write_adapter(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def write_adapter(folder: Path, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors`, by the names PEFT saves them under, as the adapter of `model`."""
     model.peft_config[NAME].save_pretrained(folder)
     save_file(
-        {name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()},
+        {name: tensor.detach().contiguous() for name, tensor in tensors.items()},
         folder / WEIGHTS,
         metadata={"format": "pt"},
     )
+
+
+def _write_adapter(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    write_adapter(folder, model, adapter_tensors(model))
 
 
 ADAPTER = Form(

@@ -329,6 +329,15 @@ class TrainerConfig(
                 "--bit-exact strict needs --batch-invariant, here and on the vLLM server: without it every batch"
                 " differs"
             )
+        own = "--batch-invariant" if self.batch_invariant else "a single copy" if self.bridge.same_devices else None
+        if own and self.compute_dtype == "bfloat16":
+            raise ValueError(
+                f"--compute-dtype bfloat16: {own} computes in the dtype that vLLM serves; drop the one or the other"
+            )
+        if own and self.offload in ("moments", "all"):
+            raise ValueError(
+                f"--offload {self.offload}: {own} keeps weights and moments on its device; drop the one or the other"
+            )
         if self.batch_invariant and self.bridge.trains_adapter:
             raise ValueError(
                 "--batch-invariant does not cover LoRA adapters: choose a mode that trains the whole model, or drop the"

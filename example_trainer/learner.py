@@ -15,15 +15,14 @@ from example_trainer.batching import Rollout
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
-from example_trainer.model import load_model
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import Ranks, collective
-from example_trainer.policy import Policy, token_logprobs
+from example_trainer.policy import token_logprobs
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.gathered import gather_rows
-from example_trainer.weights.load import load_sharded, load_trained, sharded_policy
+from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import TrainedModel
 
@@ -61,7 +60,7 @@ class Learner:
         """
         config = self._config
         self._policy = self.trained.policy
-        self._reference = self._start_model() if config.kl_coef > 0 else None
+        self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
         self.progress = restore(Path(checkpoint), self.optimizer) if checkpoint else Progress()
 
@@ -125,17 +124,6 @@ class Learner:
     def gather(self, names: list[str], dtype: str) -> list[Tensor]:
         """On rank 0, each rank's rows of these parameters (weights/gathered.py)."""
         return gather_rows(self.trained.policy, names, dtype)
-
-    def _start_model(self) -> Policy:
-        """The frozen start model."""
-        config, mesh = self._config, self.ranks.mesh
-        if mesh is None:
-            policy = Policy(load_model(config.model_name, self._device))
-        else:
-            policy = sharded_policy(config, config.model_name, self._device, mesh)
-            for module in fsdp_modules(policy):
-                module.set_reshard_after_forward(True)  # no backward pass follows
-        return policy.requires_grad_(False)
 
     def _before_pass(self, is_last: bool) -> None:
         """Tell FSDP2 what becomes of gathered weights and gradients after this micro-batch."""

@@ -15,7 +15,10 @@ from atroposlib.errors import reading, reason
 from example_trainer.errors import TrainerError
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import MicroBatch
-from example_trainer.policy import trained_hidden
+from example_trainer.policy import Policy
+
+# of two ways to compute the same logits, relative to the largest
+PACKED_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 class ModelError(TrainerError):
@@ -28,7 +31,7 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
     nn.Module.to(model, device)
     prepare_for_training(model, gradient_checkpointing=gradient_checkpointing)
-    check_packed_forward(model)
+    check_packed_forward(Policy(model), device)
     return model
 
 
@@ -53,6 +56,19 @@ def reading_model(name: str) -> AbstractContextManager[None]:
         " and safetensors weights",
         also=(SafetensorError,),
     )
+
+
+def expect_dense(model: PreTrainedModel) -> None:
+    """Raise ModelError for what cannot be spread over ranks layer by layer: experts, or parts that read images."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        found = "experts" if "Experts" in kind or "SparseMoe" in kind else "images" if "Vision" in kind else None
+        if found:
+            raise ModelError(
+                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): take a dense text"
+                " model, such as Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload"
+                " none"
+            )
 
 
 def prepare_for_training(model: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
@@ -91,9 +107,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase | None:
 
 
 @torch.no_grad()
-def check_packed_forward(model: PreTrainedModel) -> None:
-    """Raise ModelError unless logits of two packed sequences equal those of the model's own forward on each alone."""
-    device = model.device
+def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    """Raise ModelError unless logits of two packed sequences equal those of the model's own forward on each alone, up
+    to the rounding of `dtype`.
+    """
+    model = policy.model
     lengths = (5, 7)
     tokens = torch.arange(1, 1 + sum(lengths), device=device) % model.config.get_text_config().vocab_size
     none = torch.empty(0, device=device)
@@ -109,12 +127,11 @@ def check_packed_forward(model: PreTrainedModel) -> None:
         reference_logprobs=none,
     )
     try:
-        found = model.get_output_embeddings()(trained_hidden(model, packed))
+        found, expected = policy.logits_both_ways(packed)
     except (TypeError, ValueError) as error:
         raise ModelError(f"{type(model).__name__} cannot be trained with packed sequences: {reason(error)}") from error
-    expected = torch.cat([model(input_ids=part[None]).logits[0] for part in tokens.split(lengths)])
     difference = (found - expected).abs().max().item()
-    limit = 1e-3 * max(1.0, expected.abs().max().item())
+    limit = PACKED_TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
     if not difference <= limit:
         raise ModelError(
             f"{type(model).__name__} cannot be trained with packed sequences: its logits differ by {difference:.3g}"

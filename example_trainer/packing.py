@@ -58,8 +58,8 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def deal(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """The sequences' indices by rank and micro-batch: every index once, as many micro-batches on each rank, each of at
-    most `budget` tokens unless one sequence is longer. A micro-batch is empty where there are fewer sequences than
-    micro-batches.
+    most `budget` tokens unless one sequence is longer. A micro-batch is empty only where each of the others has one
+    sequence.
 
     First fit says how many are needed; the sequences then go, longest first, to the emptiest that has space, and the
     micro-batches, fullest first, to the rank with the fewest tokens, so that ranks wait little for each other.
@@ -68,7 +68,7 @@ def deal(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]
     if ranks == 1:
         return [found]
     passes = -(-len(found) // ranks)
-    bins = _spread(lengths, passes * ranks, budget) or found + [[] for _ in range(passes * ranks - len(found))]
+    bins = _spread(lengths, passes * ranks, budget) or _split(found, passes * ranks, lengths)
     shares: list[list[list[int]]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for members in sorted(bins, key=lambda members: (-sum(lengths[i] for i in members), members)):
@@ -89,6 +89,21 @@ def _spread(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] 
         bins[emptiest].append(index)
         filled[emptiest] += lengths[index]
     return [sorted(members) for members in bins]
+
+
+def _split(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
+    """`bins`, and of the fullest ones a sequence each, until there are `count`; empty ones when no bin has two."""
+    bins = list(bins)
+    while len(bins) < count:
+        several = [b for b in range(len(bins)) if len(bins[b]) > 1]
+        if not several:
+            bins.append([])
+            continue
+        fullest = max(several, key=lambda b: (sum(lengths[i] for i in bins[b]), -b))
+        longest = max(bins[fullest], key=lambda i: (lengths[i], -i))
+        bins[fullest] = [i for i in bins[fullest] if i != longest]
+        bins.append([longest])
+    return bins
 
 
 def fed_length(rollout: Rollout) -> int:

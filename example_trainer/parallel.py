@@ -308,6 +308,12 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
             f"--batch-invariant trains on one device, and this trainer has {size} ranks: give --trainer-ranks 1, or"
             " drop the flag"
         )
+    if config.optimizer != "adamw" and (size > 1 or shards_alone(config, device)):
+        what = f"this trainer has {size} ranks" if size > 1 else "--compute-dtype bfloat16 and --offload shard them"
+        raise TrainerError(
+            f"--optimizer {config.optimizer} updates whole tensors, and {what}: use adamw, or --trainer-ranks 1"
+            " --compute-dtype float32 --offload none"
+        )
     if size % shard:
         fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
         raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
@@ -330,8 +336,7 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
                 timeout=timeout,
                 device_id=device if device.type == "cuda" else None,
             )
-            grid, names = ((shard,), ("shard",)) if shard == size else ((size // shard, shard), ("replicate", "shard"))
-            mesh = init_device_mesh(device.type, grid, mesh_dim_names=names)
+            mesh = _mesh(device, size, shard, timeout)
             ranks = Ranks(rank, size, store=store, mesh=mesh, timeout_s=config.dist_timeout_s)
         except RuntimeError as error:
             raise TrainerError(
@@ -349,11 +354,25 @@ def shards_alone(config: TrainerConfig, device: torch.device) -> bool:
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """In which the layers compute. A bit-exact run and a single copy compute as vLLM does, whatever this says."""
+    """In which the layers compute. A bit-exact run and a single copy compute as vLLM does, and an optimizer that takes
+    whole tensors in float32.
+    """
     if config.compute_dtype == "auto":
-        own = config.batch_invariant or config.bridge.same_devices
+        own = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
         return torch.bfloat16 if device.type == "cuda" and not own else torch.float32
     return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
+
+
+def _mesh(device: torch.device, size: int, shard: int, timeout: timedelta) -> DeviceMesh:
+    """What FSDP2 shards over. All its groups have our deadline; those that DeviceMesh makes would have torch's own."""
+    if shard == size:
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))  # the group of all, which has it
+    grid = torch.arange(size).view(size // shard, shard)
+    groups = [
+        dist.new_subgroups_by_enumeration(members.tolist(), timeout=timeout)[0]
+        for members in (grid.T, grid)  # who holds the same rows; who shares one model
+    ]
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
 def _store(place: Place, timeout: timedelta) -> dist.Store:

@@ -132,6 +132,12 @@ class Policy(nn.Module):
             chunk_loss(logprobs, entropy, chunk).backward()
         return hidden, cut.grad
 
+    def logits_both_ways(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Logits of a row's sequences as they are trained, packed; and by the model's own forward, each alone."""
+        packed = self.model.get_output_embeddings()(trained_hidden(self.model, batch))
+        parts = batch.input_ids[0].split(list(batch.lengths))
+        return packed, torch.cat([self.model(input_ids=part[None]).logits[0] for part in parts])
+
 
 @torch.no_grad()
 def token_logprobs(policy: Policy, batch: MicroBatch, chunk_mb: int) -> Tensor:

@@ -8,14 +8,24 @@ root's: the head runs in chunks (policy.py), and tied weights must be gathered t
 dtype that it computes in.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from example_trainer.model import ModelError, rebuild_buffers
+from example_trainer.adapters import name_in_files
+from example_trainer.model import ModelError, check_packed_forward, rebuild_buffers
 from example_trainer.policy import Policy
 from example_trainer.weights.files import WeightFiles
 
@@ -26,7 +36,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"{type(model).__name__} has no list of decoder layers, so it cannot be spread over several trainer ranks:"
-            " take a Llama, Mistral, Qwen2 or Qwen3, or one rank in float32"
+            " take a Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload none"
         )
     return layers
 
@@ -37,14 +47,14 @@ def shard(
     """Make every parameter a DTensor, rows over `mesh`. Gradients are summed over ranks, not averaged."""
     device = torch.device(mesh.device_type)
     where = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload else OffloadPolicy()
-    mixed = MixedPrecisionPolicy(
-        param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=True
-    )
+    mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    of_root = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     for layer in decoder_layers(policy.model):
         fully_shard(
             layer, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=mixed, offload_policy=where
         )
-    fully_shard(policy, mesh=mesh, offload_policy=where)
+    fully_shard(policy, mesh=mesh, mp_policy=of_root, offload_policy=where)
+    register_fsdp_forward_method(policy, "logits_both_ways")
     for module in fsdp_modules(policy):  # each, as FSDP2 keeps these settings module by module
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
@@ -62,14 +72,32 @@ def reshard(policy: nn.Module) -> None:
 
 
 @torch.no_grad()
-def load_shards(policy: Policy, files: WeightFiles, device: torch.device) -> None:
-    """Give a sharded meta model storage on `device`, and this rank's rows of the files. Raises ModelError."""
+def load_shards(policy: Policy, files: WeightFiles, device: torch.device, adapter: Mapping[str, Tensor]) -> None:
+    """Give a sharded meta model storage on `device`, and this rank's rows: of `adapter`, by parameter name, and of the
+    files. Raises ModelError, before there is any storage if the files are another model's.
+    """
+    for name, parameter in policy.model.named_parameters():
+        if name not in adapter:
+            files.expect(name_in_files(name), tuple(parameter.shape))
     policy.to_empty(device=device)
     rebuild_buffers(policy.model, device)
     for name, parameter in policy.model.named_parameters():
         rows = local_rows(parameter)
-        files.expect(name, tuple(parameter.shape))
-        local(parameter).copy_(files.part(name, 0, rows.start, len(rows)))
+        local(parameter).copy_(
+            adapter[name][rows.start : rows.stop]
+            if name in adapter
+            else files.part(name_in_files(name), 0, rows.start, len(rows))
+        )
+
+
+def expect_packed(policy: Policy, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ModelError unless a sharded policy computes packed sequences as its model does each alone. Every rank
+    calls it.
+    """
+    policy.eval()  # no dropout of an adapter
+    check_packed_forward(policy, device, dtype)
+    policy.train()
+    reshard(policy)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class SingleCopyBridge(SessionBridge):
             copied,
         )
         if first:
-            check_packed_forward(self._trained.model)
+            check_packed_forward(self._trained.policy, self._trained.model.device)
         return SyncReport(policy_version, update_s, reply.stall_s, 0.0, reply.update_s, copied)
 
     def _writes(self) -> int:

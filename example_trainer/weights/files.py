@@ -26,6 +26,15 @@ class WeightFiles:
                     self._file_of[name] = path
                     self.shapes[name] = tuple(file.get_slice(name).get_shape())
 
+        if not self._file_of:
+            others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in self._folder.glob(pattern))
+            raise ModelError(
+                f"{self._folder} holds no safetensors"
+                + (f", only {', '.join(others[:3])}" if others else "")
+                + ": single copy, several trainer ranks, bfloat16 and --offload start from them; save the model again"
+                " with save_pretrained"
+            )
+
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the files hold `name` in this shape."""
         if self.shapes.get(name) != shape:

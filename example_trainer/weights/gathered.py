@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from atroposlib.wire.bridge import Bucket, Manifest
+from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.policy import Policy
 from example_trainer.shard import local
 from example_trainer.weights.source import WeightSource, pack, shapes_of
@@ -134,6 +135,17 @@ def whole_model(gather: Gather) -> Form:
             tokenizer.save_pretrained(folder)
 
     return replace(WHOLE_MODEL, write=write)
+
+
+def adapter_of_ranks(gather: Gather) -> Form:
+    """The PEFT folder of a sharded adapter, as one rank writes it."""
+
+    def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        walk = GatheredWeights(shapes_of(model), gather).walk("float32", trained)
+        write_adapter(folder, model, {saved_name(name): tensor.cpu() for name, tensor in walk})
+
+    return replace(ADAPTER, write=write)
 
 
 @dataclass(frozen=True, kw_only=True)

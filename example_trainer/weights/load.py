@@ -1,19 +1,20 @@
 """The model that a run trains, loaded: whole, with an adapter, or over memory that vLLM shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from example_trainer.adapters import ADAPTER, load_adapted_model
+from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.config import TrainerConfig
-from example_trainer.model import load_model, load_tokenizer, meta_model, prepare_for_training
+from example_trainer.model import expect_dense, load_model, load_tokenizer, meta_model, prepare_for_training
 from example_trainer.parallel import compute_dtype
 from example_trainer.policy import Policy
-from example_trainer.shard import load_shards, shard
+from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
 from example_trainer.weights.files import WeightFiles
-from example_trainer.weights.gathered import Gather, ShardedModel, whole_model
+from example_trainer.weights.gathered import Gather, ShardedModel, adapter_of_ranks, whole_model
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
 
@@ -42,17 +43,46 @@ def load_sharded(
     gather: Gather,
     logprobs: Callable[[list[int]], Tensor],
 ) -> ShardedModel:
-    """The model of `source` with this rank's rows alone. Every rank calls it. Raises ModelError."""
-    policy = sharded_policy(config, source, device, mesh)
-    return ShardedModel(
-        policy.model, load_tokenizer(source), whole_model(gather), sharded=policy, gather=gather, logprobs=logprobs
-    )
+    """The model of `source` with this rank's rows alone. Every rank calls it. Raises ModelError or AdapterError."""
+    if config.bridge.trains_adapter:
+        model, adapter = meta_adapted_model(source, config, compute_dtype(config, device))
+        policy = sharded_policy(config, model, config.model_name, device, mesh, adapter)
+        form = adapter_of_ranks(gather)
+    else:
+        policy, form = sharded_model(config, source, device, mesh), whole_model(gather)
+    return ShardedModel(policy.model, load_tokenizer(source), form, sharded=policy, gather=gather, logprobs=logprobs)
 
 
-def sharded_policy(config: TrainerConfig, source: str, device: torch.device, mesh: DeviceMesh) -> Policy:
-    """A policy over `mesh` that computes as configured, with the weights of `source`."""
+def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None) -> Policy:
+    """The frozen start model, which the KL term compares with. Every rank calls it."""
+    if mesh is None:
+        return Policy(load_model(config.model_name, device)).requires_grad_(False)
+    policy = sharded_model(config, config.model_name, device, mesh)
+    for module in fsdp_modules(policy):
+        module.set_reshard_after_forward(True)  # no backward pass follows
+    return policy.requires_grad_(False)
+
+
+def sharded_model(config: TrainerConfig, source: str, device: torch.device, mesh: DeviceMesh) -> Policy:
+    """A policy over `mesh` with the weights of `source`."""
     model = meta_model(source)
     prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    return sharded_policy(config, model, source, device, mesh, {})
+
+
+def sharded_policy(
+    config: TrainerConfig,
+    model: PreTrainedModel,
+    source: str,
+    device: torch.device,
+    mesh: DeviceMesh,
+    adapter: Mapping[str, Tensor],
+) -> Policy:
+    """A policy over `mesh` that computes as configured: a meta model with the weights of `source`, and those of
+    `adapter` by parameter name.
+    """
+    expect_dense(model)
+    files = WeightFiles(source)
     policy = Policy(model)
     shard(
         policy,
@@ -61,5 +91,6 @@ def sharded_policy(config: TrainerConfig, source: str, device: torch.device, mes
         reshard_after_forward=config.reshard_after_forward,
         offload=config.offload == "all",
     )
-    load_shards(policy, WeightFiles(source), torch.device("cpu") if config.offload == "all" else device)
+    load_shards(policy, files, torch.device("cpu") if config.offload == "all" else device, adapter)
+    expect_packed(policy, device, compute_dtype(config, device))
     return policy

@@ -1,63 +1,232 @@
-"""A trainer rank without API and vLLM: it learns from made-up batches, and rank 0 writes down what came of it.
+"""Trainer ranks without API and vLLM: they learn from made-up batches, and write down what came of it.
 
-python -m tests.unit.trainer.rank_child JOB.json
+    python -m tests.unit.trainer.rank_child JOB.json              this process is one rank: alone, or under torchrun
+    python -m tests.unit.trainer.rank_child --fork JOB.json ...   each job's ranks are forked from this process,
+                                                                  which has loaded torch once for all of them
+
+In a job's folder `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
 """
 
 import json
+import os
+import signal
+import socket
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
+from example_trainer import policy
 from example_trainer.batching import Rollout, make_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.learner import Learner
-from example_trainer.parallel import join
+from example_trainer.parallel import Ranks, join
+from example_trainer.rank_processes import VARIABLE
 from example_trainer.shard import local
+from example_trainer.weights import load
 from tests.unit.trainer.fakes import VOCAB, as_records, item
 
 GROUPS = 4
+JOB_S = 60.0  # more than any job takes
 
 
-def rollouts(step: int, seq_len: int = 64) -> tuple[list[Rollout], int]:
-    """A step's rollouts, of ragged lengths, and its sampled tokens."""
-    groups = [
-        item([1.0, 0.0, 0.0, 1.0], seed=100 * step + index, longest=3 + 4 * index, policy_versions=[[0, 0]] * 4)
-        for index in range(GROUPS)
+def rollouts(
+    step: int, seq_len: int = 64, groups: int = GROUPS, answers: int = 4, given: bool = False
+) -> tuple[list[Rollout], int]:
+    """A step's rollouts, of ragged lengths, and its sampled tokens. The last group has one answer fewer; with `given`,
+    the first comes with log-probabilities of the reference.
+    """
+    made = [
+        item(
+            [1.0, 0.0, 0.0, 1.0][: answers - (index == groups - 1)],
+            seed=100 * step + index,
+            longest=3 + 4 * index,
+        )
+        for index in range(groups)
     ]
-    batch = make_batch(as_records(groups), seq_len=seq_len, divide_by_std=True, policy_version=0, vocab_size=VOCAB)
+    if given:
+        made[0]["ref_logprobs"] = [[-1.5] * len(tokens) for tokens in made[0]["tokens"]]
+    batch = make_batch(
+        as_records(made), seq_len=seq_len, divide_by_std=True, policy_version=0, vocab_size=VOCAB, all_groups=True
+    )
     return batch.rollouts, batch.completion_tokens
 
 
 def main(job: dict[str, Any]) -> None:
+    """What one rank does for a job."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    disable_progress_bar()
     config = TrainerConfig.model_validate(job["config"])
+    if rows := job.get("chunk_rows"):  # of the head: its logits are too few to be cut by their size
+
+        def chunks(count: int, head: Any, chunk_mb: int) -> list[slice]:
+            return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
+
+        setattr(policy, "_chunks", chunks)  # noqa: B010
+    if job.get("unchecked"):  # the forward passes of the check gather what the loading must not
+        setattr(load, "expect_packed", lambda *loaded: None)  # noqa: B010
+    calls = {name: counted(name) for name in ("all_gather_single", "reduce_scatter_single")}
+    torch.manual_seed(config.seed)
     device = torch.device("cpu")
     ranks = join(config, device)
+    seconds = group_seconds(ranks)
     learner = Learner(config, device, ranks)
-    if not ranks.leads:
-        ranks.follow(learner)
-        return
-    learner.load(config.model_name)
-    learner.begin("")
+    try:
+        with anonymous_memory() as memory:
+            if ranks.leads:
+                lead(learner, job)
+            else:
+                ranks.follow(learner)
+        about = held(learner) | {"seconds": seconds, "anonymous": memory, "calls": calls}
+        (Path(job["out"]) / f"rank_{ranks.rank}.json").write_text(json.dumps(about))
+    finally:
+        ranks.leave()
+
+
+def lead(learner: Learner, job: dict[str, Any]) -> None:
+    """Rank 0's part: it has the others load, learn and answer."""
+    out, config, prompt = Path(job["out"]), learner._config, list(range(1, 30))
+    learner.load(job.get("source", config.model_name))
+    trained = learner.trained
     found: list[dict[str, Any]] = []
+    at_start: list[float] = []
+    if job["steps"]:
+        learner.begin("")
+        at_start = trained.prompt_logprobs(prompt).tolist()
+        trained.write(out / "start")  # what a probe leaves gathered cannot be written
     for step in range(job["steps"]):
-        measured = learner.gradients(*rollouts(step))
+        measured = learner.gradients(*rollouts(step, **job.get("batch", {})))
         norm = learner.clip()
+        if job.get("probe"):
+            trained.prompt_logprobs(prompt)  # must not keep weights from before the update
         learner.update(config.lr)
         found.append({**measured, "grad_norm": norm, **learner.comparison.row()})
+    if job["steps"]:
+        trained.write(out / "model")
+    results: dict[str, Any] = {"steps": found, "start": at_start}
+    if job["steps"]:
+        results["logprobs"] = trained.prompt_logprobs(prompt).tolist()
+        count = sum(parameter.numel() for parameter in trained.model.parameters())
+        results["held"] = sum(local(each).numel() for each in trained.model.parameters()) / count
+        results["moments"] = sum(local(each["exp_avg"]).numel() for each in learner.optimizer.state.values()) / count
+    (out / "results.json").write_text(json.dumps(results))
+
+
+def held(learner: Learner) -> dict[str, Any]:
+    """What this rank holds of each parameter and its moments, as shapes, beside the whole shape; and their dtypes."""
+    if not hasattr(learner, "trained"):
+        return {}
     parameters = dict(learner.trained.model.named_parameters())
-    held = sum(local(parameter).numel() for parameter in parameters.values())
-    moments = sum(local(state["exp_avg"]).numel() for state in learner.optimizer.state.values())
-    logprobs = learner.trained.prompt_logprobs(list(range(1, 30)))
-    learner.trained.write(Path(job["out"]) / "model")
-    count = sum(parameter.numel() for parameter in parameters.values())
-    results = {"steps": found, "held": held / count, "moments": moments / count, "logprobs": logprobs.tolist()}
-    (Path(job["out"]) / "results.json").write_text(json.dumps(results))
-    ranks.leave()
+    state = learner.optimizer.state if hasattr(learner, "optimizer") else {}
+    return {
+        "parameters": {name: [list(local(each).shape), list(each.shape)] for name, each in parameters.items()},
+        "moments": {
+            name: list(local(state[each]["exp_avg"]).shape) for name, each in parameters.items() if each in state
+        },
+        "dtypes": {name: str(each.dtype).removeprefix("torch.") for name, each in parameters.items()},
+    }
+
+
+def group_seconds(ranks: Ranks) -> list[float]:
+    """The deadline of each process group that the ranks have."""
+    if ranks.mesh is None:
+        return []
+    groups = [ranks.mesh.get_group(dim) for dim in range(ranks.mesh.ndim)]
+    groups += [ranks._control] if ranks.size > 1 else []
+    deadlines: list[timedelta] = [
+        group._get_backend(torch.device("cpu")).options._timeout
+        for group in groups
+        if isinstance(group, dist.ProcessGroup)
+    ]
+    return [deadline.total_seconds() for deadline in deadlines]
+
+
+def counted(name: str) -> list[int]:
+    """How often FSDP2 has called this function of torch.distributed: the one item of the list."""
+    plain, calls = getattr(dist, name), [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return plain(*args, **kwargs)
+
+    setattr(dist, name, call)
+    return calls
+
+
+@contextmanager
+def anonymous_memory() -> Iterator[list[int]]:
+    """Bytes of anonymous memory that this process had: at first, and at most, looked at every few milliseconds."""
+    seen = [_anonymous(), 0]
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.003):
+            seen[1] = max(seen[1], _anonymous())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        thread.join()
+        seen[1] = max(seen[1], _anonymous())
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def run_forked(job: dict[str, Any]) -> None:
+    """Run a job's ranks, forked from this process, and write what failed to `out`/error."""
+    size = job.get("ranks", 1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        place = (size, listener.getsockname()[1], listener.fileno(), os.getpid())
+        children = [_fork(job, rank, place) for rank in range(size)]
+    deadline = time.monotonic() + JOB_S
+    while children:
+        children = [child for child in children if os.waitpid(child, os.WNOHANG) == (0, 0)]
+        if time.monotonic() > deadline:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _fork(job: dict[str, Any], rank: int, place: tuple[int, ...]) -> int:
+    if child := os.fork():
+        return child
+    os.environ[VARIABLE] = " ".join(map(str, (rank, *place)))
+    try:
+        main(job)
+    except BaseException as error:
+        with (Path(job["out"]) / "error").open("a") as file:
+            file.write(f"{type(error).__name__}: {error}\n")
+        if job.get("shown", True):
+            traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    jobs = [json.loads(Path(path).read_text()) for path in sys.argv[1:] if path != "--fork"]
+    if sys.argv[1] != "--fork":
+        main(jobs[0])
+    else:
+        for job in jobs:
+            started = time.monotonic()
+            run_forked(job)
+            print(f"{time.monotonic() - started:6.2f} s  {job['out']}", flush=True)

@@ -221,9 +221,9 @@ def test_an_architecture_that_reshapes_its_logits_is_refused() -> None:
     with pytest.raises(
         ModelError, match="Gemma2ForCausalLM cannot be trained with packed sequences: its logits differ"
     ):
-        check_packed_forward(model)
+        check_packed_forward(Policy(model), CPU)
     config.attn_logit_softcapping = 50.0
     model = Gemma2ForCausalLM(config)
     model.set_attn_implementation(PACKED_SDPA)
     with pytest.raises(ModelError, match="softcap"):
-        check_packed_forward(model)
+        check_packed_forward(Policy(model), CPU)

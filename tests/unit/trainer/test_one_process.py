@@ -1,0 +1,89 @@
+"""One process in float32 trains as it did before there were several ranks: bit for bit where the recorded machine's
+kernels run, and up to the rounding of float32 elsewhere.
+"""
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from example_trainer import grpo
+from example_trainer.config import TrainerConfig
+from tests.unit.trainer.fakes import FakeApi, RecordingBridge, item, model_folder, serve
+
+# loss and gradient norm of each step, and the digest of the weights after them, by commit 18bf317
+GOLDEN: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str]] = {
+    "llama": (
+        {},
+        [
+            ("0x1.75d4de304d487p-2", "0x1.f80c2a0000000p+0"),
+            ("0x1.f35bbcf3cf3cfp-3", "0x1.5e708e0000000p+0"),
+            ("0x1.2639d1dc47712p-1", "0x1.a4ebfe0000000p+1"),
+        ],
+        "8655b142af38600e",
+    ),
+    "qwen3": (
+        {"kl_coef": 0.05, "entropy_coef": 0.01},
+        [
+            ("0x1.68eb21cfb2b79p-2", "0x1.667f7c0000000p+1"),
+            ("0x1.620dc92492492p-3", "0x1.611a780000000p+0"),
+            ("0x1.ea305f417d05fp-2", "0x1.edd2da0000000p+1"),
+        ],
+        "9dc945ee047d1e00",
+    ),
+}
+RECORDED = ("AVX512", "2.13.0+cpu", "AMD EPYC")
+
+
+def kernels() -> tuple[str, str, str]:
+    """What float32 sums depend on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if platform.system() == "Linux" else []
+    model = next((line.partition(": ")[2] for line in lines if line.startswith("model name")), "")
+    return torch.backends.cpu.get_cpu_capability(), torch.__version__, model.strip()
+
+
+@pytest.mark.parametrize("family", GOLDEN)
+def test_one_process_trains_as_it_always_did(family: str, tmp_path: Path) -> None:
+    settings, steps, digest = GOLDEN[family]
+    model = model_folder(tmp_path / "model", family=family, tie_word_embeddings=True, initializer_range=0.1)
+    api = FakeApi(
+        lambda n: [item([1.0, 0.0, 0.0, 1.0], seed=10 * n), item([0.0, 2.0, 0.5], seed=10 * n + 1, longest=20)]
+    )
+    threads = torch.get_num_threads()
+    try:
+        with serve(api) as url:
+            run: dict[str, Any] = dict(
+                model_name=model,
+                weight_bridge_mode="none",
+                atropos_url=url,
+                device="cpu",
+                threads=1,
+                batch_size=7,
+                gradient_accumulation_steps=1,
+                training_steps=3,
+                lr=1e-3,
+                micro_batch_tokens=40,
+                logits_chunk_mb=1,
+                checkpoint_interval=0,
+                save_path=tmp_path / "checkpoints",
+                log_dir=tmp_path / "logs",
+                api_timeout=5,
+                fetch_timeout=5,
+            )
+            grpo.run(TrainerConfig(**run | settings), RecordingBridge())
+    finally:
+        torch.set_num_threads(threads)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["loss"], row["grad_norm"]) for row in rows]
+    golden = [(float.fromhex(loss), float.fromhex(norm)) for loss, norm in steps]
+    assert found == [pytest.approx(pair, rel=1e-4) for pair in golden]
+    if kernels() == RECORDED:
+        assert found == golden
+        weights = load_file(tmp_path / "checkpoints" / "final_model" / "model.safetensors")
+        content = b"".join(weights[name].numpy().tobytes() for name in sorted(weights))
+        assert hashlib.sha256(content).hexdigest()[:16] == digest

@@ -1,0 +1,160 @@
+"""What several ranks, bfloat16 and offloading cannot do is one line, before anything is loaded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.model import ModelError
+from example_trainer.parallel import Ranks, compute_dtype, join
+from example_trainer.weights.load import sharded_model
+from tests.unit.trainer.fakes import VOCAB, model_folder, tiny_model
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def config(model: str = "m", **settings: Any) -> TrainerConfig:
+    return TrainerConfig(**{"model_name": model, "weight_bridge_mode": "none", "device": "cpu"} | settings)
+
+
+@pytest.fixture
+def alone() -> Iterator[Ranks]:
+    """One rank that shards."""
+    ranks = join(config(compute_dtype="bfloat16"), CPU)
+    yield ranks
+    ranks.leave()
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+def load(folder: Path | str, ranks: Ranks) -> None:
+    assert ranks.mesh is not None
+    sharded_model(config(str(folder), compute_dtype="bfloat16"), str(folder), CPU, ranks.mesh)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
+            r"MixtralForCausalLM is a model with experts \(model.layers.0.mlp is a MixtralSparseMoeBlock\)",
+        ),
+        (
+            lambda: Qwen3MoeForCausalLM(
+                Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+            ),
+            r"Qwen3MoeForCausalLM is a model with experts \(model.layers.0.mlp is",
+        ),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4)),
+            "GPT2LMHeadModel has no list of decoder layers.* --trainer-ranks 1 --compute-dtype float32 --offload none",
+        ),
+    ],
+    ids=["mixtral", "qwen3_moe", "gpt2"],
+)
+def test_families_that_are_not_sharded_are_refused_by_name(alone: Ranks, tmp_path: Path, model: Any, says: str) -> None:
+    made: PreTrainedModel = model()
+    made.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=says) as refused:
+        load(tmp_path, alone)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_reads_images_is_refused(alone: Ranks, tmp_path: Path) -> None:
+    Qwen2VLConfig(text_config=SMALL).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"cannot load --model-name .*Qwen2VLConfig"):
+        load(tmp_path, alone)
+
+
+def test_a_folder_without_safetensors_is_refused(alone: Ranks, tmp_path: Path) -> None:
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"holds no safetensors, only pytorch_model.bin: .*save the model again"):
+        load(tmp_path, alone)
+
+
+def test_files_of_another_model_are_refused_before_there_is_storage(
+    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_folder(tmp_path, tie_word_embeddings=True)
+    tiny_model(intermediate_size=64).config.save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *anything, **more: pytest.fail("there is storage"))
+    with pytest.raises(ModelError, match=r"holds \[48, 32\] for model.layers.0.mlp.gate_proj.weight \[64, 32\]"):
+        load(tmp_path, alone)
+
+
+def test_an_architecture_that_changes_its_logits_is_refused_when_sharded(alone: Ranks, tmp_path: Path) -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    torch.manual_seed(0)
+    GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="GraniteForCausalLM cannot be trained with packed sequences: its logits"):
+        load(tmp_path, alone)
+
+
+@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+def test_optimizers_of_whole_tensors_are_refused_by_name(two_ranks: None, optimizer: str) -> None:
+    says = f"--optimizer {optimizer} updates whole tensors, and this trainer has 2 ranks: use adamw, or"
+    with pytest.raises(TrainerError, match=says):
+        join(config().model_copy(update={"optimizer": optimizer}), CPU)  # whether or not bitsandbytes is installed
+
+
+def test_one_rank_takes_every_optimizer_unless_it_shards() -> None:
+    assert join(config(optimizer="adafactor"), CPU).mesh is None
+    assert compute_dtype(config(optimizer="adafactor"), torch.device("cuda")) is torch.float32
+    assert compute_dtype(config(), torch.device("cuda")) is torch.bfloat16
+    with pytest.raises(TrainerError, match="--optimizer adafactor updates whole tensors, and --compute-dtype bfloat16"):
+        join(config(optimizer="adafactor", compute_dtype="bfloat16"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("ways", "name"),
+    [
+        (["--weight-bridge-mode", "shared_vllm", "--single-copy"], "a single copy"),
+        (["--weight-bridge-mode", "none", "--batch-invariant"], "--batch-invariant"),
+    ],
+    ids=["single_copy", "batch_invariant"],
+)
+@pytest.mark.parametrize("flags", [["--compute-dtype", "bfloat16"], ["--offload", "all"], ["--offload", "moments"]])
+def test_what_computes_as_vllm_does_takes_no_other_dtype_and_is_not_offloaded(
+    ways: list[str], name: str, flags: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{' '.join(flags)}: {name}"):
+        resolve_config(TrainerConfig, ["--model-name", "m", *ways, *flags], prog="grpo", env={})
+
+
+def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
+    two_ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    with pytest.raises(TrainerError, match="--fsdp-size 4 does not divide the 6 trainer ranks: give one of 1, 2, 3, 6"):
+        join(config(fsdp_size=4), CPU)

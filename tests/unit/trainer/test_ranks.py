@@ -1,0 +1,285 @@
+"""Several trainer ranks compute what one computes: FSDP2 on Gloo, tiny models, float32 unless a test says otherwise.
+
+All runs are made once, by one process that forks their ranks (rank_child.py).
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+
+from example_trainer.model import meta_model
+from example_trainer.packing import MicroBatch, micro_batches
+from example_trainer.weights.gathered import write_safetensors
+from example_trainer.weights.source import shapes_of
+from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.rank_child import rollouts
+from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
+
+pytestmark = [pytest.mark.services, pytest.mark.slow]
+
+CPU = torch.device("cpu")
+FAMILIES = {"llama": True, "qwen2": False, "qwen3": True}  # whether head and embedding are tied
+STEPS = 6
+BUDGET = 20  # tokens a micro-batch
+# float32 sums in another order
+LOSS, NORM, WEIGHTS = 2e-7, 1e-6, 1e-5
+BF16 = {"compute_dtype": "bfloat16"}
+LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
+PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
+LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
+ADAPTER = "model/adapter_model.safetensors"
+SAME_RESULT = {  # ways to spread a run that must not change it
+    "gradient_checkpointing": Job("llama", settings={"gradient_checkpointing": True}),
+    "weights stay gathered": Job("llama", settings={"reshard_after_forward": False}),
+    "one sum of gradients": Job("llama", settings={"sync_gradients": "last"}),
+    "all in host memory": Job("llama", settings={"offload": "all"}),
+    "replicas": Job("llama", settings={"fsdp_size": 1}),
+    "replicas of shards": Job("llama", ranks=4, settings={"fsdp_size": 2}),
+    "three ranks": Job("llama", ranks=3),
+    "a sequence a pass": Job("llama", settings={"micro_batch_tokens": 1}),  # 15 of them: one pass is a copy
+    "a probe between gradient and update": Job("llama", more={"probe": True}),
+}
+BIG = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """Every run of this module, by name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    models = {
+        family: model_folder(folder / "models" / family, family=family, tie_word_embeddings=tied, initializer_range=0.1)
+        for family, tied in FAMILIES.items()
+    }
+    models["other"] = model_folder(folder / "models" / "other", seed=1, tie_word_embeddings=True, initializer_range=0.1)
+    models["big"] = zeros_folder(folder / "models" / "big")
+    jobs = {f"{family} {ranks}": Job(family, ranks, STEPS) for family in FAMILIES for ranks in (1, 2)}
+    jobs |= {name: Job(job.model, job.ranks, STEPS, job.settings, job.more) for name, job in SAME_RESULT.items()}
+    for ranks in (1, 2):
+        moved = {"source": models["other"]}
+        jobs |= {
+            f"penalties {ranks}": Job("llama", ranks, 3, PENALTIES, moved | {"batch": {"given": True}}),
+            f"few {ranks}": Job("llama", ranks, 2, more={"batch": {"groups": 1, "answers": 2}}),
+            f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
+            f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
+            f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | {"weight_bridge_mode": "lora_restart"}),
+        }
+    jobs |= {
+        "bfloat16": Job("llama", 2, STEPS, BF16),
+        "bfloat16, chunks of 2": Job("llama", 2, 1, BF16, {"chunk_rows": 2}),
+        "bfloat16, chunks of 1000": Job("llama", 2, 1, BF16, {"chunk_rows": 1000}),
+        "small steps": Job("llama", 1, 100, BF16 | {"lr": 1e-6}, {"batch": {"groups": 1}}),
+        "big": Job("big", 2, 0, more={"unchecked": True}),
+    }
+    for name, job in jobs.items():
+        settings = {"micro_batch_tokens": BUDGET} | dict(job.settings or {})
+        more = {"chunk_rows": 5} | dict(job.more or {})
+        jobs[name] = Job(models[job.model], job.ranks, job.steps, settings, more)
+    return run_jobs(jobs, folder)
+
+
+def zeros_folder(path: Path) -> str:
+    """A model of about 300 MB."""
+    model_folder(path, **BIG | {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8})
+    config = path / "config.json"
+    for small, big in (
+        ('"num_hidden_layers": 1', '"num_hidden_layers": 24'),
+        ('"hidden_size": 8', '"hidden_size": 512'),
+    ):
+        config.write_text(config.read_text().replace(small, big))
+    config.write_text(config.read_text().replace('"intermediate_size": 8', '"intermediate_size": 1408'))
+    shapes = shapes_of(meta_model(str(path)))
+    tensors = ((name, torch.zeros(shape)) for name, shape in shapes.items())
+    write_safetensors(path / "model.safetensors", shapes, "float32", tensors)
+    return str(path)
+
+
+def expect_agreement(
+    one: Done, several: Done, path: str = "model/model.safetensors", loss: float = 1e-6, weights: float = WEIGHTS
+) -> None:
+    assert several.column("loss") == pytest.approx(one.column("loss"), abs=loss)
+    assert several.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=NORM)
+    assert largest_difference(one.tensors(path), several.tensors(path)) <= weights
+    assert several.results["logprobs"] == pytest.approx(one.results["logprobs"], abs=1e-4)
+
+
+def passes(budget: int, rank: int = 0) -> list[list[MicroBatch]]:
+    """A rank's micro-batches in each step of a run on two ranks."""
+    return [micro_batches(rollouts(step)[0], budget, CPU, rank, 2) for step in range(STEPS)]
+
+
+def test_the_runs_have_several_passes_a_rank_packed_ones_and_copies() -> None:
+    packed, alone = passes(BUDGET) + passes(BUDGET, 1), passes(1) + passes(1, 1)
+    assert all(len(step) >= 2 for step in packed)
+    assert any(len(batch.lengths) > 1 for step in packed for batch in step)
+    assert any(not batch.counted for step in alone for batch in step)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
+    expect_agreement(done[f"{family} 1"], done[f"{family} 2"], loss=LOSS)
+
+
+@pytest.mark.parametrize("name", SAME_RESULT)
+def test_how_a_run_is_spread_does_not_change_it(done: dict[str, Done], name: str) -> None:
+    expect_agreement(done["llama 1"], done[name], weights=3 * WEIGHTS)
+
+
+def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
+    one, two = done["llama 1"].results["steps"], done["llama 2"].results["steps"]
+    for ours, theirs in zip(one, two, strict=True):
+        assert ours.keys() == theirs.keys()
+        # counts of differing bits depend on rounding
+        same = [name for name in ours if name != "bit_exact/differing_tokens" and "different" not in name]
+        assert {name: theirs[name] for name in same} == pytest.approx({name: ours[name] for name in same}, abs=1e-5)
+        assert ours["bit_exact/tokens"] > 0
+
+
+def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
+    def calls(name: str) -> tuple[int, int]:
+        found = done[name].rank(0)["calls"]
+        return found["all_gather_single"][0], found["reduce_scatter_single"][0]
+
+    gathers, sums = calls("llama 2")
+    count = sum(map(len, passes(BUDGET)))
+    assert sums == 3 * count  # two layers and the root
+    assert calls("one sum of gradients") == (gathers, 3 * STEPS)
+    assert calls("weights stay gathered")[0] <= gathers - 2 * count  # a layer once a pass instead of twice
+
+
+def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_environment(
+    done: dict[str, Done],
+) -> None:
+    one, two = done["penalties 1"], done["penalties 2"]
+    expect_agreement(one, two)
+    assert min(one.column("kl")) > 0.1
+    assert two.column("kl") == pytest.approx(one.column("kl"), rel=1e-5)
+    assert two.column("entropy") == pytest.approx(one.column("entropy"), rel=1e-5)
+
+
+def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: dict[str, Done]) -> None:
+    assert len(rollouts(0, groups=1, answers=2)[0]) == 1
+    expect_agreement(done["few 1"], done["few 2"])
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_computes_about_the_same(done: dict[str, Done]) -> None:
+    one, two = done["llama 1"], done["bfloat16"]
+    assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
+    assert two.column("loss") != pytest.approx(one.column("loss"), abs=1e-6)  # it is bfloat16
+    assert {*two.rank(0)["dtypes"].values()} == {"float32"}
+
+
+def test_the_gradient_of_the_head_is_summed_in_float32(done: dict[str, Done]) -> None:
+    few, many = done["bfloat16, chunks of 1000"], done["bfloat16, chunks of 2"]
+    assert many.column("grad_norm") == pytest.approx(few.column("grad_norm"), rel=1e-6)
+
+
+def test_updates_smaller_than_bfloat16_are_kept(done: dict[str, Done]) -> None:
+    before, after = (done["small steps"].tensors(f"{name}/model.safetensors") for name in ("start", "model"))
+    moved = sum(int((before[name] != after[name]).sum()) for name in before)
+    assert moved >= 0.88 * sum(tensor.numel() for tensor in before.values())
+    assert largest_difference(before, after) <= 1.1e-4  # 100 steps of at most about 1e-6: AdamW's first are largest
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("llama 2", 2), ("three ranks", 3), ("all in host memory", 2)])
+def test_each_rank_holds_its_rows_of_weights_and_moments(done: dict[str, Done], name: str, ranks: int) -> None:
+    shares = [done[name].rank(rank) for rank in range(ranks)]
+    for parameter, (_, whole) in shares[0]["parameters"].items():
+        rows = [share["parameters"][parameter][0][0] for share in shares]
+        assert sum(rows) == whole[0]
+        if ranks == 2:
+            assert max(rows) - min(rows) <= 1
+        for share in shares:
+            assert share["moments"][parameter] == share["parameters"][parameter][0]
+
+
+def test_replicas_share_the_weights_of_their_own_shards(done: dict[str, Done]) -> None:
+    shares = [done["replicas of shards"].rank(rank)["parameters"] for rank in range(4)]
+    assert shares[0] == shares[2]
+    assert shares[1] == shares[3]
+    assert all(local[0] * 2 in (whole[0], whole[0] + 1) for local, whole in shares[0].values())
+
+
+def test_no_rank_holds_the_model_while_it_loads(done: dict[str, Done]) -> None:
+    for rank in (0, 1):
+        about = done["big"].rank(rank)
+        nbytes = sum(4 * torch.Size(whole).numel() for _, whole in about["parameters"].values())
+        first, most = about["anonymous"]
+        assert nbytes > 280e6
+        assert most - first <= 0.6 * nbytes
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "groups"), [("llama 2", 2), ("replicas", 3), ("replicas of shards", 3)])
+def test_every_group_of_ranks_has_the_configured_deadline(done: dict[str, Done], name: str, groups: int) -> None:
+    for rank in (0, 1):
+        assert done[name].rank(rank)["seconds"] == [50.0] * groups
+
+
+# --- LoRA -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_starts_the_same_on_any_number_of_ranks(done: dict[str, Done]) -> None:
+    path = "start/adapter_model.safetensors"
+    assert largest_difference(done["lora 1"].tensors(path), done["lora 2"].tensors(path)) == 0
+    assert any(tensor.any() for tensor in done["lora 2"].tensors(path).values())
+
+
+def test_two_ranks_train_and_write_the_adapter_that_one_does(done: dict[str, Done]) -> None:
+    one, two = done["lora 1"], done["lora 2"]
+    expect_agreement(one, two, ADAPTER, weights=LORA_WEIGHTS)
+    for name in ("adapter_config.json",):
+        assert (two.folder / "model" / name).read_bytes() == (one.folder / "model" / name).read_bytes()
+    assert [path.name for path in sorted((two.folder / "model").iterdir())] == [
+        path.name for path in sorted((one.folder / "model").iterdir())
+    ]
+
+
+def test_an_adapter_of_several_ranks_loads_in_peft(done: dict[str, Done]) -> None:
+    loaded = AutoPeftModelForCausalLM.from_pretrained(done["lora 2"].folder / "model", dtype=torch.float32)
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        logprobs = loaded(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+    assert logprobs.tolist() == pytest.approx(done["lora 2"].results["logprobs"], abs=1e-4)
+    assert logprobs.tolist() != pytest.approx(done["lora 2"].results["start"], abs=1e-2)
+
+
+def test_an_adapter_resumes_on_another_number_of_ranks(done: dict[str, Done]) -> None:
+    kept = done["lora 1"].tensors(ADAPTER)
+    for ranks in (1, 2):
+        assert largest_difference(kept, done[f"lora resumed {ranks}"].tensors(f"start/{Path(ADAPTER).name}")) == 0
+    expect_agreement(done["lora resumed 1"], done["lora resumed 2"], ADAPTER, weights=LORA_WEIGHTS)
+
+
+def test_an_adapter_is_float32_on_a_base_in_the_compute_dtype(done: dict[str, Done]) -> None:
+    for ranks in (1, 2):
+        about: dict[str, Any] = done[f"lora bfloat16 {ranks}"].rank(0)
+        trained = {name for name in about["dtypes"] if ".lora_" in name}
+        assert len(trained) == 2 * 7 * 2
+        assert all((dtype == "float32") == (name in trained) for name, dtype in about["dtypes"].items())
+        assert about["moments"].keys() == trained
+    one, two = done["lora bfloat16 1"], done["lora bfloat16 2"]
+    assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
+    for local, whole in done["lora 2"].rank(0)["parameters"].values():
+        assert abs(2 * local[0] - whole[0]) <= 1
