@@ -10,7 +10,7 @@ that sampling and training follow each other without a pause; an API that does n
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -153,13 +153,14 @@ class ApiClient:
         of = {self._ids.index(each.id): each.environment for each in told}
         return [Rejection(_environment(of.get(at), self._env_ids[at]), why) for at, why in reasons.items()]
 
-    def acknowledge(self) -> None:
-        """Every batch fetched so far is trained on, and where that is needed in a checkpoint: the API may forget it."""
-        if self.holding:
-            self._patiently(
-                routes.ACKNOWLEDGE, wire.Acknowledgement(self._trainer, self.holding), what="the acknowledgement"
-            )
-            self.holding = []
+    def acknowledge(self, leases: Collection[int] | None = None) -> None:
+        """The batches of these leases, or all fetched so far, are trained on, and where that is needed in a checkpoint:
+        the API may forget them.
+        """
+        done = [lease for lease in self.holding if leases is None or lease in leases]
+        if done:
+            self._patiently(routes.ACKNOWLEDGE, wire.Acknowledgement(self._trainer, done), what="the acknowledgement")
+            self.holding = [lease for lease in self.holding if lease not in done]
 
     def report_step(self, step: int, policy_version: int) -> None:
         """POST /trainer-step: step `step` is done and vLLM serves `policy_version`."""

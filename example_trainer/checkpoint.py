@@ -9,6 +9,9 @@
       served_4/     model files and policy.json, from which mode none has started vLLM
       final_model/  the Hugging Face folder alone, at the end of the run
 
+Where the weights are spread over ranks, or large, `step_4/` has no model.safetensors: the ranks write `shards/` beside
+training (sharded_checkpoint.py), from which example_trainer/export.py makes a Hugging Face folder.
+
 A directory is written whole or not at all (weights/written.py), and `latest` is replaced after that: whatever fails
 before leaves the previous checkpoint and `latest` as they were. Of a LoRA run the adapter alone is kept, as
 `adapter_step_N/` and `final_adapter/`.
@@ -16,16 +19,25 @@ before leaves the previous checkpoint and `latest` as they were. Of a LoRA run t
 
 import re
 import uuid
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from atroposlib.errors import reading
 from atroposlib.files import write_whole
+from atroposlib.wire.folders import is_sharded
+from example_trainer.config import TrainerConfig
+from example_trainer.model import ModelError, meta_model
+from example_trainer.optimizer_state import State, from_shards, from_whole, set_generators
 from example_trainer.weights.manifest import MANIFEST, expect_whole
+from example_trainer.weights.source import shapes_of
 from example_trainer.weights.written import CheckpointError, TrainedModel, remove_folder
 
 STATE = "trainer_state.pt"
@@ -55,13 +67,15 @@ class Checkpoints:
         self._keep = keep
         self._written: list[Path] = []
 
-    def save(self, progress: Progress, trained: TrainedModel, optimizer: Optimizer) -> Path:
-        """Write the directory of this step and point `latest` at it. Raises CheckpointError, with nothing changed."""
+    def save(
+        self, progress: Progress, trained: TrainedModel, optimizer: Optimizer, moments: State | None = None
+    ) -> Path:
+        """Write the directory of this step and point `latest` at it. `moments` are the optimizer's, where ranks share
+        them. Raises CheckpointError, with nothing changed.
+        """
         state = {
-            "progress": vars(progress),
-            "optimizer": type(optimizer).__name__,
-            "shapes": _shapes(optimizer),
-            "moments": optimizer.state_dict()["state"],
+            **about(progress, optimizer),
+            "moments": optimizer.state_dict()["state"] if moments is None else moments,
             "generators": {
                 "torch": torch.get_rng_state(),
                 "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -78,6 +92,13 @@ class Checkpoints:
                 if isinstance(moment, torch.Tensor)
             ),
         )
+        self.point_to(target)
+        return target
+
+    def point_to(self, target: Path) -> None:
+        """Have `latest` name a directory that is on the disk, and remove those that are one too many. Raises
+        CheckpointError.
+        """
         pointer = self._save_path / LATEST
         with reading(
             f"{target} is written, but {pointer} is not",
@@ -89,7 +110,11 @@ class Checkpoints:
         if self._keep:
             while len(self._written) > self._keep:
                 remove_folder(self._written.pop(0), f"remove it by hand, then use --resume {target}")
-        return target
+
+
+def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:
+    """What trainer_state.pt tells of a checkpoint, beside moments and generators."""
+    return {"progress": vars(progress), "optimizer": type(optimizer).__name__, "shapes": _shapes(optimizer)}
 
 
 def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
@@ -141,14 +166,32 @@ def verify(folder: Path) -> None:
         )
 
 
-def restore(folder: Path, optimizer: Optimizer) -> Progress:
-    """Load the optimizer's moments and the generators from a verified checkpoint; rates and other settings stay as
-    configured now.
+def expect_same_model(folder: Path, config: TrainerConfig) -> None:
+    """Raise CheckpointError, before anything is loaded, if `folder` holds another model than --model-name. A model
+    that is no longer there is compared with nothing, and an adapter knows its own.
+    """
+    if config.bridge.trains_adapter:
+        return
+    with suppress(ModelError):
+        given, saved = shapes_of(meta_model(config.model_name)), shapes_of(meta_model(str(folder)))
+        if other := [name for name in given.keys() | saved.keys() if given.get(name) != saved.get(name)]:
+            name = min(other)
+            found, wanted = (list(shapes[name]) if name in shapes else "nothing" for shapes in (saved, given))
+            raise CheckpointError(
+                f"{folder} is a checkpoint of another model: it holds {found} for {name}, --model-name"
+                f" {config.model_name} has {wanted}; give the same --model-name, or another --resume"
+            )
+
+
+def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, rank: int = 0) -> Progress:
+    """Load this rank's part of the optimizer's moments, and its generators, from a verified checkpoint; rates and other
+    settings stay as configured now. One in shards needs the `model` that the optimizer steps.
 
     Raises CheckpointError if the moments are another optimizer's or another model's, or cannot be loaded.
     """
-    try:
-        state = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    sharded = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+    try:  # mapped, each rank reads its own rows alone
+        state = torch.load(folder / STATE, map_location="cpu", weights_only=True, mmap=sharded)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # torch's own text tells how to load a pickle that runs code
         raise CheckpointError(
@@ -165,10 +208,16 @@ def restore(folder: Path, optimizer: Optimizer) -> Progress:
             "give the same model and, where weights are shared with vLLM, the same --tensor-parallel-size; "
             "or start anew with the checkpoint as --model-name"
         )
-    optimizer.load_state_dict({"state": state["moments"], "param_groups": optimizer.state_dict()["param_groups"]})
-    torch.set_rng_state(state["generators"]["torch"])
-    if torch.cuda.is_available() and state["generators"]["cuda"]:
-        torch.cuda.set_rng_state_all(state["generators"]["cuda"])
+    if is_sharded(folder):
+        assert model is not None
+        moments = from_shards(folder, state["rest"], model, optimizer)
+        set_generators(folder, rank)
+    else:
+        moments = from_whole(state["moments"], optimizer)
+        torch.set_rng_state(state["generators"]["torch"])
+        if torch.cuda.is_available() and state["generators"]["cuda"]:
+            torch.cuda.set_rng_state_all(state["generators"]["cuda"])
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
     return Progress(**state["progress"])
 
 

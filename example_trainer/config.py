@@ -260,6 +260,13 @@ class OutputSettings(Config):
         Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`"
     )
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
+    checkpoint_format: Literal["auto", "hf", "sharded"] = Field(
+        "auto",
+        description=(
+            "of step_N/: hf is a Hugging Face folder, written while training waits; sharded is each rank's part,"
+            " written while training goes on. auto is hf for a model below 3e9 parameters on one rank, and for adapters"
+        ),
+    )
     keep_checkpoints: int = Field(2, ge=0, description="newest step_N/ folders to keep; 0 keeps all")
     resume: str | None = Field(
         None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start"

@@ -44,7 +44,7 @@ from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
-from example_trainer.checkpoint import Checkpoints, find_checkpoint
+from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
@@ -57,10 +57,13 @@ from example_trainer.optimizer import expect_finite, learning_rate
 from example_trainer.parallel import ALONE, Ranks, RanksLost, join
 from example_trainer.rank_processes import Place
 from example_trainer.samples import samples_of
+from example_trainer.sharded_checkpoint import Saves
 from example_trainer.step import StepMetrics
 from example_trainer.weights.written import remove_leftovers
 
 log = get_logger(__name__)
+
+Watched = WeightBridge | Ranks | Saves
 
 # nats on a fixed prompt; rounding of the served precision stays well below, another model's weights are above
 PARITY_LIMITS = {"float32": 0.05, "float16": 0.25, "bfloat16": 1.0}
@@ -75,7 +78,9 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
         ranks = join(config, device)
         resources.callback(ranks.leave)
         if not ranks.leads:
-            ranks.follow(Learner(config, device, ranks))
+            learner = Learner(config, device, ranks)
+            resources.callback(learner.close)
+            ranks.follow(learner)
             return
         run = Run(config, device, ranks, prepare or make_bridge(config), resources)
         run.start()
@@ -96,13 +101,15 @@ class Run:
         resources: contextlib.ExitStack,
     ) -> None:
         checkpoint = find_checkpoint(config.resume, config.save_path)
+        if checkpoint:
+            expect_same_model(checkpoint, config)
         remove_leftovers(config.save_path)
         if not isinstance(config.bridge, SingleCopy):  # which counts for itself, once vLLM has told what it shares
             check_model(config, device)
         self.config = config
         self.rejections = RejectionBudget(config.max_rejected_groups)
         self.bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)
-        watched: list[WeightBridge | Ranks] = [ranks]
+        watched: list[Watched] = [ranks]
         self.api = ApiClient(
             config.atropos_url,
             registration(config),
@@ -127,7 +134,9 @@ class Run:
                 " to go on"
             )
         self.metrics = open_metrics(config, self.progress.step + 1, resources)
-        self.checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        self.saves = Saves(config, self.learner, partial(sleep_beside, tuple(watched)))
+        resources.push(self.saves.leave)
+        watched.append(self.saves)
         self.vocab_size = self.trained.model.config.get_text_config().vocab_size
         self.proven = False  # vLLM's weights by the parity probe, after an update
 
@@ -192,6 +201,7 @@ class Run:
     def finish(self) -> None:
         """Write the trained model, with its card."""
         self.exactness.expect_agreement()
+        self.saves.complete()
         log.info("Writing the trained model to %s", self.config.save_path)
         final = self.config.save_path / self.trained.form.final
         self.trained.write(final, also=partial(write_model_card, config=self.config))
@@ -282,14 +292,15 @@ class Run:
         return sync
 
     def save_if_due(self, step: int) -> None:
-        """Write the checkpoint that is due, and acknowledge what the run need not be given again."""
+        """Begin the checkpoint that is due, and acknowledge what the run need not be given again."""
         config = self.config
-        due = config.checkpoint_interval and step % config.checkpoint_interval == 0
-        if due:
-            log.info("Writing checkpoint %s%d to %s", self.trained.form.step_prefix, step, config.save_path)
-            self.checkpoints.save(self.progress, self.trained, self.learner.optimizer)
-        if due or config.ack_after == "step" or not config.checkpoint_interval:
+        if config.checkpoint_interval and step % config.checkpoint_interval == 0:
+            self.saves.save(self.progress)
+        self.saves.check()
+        if config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()
+        else:
+            self.api.acknowledge(self.saves.saved_leases)
 
 
 @contextlib.contextmanager
@@ -312,9 +323,9 @@ def keep_weights() -> None:
     """The update of a sync that only hands the weights over as they are."""
 
 
-def sleep_beside(watched: Sequence[WeightBridge | Ranks], seconds: float) -> None:
+def sleep_beside(watched: Sequence[Watched], seconds: float) -> None:
     """A pause of whoever waits for the API: without vLLM no batch will ever come, and without the other ranks none can
-    be trained on, so their errors come first.
+    be trained on, so their errors come first. A checkpoint that is written meanwhile gets its name.
     """
     for each in watched:
         each.check()

@@ -8,14 +8,17 @@ Every rank holds a Learner, over its own shards of the weights. Methods marked `
 
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
+from atroposlib.wire.folders import SHARDS
 from example_trainer.batching import Rollout
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
+from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
@@ -23,8 +26,9 @@ from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.gathered import gather_rows
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
+from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import CheckpointError, TrainedModel
 
 
 class Learner:
@@ -42,6 +46,7 @@ class Learner:
         self._device = device
         self._storage = storage
         self.comparison = Comparison()  # of the gradients computed last, over all ranks
+        self._writer = ShardWriter()
 
     @collective
     def load(self, source: str) -> None:
@@ -62,7 +67,9 @@ class Learner:
         self._policy = self.trained.policy
         self._reference = start_policy(config, self._device, self.ranks.mesh) if config.kl_coef > 0 else None
         self.optimizer = make_optimizer(self._policy.parameters(), config)
-        self.progress = restore(Path(checkpoint), self.optimizer) if checkpoint else Progress()
+        self.progress = Progress()
+        if checkpoint:
+            self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
 
     @collective
     def gradients(self, rollouts: list[Rollout], loss_tokens: int) -> StepMetrics:
@@ -97,6 +104,38 @@ class Learner:
         """Step on the clipped gradients, at this learning rate."""
         set_learning_rate(self.optimizer, rate)
         update(self.optimizer)
+
+    @collective
+    def begin_save(self, folder: str) -> None:
+        """Copy this rank's part of weights, moments and generators, and begin to write it to `folder`/shards. Raises
+        CheckpointError.
+        """
+        shards = Path(folder) / SHARDS
+        if not shards.is_dir():
+            raise CheckpointError(f"{shards} is not there: give a --save-path that all trainer ranks share")
+        mine = parts(self.trained.model, self.optimizer, self.ranks.mesh, self.ranks.rank)
+        self._writer.start(shards / f"rank_{self.ranks.rank}.safetensors", mine)
+
+    @collective
+    def saved(self) -> list[Written]:
+        """What became of each rank's part so far."""
+        line = msgspec.json.encode(self._writer.written) + b"\n"
+        lines = self.ranks.rows(torch.frombuffer(bytearray(line), dtype=torch.uint8))
+        return msgspec.json.Decoder(Written).decode_lines(lines.numpy().tobytes())
+
+    @collective
+    def whole_moments(self) -> State:
+        """On rank 0, the optimizer's state, whole."""
+        return whole(self.optimizer, keep=self.ranks.leads)
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether the weights are a vLLM server's own."""
+        return self._storage is not None
+
+    def close(self) -> None:
+        """Leave what is being written as it is."""
+        self._writer.stop()
 
     @collective
     def prompt_logprobs(self, tokens: list[int]) -> Tensor:

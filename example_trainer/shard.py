@@ -73,13 +73,15 @@ def reshard(policy: nn.Module) -> None:
 
 @torch.no_grad()
 def load_shards(policy: Policy, files: WeightFiles, device: torch.device, adapter: Mapping[str, Tensor]) -> None:
-    """Give a sharded meta model storage on `device`, and this rank's rows: of `adapter`, by parameter name, and of the
+    """Give a meta model storage on `device`, and this rank's rows, or all: of `adapter`, by parameter name, and of the
     files. Raises ModelError, before there is any storage if the files are another model's.
     """
     for name, parameter in policy.model.named_parameters():
         if name not in adapter:
             files.expect(name_in_files(name), tuple(parameter.shape))
     policy.to_empty(device=device)
+    if not fsdp_modules(policy):
+        policy.model.tie_weights()  # which the new storage has parted
     rebuild_buffers(policy.model, device)
     for name, parameter in policy.model.named_parameters():
         rows = local_rows(parameter)

@@ -36,6 +36,7 @@ from atroposlib.files import expect_regular
 from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
+from atroposlib.wire.folders import is_sharded, needs_export
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 from vllm_patching.log_config import LOG_CONFIG, logging_config
@@ -83,6 +84,8 @@ def main(argv: list[str] | None = None) -> None:
                 f"--model {args.model}: no config.json there; give a Hugging Face id or a folder written by"
                 " save_pretrained"
             )
+        if is_sharded(path):
+            raise LaunchError(f"--model {needs_export(path)}")
         _check_port(args.host, args.port)
         _configure_bridge(args, guarded=bool(compat.api_keys(args)))
         compat.serve(args)

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 MANIFEST = "manifest.json"
+SHARDS = "shards"  # where a checkpoint that every trainer rank writes its part of has the weights
 
 
 class FileRecord(msgspec.Struct):
@@ -28,3 +29,13 @@ def digest(path: Path) -> str:
     """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether it is a checkpoint in shards, which only the trainer reads."""
+    return (folder / SHARDS).is_dir()
+
+
+def needs_export(folder: Path) -> str:
+    """What to tell who wants to use a sharded checkpoint as a model."""
+    return f"{folder} is a sharded checkpoint, not a model: make one of it by `atropos export {folder} NEW_DIRECTORY`"

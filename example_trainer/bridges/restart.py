@@ -26,13 +26,15 @@ import torch
 from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import ServerStatus, read_policy_version
+from atroposlib.wire.folders import is_sharded
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge, remove_replaced
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
+from example_trainer.export import export
 from example_trainer.modes import Adapter, Restarting
 from example_trainer.server_process import ServerProcess
-from example_trainer.weights.written import TrainedModel
+from example_trainer.weights.written import TrainedModel, remove_folder
 
 LAUNCHER = Path(__file__).parents[1] / "vllm_api_server.py"
 GRACE_S = 3.0  # from TERM to KILL: vLLM takes about two; a launcher that ends the trainer grants it five
@@ -60,13 +62,25 @@ def prepare(config: TrainerConfig, source: str, device: torch.device, launcher: 
     """Find the server, or start one, which loads while the trainer does."""
     server = VllmServer(config, device, launcher)
     if server.owned:
-        server.start(source, read_policy_version(source), config.model_name)
+        server.start(servable(config, source), read_policy_version(source), config.model_name)
     else:
         log.info(
             "[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it",
             server.client.url,
         )
     return Prepared(partial(RestartBridge, config, server), server.stop)
+
+
+def servable(config: TrainerConfig, source: str) -> str:
+    """What vLLM can load: of a sharded checkpoint the model, exported as if this run had served it before."""
+    if not is_sharded(Path(source)):
+        return source
+    folder = config.save_path / f"served_{read_policy_version(source)}"
+    log.info("[Bridge] Exporting %s to %s", source, folder)
+    if folder.exists():
+        remove_folder(folder, "remove it by hand, then start the trainer again", BridgeError)
+    export(Path(source), folder)
+    return str(folder.resolve())
 
 
 class VllmServer:

@@ -35,6 +35,7 @@ COMMANDS = {
     "env": Command("example_trainer.launcher.env", "one environment's own commands: serve, process, evaluate"),
     "doctor": Command("example_trainer.launcher.doctor", "check machine, ports and servers before a run"),
     "gpu-check": Command("example_trainer.launcher.gpu_check", "every check that needs a GPU, and a table"),
+    "export": Command("example_trainer.launcher.export", "make a model of a sharded checkpoint"),
     "push": Command("example_trainer.launcher.push", "push a trained model to a hub or into a directory"),
     "completion": Command("example_trainer.launcher.completion", "the shell's completion of all this"),
 }

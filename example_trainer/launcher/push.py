@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, reading
+from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.launcher import arguments
 from example_trainer.launcher.runs import find_run, latest_run
 from example_trainer.weights.manifest import expect_whole
@@ -57,6 +58,8 @@ def trained_model(run: Path, name: str | None) -> Path:
             f"{run}/checkpoints has no {name or ' or '.join(FINAL)}; it has {', '.join(there) or 'nothing'}:"
             " name one by --checkpoint, or continue the run"
         )
+    if is_sharded(found[0]):
+        raise PushError(needs_export(found[0]))
     return found[0]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from atroposlib.extras import need
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
+from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.diagnosis import Diagnosis
@@ -108,6 +109,8 @@ def find_model(model: str | None, dry_run: bool) -> str:
         with one_bar("model", "tensors unpacked") as advance:
             return str(ensure_model(folder, advance))
     path = Path(model).expanduser()
+    if is_sharded(path):
+        raise ConfigError(f"--model {needs_export(path)}")
     if (path / "config.json").is_file():
         return str(path.resolve())
     if model.startswith(("/", ".", "~")):

@@ -1,5 +1,8 @@
 """The safetensors files of a model, read tensor by tensor or part by part, so that nobody holds the whole."""
 
+import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -8,6 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from example_trainer.model import ModelError, reading_model
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
 class WeightFiles:
@@ -51,3 +56,20 @@ class WeightFiles:
             if not self.shapes[name]:
                 return torch.as_tensor(content[...])
             return content[start : start + length] if dim == 0 else content[:, start : start + length]  # type: ignore[no-any-return]
+
+
+def safetensors_header(
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]], metadata: Mapping[str, str]
+) -> bytes:
+    """What a safetensors file begins with; the tensors' bytes follow in this order, without gaps.
+
+    The format (github.com/huggingface/safetensors): the header's length, then JSON.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (shape, dtype) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

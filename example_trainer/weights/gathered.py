@@ -9,7 +9,6 @@ servers, needs no agreement on where it stands.
 
 import copy
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from atroposlib.wire.bridge import Bucket, Manifest
 from example_trainer.adapters import ADAPTER, saved_name, write_adapter
 from example_trainer.policy import Policy
 from example_trainer.shard import local
+from example_trainer.weights.files import safetensors_header
 from example_trainer.weights.source import WeightSource, pack, shapes_of
 from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
 
@@ -31,7 +31,6 @@ from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
 Gather = Callable[[list[str], str], list[Tensor]]
 Shape = tuple[int, ...]
 FILE_BUCKET_BYTES = 256 << 20
-SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def gather_rows(policy: Policy, names: Sequence[str], dtype: str) -> list[Tensor]:
@@ -101,21 +100,23 @@ class GatheredWeights(WeightSource):
 def write_safetensors(
     path: Path, shapes: Mapping[str, Shape], dtype: str, tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
-    """Write `tensors`, which come in the order of `shapes`, as a safetensors file, without ever holding all of them.
-
-    The format (github.com/huggingface/safetensors): the header's length, a JSON header, the bytes.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * getattr(torch, dtype).itemsize
-        header[name] = {"dtype": SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    """Write `tensors`, which come in the order of `shapes`, as a safetensors file, without ever holding all of them."""
+    header = {name: (shape, getattr(torch, dtype)) for name, shape in shapes.items()}
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(safetensors_header(header, {"format": "pt"}))
         for _, tensor in tensors:
             file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
+def write_about_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write what a Hugging Face directory holds beside the weights, which are float32."""
+    config = copy.deepcopy(model.config)
+    config.dtype, config.architectures = "float32", [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def whole_model(gather: Gather) -> Form:
@@ -123,16 +124,10 @@ def whole_model(gather: Gather) -> Form:
 
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         shapes = shapes_of(model)
-        config = copy.deepcopy(model.config)
-        config.dtype, config.architectures = "float32", [type(model).__name__]
-        config.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
+        write_about_model(folder, model, tokenizer)
         write_safetensors(
             folder / "model.safetensors", shapes, "float32", GatheredWeights(shapes, gather).walk("float32")
         )
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
 
     return replace(WHOLE_MODEL, write=write)
 

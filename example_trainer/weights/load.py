@@ -1,20 +1,22 @@
 """The model that a run trains, loaded: whole, with an adapter, or over memory that vLLM shares."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from atroposlib.wire.folders import is_sharded
 from example_trainer.adapters import ADAPTER, load_adapted_model, meta_adapted_model
 from example_trainer.config import TrainerConfig
 from example_trainer.model import expect_dense, load_model, load_tokenizer, meta_model, prepare_for_training
 from example_trainer.parallel import compute_dtype
 from example_trainer.policy import Policy
 from example_trainer.shard import expect_packed, fsdp_modules, load_shards, shard
-from example_trainer.weights.files import WeightFiles
 from example_trainer.weights.gathered import Gather, ShardedModel, adapter_of_ranks, whole_model
+from example_trainer.weights.shards import open_weights
 from example_trainer.weights.shared import SharedWeights, bind
 from example_trainer.weights.written import WHOLE_MODEL, TrainedModel
 
@@ -27,12 +29,24 @@ def load_trained(
     """
     if config.bridge.trains_adapter:
         return TrainedModel(load_adapted_model(source, config, device), load_tokenizer(source), ADAPTER)
-    if storage is None:
+    if storage is None and is_sharded(Path(source)):
+        model = _of_shards(source, device, config)
+    elif storage is None:
         model = load_model(source, device, gradient_checkpointing=config.gradient_checkpointing)
     else:
         model = meta_model(source)
         bind(model, storage.tensors, gradient_checkpointing=config.gradient_checkpointing)
     return TrainedModel(model, load_tokenizer(source), WHOLE_MODEL)
+
+
+def _of_shards(source: str, device: torch.device, config: TrainerConfig) -> PreTrainedModel:
+    """The whole model of a sharded checkpoint."""
+    model = meta_model(source)
+    policy = Policy(model)
+    load_shards(policy, open_weights(source), device, {})
+    prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
+    expect_packed(policy, device, torch.float32)
+    return model
 
 
 def load_sharded(
@@ -82,7 +96,7 @@ def sharded_policy(
     `adapter` by parameter name.
     """
     expect_dense(model)
-    files = WeightFiles(source)
+    files = open_weights(source)
     policy = Policy(model)
     shard(
         policy,

@@ -1,5 +1,6 @@
 """The manifest of a directory, written and compared; without torch, so that a command that only checks is fast."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,12 +11,12 @@ from atroposlib.wire.folders import MANIFEST, FileRecord, digest, read_manifest
 __all__ = ["MANIFEST", "FileRecord", "digest", "expect_whole", "write_manifest"]
 
 
-def write_manifest(folder: Path) -> None:
-    """Note every file of `folder` in its manifest. Raises OSError."""
+def write_manifest(folder: Path, known: Mapping[str, FileRecord] | None = None) -> None:
+    """Note every file of `folder` in its manifest; those whose records are `known` are not read. Raises OSError."""
+    records = known or {}
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     manifest = {
-        str(path.relative_to(folder)): FileRecord(path.stat().st_size, digest(path))
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        name: records.get(name) or FileRecord((folder / name).stat().st_size, digest(folder / name)) for name in names
     }
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 

@@ -21,8 +21,8 @@ from atroposlib.wire.bridge import Bucket, Shard, SharedRank
 from example_trainer.bf16 import set_value
 from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError, prepare_for_training, rebuild_buffers
-from example_trainer.weights.files import WeightFiles
 from example_trainer.weights.sharded import ShardedEmbedding, ShardedLinear
+from example_trainer.weights.shards import open_weights
 from example_trainer.weights.source import WeightSource, pack
 
 
@@ -141,7 +141,7 @@ class StartWeights:
     """
 
     def __init__(self, source: str, tensors: Iterable[SharedTensor]) -> None:
-        self._files = WeightFiles(source)
+        self._files = open_weights(source)
         self.tensors = list(tensors)
         for tensor in self.tensors:
             self._files.expect(tensor.name, tensor.shape)

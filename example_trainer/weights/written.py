@@ -10,8 +10,8 @@ example_trainer/adapters.py.
 import functools
 import os
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from atroposlib.errors import MakeError, reading
 from atroposlib.files import sync
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest, write_policy_version
+from atroposlib.wire.folders import FileRecord
 from example_trainer.bf16 import exact_value
 from example_trainer.errors import TrainerError
 from example_trainer.policy import Policy
@@ -31,6 +32,8 @@ from example_trainer.weights.flat import FlatWeights
 from example_trainer.weights.manifest import write_manifest
 from example_trainer.weights.sharded import whole_parameters
 from example_trainer.weights.source import WeightSource
+
+REMEDY = "earlier checkpoints are untouched. Free space, lower --keep-checkpoints, or choose another --save-path"
 
 log = get_logger(__name__)
 
@@ -119,32 +122,49 @@ class TrainedModel:
         return target
 
 
-def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int) -> None:
+def write_folder(target: Path, write: Callable[[Path], None], expected_bytes: int, remedy: str = REMEDY) -> None:
     """Make `target` from what `write` puts into an empty directory, all or nothing. Raises CheckpointError."""
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
-    remedy = "earlier checkpoints are untouched. Free space, lower --keep-checkpoints, or choose another --save-path"
     with ExitStack() as cleanup:
-        cleanup.enter_context(
-            reading(f"cannot write {target}", CheckpointError, remedy=remedy, also=(RuntimeError, SafetensorError))
-        )
-        target.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(target.parent).free
-        if free < expected_bytes:
-            raise OSError(f"about {expected_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
-        partial.mkdir()
+        cleanup.enter_context(writing(target, remedy))
+        partial = make_partial(target, expected_bytes)
         cleanup.callback(shutil.rmtree, partial, ignore_errors=True)  # after the rename there is nothing left of it
         write(partial)
-        write_manifest(partial)
-        for path in (*partial.rglob("*"), partial):
+        put_in_place(partial, target)
+
+
+def writing(target: Path, remedy: str = REMEDY) -> AbstractContextManager[None]:
+    """Turns what fails in making the directory `target` into a CheckpointError of one line."""
+    return reading(f"cannot write {target}", CheckpointError, remedy=remedy, also=(RuntimeError, SafetensorError))
+
+
+def make_partial(target: Path, expected_bytes: int) -> Path:
+    """An empty directory beside `target`, to become it. Raises OSError if there is no space for `expected_bytes`."""
+    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < expected_bytes:
+        raise OSError(f"about {expected_bytes / 1e6:.0f} MB are needed, {free / 1e6:.0f} MB are free")
+    partial.mkdir()
+    return partial
+
+
+def put_in_place(partial: Path, target: Path, on_disk: Mapping[str, FileRecord] | None = None) -> None:
+    """Give a finished directory its manifest, bring it to the disk and call it `target`. The files `on_disk` are there
+    already. Raises OSError.
+    """
+    known = on_disk or {}
+    write_manifest(partial, known)
+    for path in (*partial.rglob("*"), partial):
+        if str(path.relative_to(partial)) not in known:
             sync(path)
-        # a directory already there, from an earlier run, steps aside first and is removed after
-        aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-        if target.exists():
-            target.rename(aside)
-        partial.rename(target)
-        sync(target.parent)
-        if aside.exists():
-            shutil.rmtree(aside)
+    # a directory already there, from an earlier run, steps aside first and is removed after
+    aside = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    if target.exists():
+        target.rename(aside)
+    partial.rename(target)
+    sync(target.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
 
 
 def remove_leftovers(save_path: Path) -> None:

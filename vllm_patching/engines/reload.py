@@ -33,7 +33,7 @@ from atroposlib.wire.bridge import (
     compare,
     read_policy_version,
 )
-from atroposlib.wire.folders import MANIFEST, digest, read_manifest
+from atroposlib.wire.folders import MANIFEST, digest, is_sharded, needs_export, read_manifest
 from atroposlib.wire.typed import MAX_LEASE_S, PolicyVersion, brief, printable
 from vllm_patching.engines.base import FileFault, Receiver, Refused, StagingEngine, WorkerFailed
 from vllm_patching.engines.session import Commit, Route, Sessions
@@ -131,6 +131,8 @@ def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str
     if not folder.is_absolute():
         raise FileFault("its path is not absolute: give the whole path, the same for trainer and vLLM")
     paths = sorted(folder.glob("*.safetensors"))
+    if is_sharded(folder):
+        raise FileFault(needs_export(folder))
     if not paths:
         raise FileFault("no directory with safetensors files is there: trainer and vLLM must see it under one path")
     for path in paths:

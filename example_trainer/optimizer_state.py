@@ -1,0 +1,129 @@
+"""The optimizer's state by parameter: in shards, whole, and from either back into this rank's rows.
+
+What has a parameter's shape (AdamW's moments) is split into rows as the parameter is. The rest is one number for each
+parameter (its count of steps), the same on every rank.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from example_trainer.bf16 import exact_value
+from example_trainer.shard import local, local_rows
+from example_trainer.weights.shards import WEIGHTS, Rows, ShardFiles
+
+MOMENTS = "optim.state."
+GENERATORS = "generators."
+State = dict[int, dict[str, Any]]  # by the parameters' order
+
+
+def parts(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh | None, rank: int) -> dict[str, Rows]:
+    """This rank's part of a sharded checkpoint, by its name there: weights, moments and generators."""
+    found = {f"{GENERATORS}{name}.{rank}": Rows(0, state) for name, state in _generators().items()}
+    if mesh is not None and mesh.ndim > 1 and mesh.get_local_rank(0) != 0:  # a replica of what the first ones write
+        return found
+    for name, parameter in model.named_parameters():
+        found[WEIGHTS + name] = Rows(local_rows(parameter).start, local(exact_value(parameter).detach()))
+    for name, parameter in stepped(model, optimizer).items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if _is_split(value, parameter):
+                found[f"{MOMENTS}{name}.{key}"] = Rows(local_rows(parameter).start, local(value))
+    return found
+
+
+def rest(optimizer: Optimizer) -> State:
+    """What `parts` leaves out."""
+    return {
+        index: {
+            key: value for key, value in optimizer.state.get(parameter, {}).items() if not _is_split(value, parameter)
+        }
+        for index, parameter in enumerate(_parameters(optimizer))
+    }
+
+
+def whole(optimizer: Optimizer, *, keep: bool) -> State:
+    """All of it, whole and on the CPU; nothing unless `keep`. Where ranks share the moments, every rank calls this."""
+    found: State = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(parameter, DTensor) and _is_split(value, parameter):
+                value = _like(parameter, local(value)).full_tensor()
+            if keep:
+                found.setdefault(index, {})[key] = value.cpu() if isinstance(value, Tensor) else value
+    return found
+
+
+def from_whole(state: State, optimizer: Optimizer) -> State:
+    """Of whole moments, what this rank's optimizer needs."""
+    parameters = _parameters(optimizer)
+
+    def own(value: Any, parameter: nn.Parameter) -> Any:
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+            return value
+        rows = local_rows(parameter)
+        return _like(parameter, value[rows.start : rows.stop].to(local(parameter).device, copy=True))
+
+    return {
+        index: {key: own(value, parameters[index]) for key, value in values.items()} for index, values in state.items()
+    }
+
+
+def from_shards(folder: Path, of_rest: State, model: nn.Module, optimizer: Optimizer) -> State:
+    """Of a sharded checkpoint, what this rank's optimizer needs. Raises ModelError."""
+    files = ShardFiles(folder, MOMENTS)
+    found: State = {}
+    for index, (name, parameter) in enumerate(stepped(model, optimizer).items()):
+        values = dict(of_rest.get(index, {}))
+        rows = local_rows(parameter)
+        for key in [each.removeprefix(f"{name}.") for each in files.shapes if each.rpartition(".")[0] == name]:
+            files.expect(f"{name}.{key}", tuple(parameter.shape))
+            own = files.part(f"{name}.{key}", 0, rows.start, len(rows))
+            values[key] = _like(parameter, own.to(local(parameter).device))
+        if values:
+            found[index] = values
+    return found
+
+
+def stepped(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """What the optimizer steps, in its order, by the names of the model's parameters."""
+    names = {id(exact_value(parameter)): name for name, parameter in model.named_parameters()}
+    return {names[id(parameter)]: parameter for parameter in _parameters(optimizer)}
+
+
+def _generators() -> dict[str, Tensor]:
+    """The state of this process's generators: of its CPU, and of its GPU where it has one."""
+    found = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_generators(folder: Path, rank: int) -> None:
+    """Those of `rank` in a sharded checkpoint; of rank 0 where there were fewer."""
+    files = ShardFiles(folder, GENERATORS)
+    for name, use in (("cpu", torch.set_rng_state), ("cuda", torch.cuda.set_rng_state)):
+        saved = next((f"{name}.{of}" for of in (rank, 0) if f"{name}.{of}" in files.shapes), None)
+        if saved is not None and (name == "cpu" or torch.cuda.is_available()):
+            use(files.part(saved, 0, 0, files.shapes[saved][0]))
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _is_split(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and local(value).shape == local(parameter).shape
+
+
+def _like(parameter: Tensor, rows: Tensor) -> Any:
+    """`rows` as the parameter is: a DTensor where it is one."""
+    if not isinstance(parameter, DTensor):
+        return rows
+    return DTensor.from_local(
+        rows, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+    )

@@ -1,0 +1,179 @@
+"""The checkpoints of a run as its loop sees them: each is begun, and says when it is on the disk.
+
+    save ──▶ whole: written here, at once (checkpoint.py)
+         ──▶ sharded: every rank copies its rows, training goes on ··▶ all ranks' files are flushed
+                                                                       ──▶ manifest ──rename──▶ `latest`
+    step_4/   config.json, tokenizer files, README.md
+              shards/rank_R.safetensors   rank R's rows of weights and moments, and its generators (weights/shards.py)
+              trainer_state.pt            progress, and the optimizer's name, shapes and counts of steps
+              policy.json, manifest.json
+
+A batch may be acknowledged once `saved_leases` has its lease, which is after `latest` names a checkpoint that contains
+it. Until then the step is only in memory, and the batching API would give its batch again.
+"""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from atroposlib.logs import get_logger
+from atroposlib.wire.bridge import write_policy_version
+from atroposlib.wire.folders import SHARDS, FileRecord
+from example_trainer.checkpoint import STATE, Checkpoints, Progress, about
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.learner import Learner
+from example_trainer.model_card import write_model_card
+from example_trainer.optimizer_state import rest
+from example_trainer.parallel import RanksLost
+from example_trainer.weights.gathered import write_about_model
+from example_trainer.weights.written import CheckpointError, make_partial, put_in_place, writing
+
+LARGE_PARAMETERS = 3_000_000_000  # from here on training does not wait until a checkpoint is written
+POLL_S = 0.5
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that the ranks write."""
+
+    progress: Progress
+    partial: Path
+    target: Path
+    started: float
+
+
+class Saves:
+    """Those of one run, on rank 0. At most one is being written: the next one, and the run's end, wait for it.
+
+    `pause` is how to wait for a while.
+    """
+
+    def __init__(self, config: TrainerConfig, learner: Learner, pause: Callable[[float], None]) -> None:
+        self.saved_leases: list[int] = []  # of the batches that checkpoints on the disk contain
+        self.sharded = is_due_sharded(config, learner)
+        self._config = config
+        self._learner = learner
+        self._pause = pause
+        self._checkpoints = Checkpoints(config.save_path, config.keep_checkpoints)
+        self._current: Save | None = None
+        self._looked = 0.0
+
+    def save(self, progress: Progress) -> None:
+        """Begin the checkpoint of this step, after the one before. Raises CheckpointError."""
+        self.complete()
+        learner, trained = self._learner, self._learner.trained
+        target = self._config.save_path / f"{trained.form.step_prefix}{progress.step}"
+        log.info("Writing checkpoint %s", target)
+        if self.sharded:
+            self._begin(progress, target)
+            return
+        shared = learner.ranks.mesh is not None
+        moments = learner.whole_moments() if shared else None
+        self._checkpoints.save(progress, trained, learner.optimizer, moments)
+        self.saved_leases += progress.leases
+
+    def check(self) -> None:
+        """Look, now and then, whether the checkpoint is written. Raises CheckpointError. Never waits."""
+        if self._current is not None and time.monotonic() - self._looked > POLL_S:
+            self._publish_if_written(self._current)
+
+    def complete(self) -> None:
+        """Return when no checkpoint is being written. Raises CheckpointError."""
+        save = self._current
+        if save is None or self._publish_if_written(save):
+            return
+        log.info("Waiting until checkpoint %s is on the disk", save.target)
+        start = time.monotonic()
+        while not self._publish_if_written(save):
+            self._pause(0.05)
+        log.info("Waited %.1f s for checkpoint %s", time.monotonic() - start, save.target)
+
+    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """The run ends. A checkpoint that is being written is completed if the ranks can, and removed if not, or if
+        somebody ends the run.
+        """
+        if isinstance(error, TrainerError) and not isinstance(error, RanksLost | CheckpointError):
+            try:
+                self.complete()
+            except TrainerError as failed:
+                log.warning("%s", failed)
+        self._learner.close()
+        if self._current is not None:
+            log.warning("Checkpoint %s was not complete, and is removed", self._current.target)
+            self._drop(self._current)
+
+    def _begin(self, progress: Progress, target: Path) -> None:
+        learner, started = self._learner, time.monotonic()
+        model, optimizer = learner.trained.model, learner.optimizer
+        nbytes = sum(4 * parameter.numel() * (1 + 2 * parameter.requires_grad) for parameter in model.parameters())
+        with writing(target):
+            save = Save(progress, make_partial(target, nbytes), target, started)
+            try:
+                (save.partial / SHARDS).mkdir()
+                write_about_model(save.partial, model, learner.trained.tokenizer)
+                write_model_card(save.partial, self._config)
+                torch.save({**about(progress, optimizer), "rest": rest(optimizer)}, save.partial / STATE)
+                write_policy_version(save.partial, progress.policy_version)
+                learner.begin_save(str(save.partial))
+            except BaseException:
+                self._drop(save)
+                raise
+        self._current = save
+        log.info(
+            "Checkpoint %s: %.1f GB copied in %.2f s, written while training goes on",
+            target.name,
+            nbytes / 1e9,
+            time.monotonic() - started,
+        )
+
+    def _publish_if_written(self, save: Save) -> bool:
+        """Whether every rank's part is on the disk; the checkpoint has its name then."""
+        written = self._learner.saved()
+        self._looked = time.monotonic()
+        failed = [each.failed for each in written if each.failed]
+        if not failed and not all(each.name for each in written):
+            return False
+        self._current = None
+        with writing(save.target):
+            try:
+                if failed:
+                    raise OSError(failed[0])
+                records = {f"{SHARDS}/{each.name}": FileRecord(each.bytes, each.sha256) for each in written}
+                put_in_place(save.partial, save.target, records)
+            except BaseException:
+                self._drop(save)
+                raise
+        self._checkpoints.point_to(save.target)
+        self.saved_leases += save.progress.leases
+        log.info("Checkpoint %s is on the disk %.1f s after its step", save.target, time.monotonic() - save.started)
+        return True
+
+    def _drop(self, save: Save) -> None:
+        self._current = None
+        self._learner.close()
+        shutil.rmtree(save.partial, ignore_errors=True)
+
+
+def is_due_sharded(config: TrainerConfig, learner: Learner) -> bool:
+    """Whether this run's checkpoints are in shards. Raises CheckpointError where they are asked for and cannot be."""
+    if config.bridge.trains_adapter or config.checkpoint_format == "hf":
+        return False
+    shared = learner.ranks.mesh is not None
+    splits = config.optimizer == "adamw" and not learner.in_shared_memory
+    if config.checkpoint_format == "sharded" and not splits:
+        why = f"--optimizer {config.optimizer}" if config.optimizer != "adamw" else config.bridge.typed
+        raise CheckpointError(
+            f"--checkpoint-format sharded splits weights and AdamW's moments by rows, which {why} does not keep so:"
+            " drop the flag"
+        )
+    if config.checkpoint_format == "sharded":
+        return True
+    return splits and (shared or sum(each.numel() for each in learner.trained.model.parameters()) >= LARGE_PARAMETERS)

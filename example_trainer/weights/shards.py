@@ -1,0 +1,176 @@
+"""A checkpoint's tensors as every trainer rank's own rows: written by all ranks beside training, read in any number.
+
+    rank r's rows ──copy to host memory──▶ training goes on
+                                └──thread──▶ shards/rank_R.safetensors, hashed on the way, flushed
+
+The files are those of torch.distributed.checkpoint's safetensors format (each says at which row its part of a tensor
+begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them ourselves:
+its writer puts a rank's whole shard together a second time in memory, and meets the other ranks while it writes, where
+one that is gone would be waited for. Reading loads no pickle.
+"""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from atroposlib.errors import reason
+from atroposlib.files import sync
+from atroposlib.wire.folders import SHARDS, is_sharded
+from example_trainer.model import ModelError
+from example_trainer.weights.files import WeightFiles, safetensors_header
+
+OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for where the parts begin
+WEIGHTS = "model."
+BLOCK_BYTES = 16 << 20
+STOP_S = 5.0  # for a block to be written
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A rank's part of a tensor, from row `start` on."""
+
+    start: int
+    content: Tensor
+
+
+class Written(msgspec.Struct):
+    """What became of a rank's file: none of these as long as it is being written."""
+
+    name: str = ""
+    bytes: int = 0
+    sha256: str = ""
+    failed: str = ""
+
+
+class ShardWriter:
+    """Of one rank. The memory of the copy is kept from one checkpoint to the next."""
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._written = Written()
+
+    @property
+    def written(self) -> Written:
+        """What became of the file that was started last."""
+        return self._written
+
+    def start(self, path: Path, parts: Mapping[str, Rows]) -> None:
+        """Copy `parts`, which may change after that, and begin to write them. The file before is finished."""
+        self.stop()
+        held = {name: rows for name, rows in parts.items() if rows.content.numel()}
+        copies = {name: self._copy(name, rows.content) for name, rows in held.items()}
+        offsets = {
+            name: {"saved_offsets": [rows.start, *(0 for _ in rows.content.shape[1:])]} for name, rows in held.items()
+        }
+        header = safetensors_header(
+            {name: (tuple(copy.shape), copy.dtype) for name, copy in copies.items()},
+            {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"},
+        )
+        # The thread touches no torch: it may outlive the interpreter
+        blocks = [memoryview(header), *(copy.view(torch.uint8).flatten().numpy().data for copy in copies.values())]
+        self._stop.clear()
+        self._written = Written()
+        self._thread = threading.Thread(target=self._write, args=(path, blocks), name="CheckpointWriter", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave a file that is not finished as it is."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+            self._thread = None
+
+    def _copy(self, name: str, rows: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        if copy is None or copy.shape != rows.shape:
+            copy = self._copies[name] = torch.empty(rows.shape, dtype=rows.dtype)
+        return copy.copy_(rows)
+
+    def _write(self, path: Path, blocks: list[memoryview]) -> None:
+        digest, size = hashlib.sha256(), 0
+        try:
+            with path.open("wb") as file:
+                for block in _cut(blocks):
+                    if self._stop.is_set():
+                        return
+                    file.write(block)
+                    digest.update(block)
+                    size += len(block)
+            sync(path)
+        except OSError as error:
+            self._written = Written(failed=reason(error))
+        else:
+            self._written = Written(path.name, size, digest.hexdigest())
+
+
+def _cut(blocks: list[memoryview]) -> Iterator[memoryview]:
+    return (block[start : start + BLOCK_BYTES] for block in blocks for start in range(0, len(block), BLOCK_BYTES))
+
+
+@dataclass(frozen=True)
+class _Part:
+    start: int
+    rows: int
+    path: Path
+
+
+class ShardFiles(WeightFiles):
+    """The tensors of the sharded checkpoint `folder` whose names begin with `prefix`, which is left out."""
+
+    def __init__(self, folder: Path, prefix: str = WEIGHTS) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._parts: dict[str, list[_Part]] = {}
+        self.shapes = {}
+        # mapped, and open until nobody reads any more
+        self._open = cache(lambda path: safe_open(path, "pt"))
+        for path in sorted((folder / SHARDS).glob("*.safetensors")):
+            file = self._open(path)
+            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
+            for key in file.keys():  # noqa: SIM118  (not a mapping)
+                if key.startswith(prefix):
+                    shape = file.get_slice(key).get_shape()
+                    start = offsets[key]["saved_offsets"][0] if shape else 0
+                    rows = shape[0] if shape else 1
+                    self._parts.setdefault(key.removeprefix(prefix), []).append(_Part(start, rows, path))
+        for name, parts in self._parts.items():
+            parts.sort(key=lambda part: part.start)
+            others = self._open(parts[0].path).get_slice(prefix + name).get_shape()[1:]
+            self.shapes[name] = (parts[-1].start + parts[-1].rows, *others)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        end = 0
+        for part in self._parts.get(name, []):
+            if part.start > end:
+                raise ModelError(f"{self._folder}/{SHARDS} has no rows {end} to {part.start} of {name}: a file is gone")
+            end = part.start + part.rows
+        if self.shapes.get(name) != shape:
+            found = list(self.shapes[name]) if name in self.shapes else "nothing of that name"
+            raise ModelError(f"{self._folder}/{SHARDS} holds {found} for {name} {list(shape)}: it is of another model")
+
+    def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
+        if dim:
+            return self.part(name, 0, 0, self.shapes[name][0]).narrow(dim, start, length)
+        found = []
+        for part in self._parts[name]:
+            low, high = max(start, part.start), min(start + length, part.start + part.rows)
+            if low < high:
+                content = self._open(part.path).get_slice(self._prefix + name)
+                found.append(content[low - part.start : high - part.start])
+        return torch.cat(found) if found else torch.empty(0, *self.shapes[name][1:])
+
+
+def open_weights(source: str) -> WeightFiles:
+    """The weights of a hub id, a Hugging Face directory or a sharded checkpoint."""
+    return ShardFiles(Path(source)) if is_sharded(Path(source)) else WeightFiles(source)
