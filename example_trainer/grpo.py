@@ -296,7 +296,7 @@ class Run:
         config = self.config
         if config.checkpoint_interval and step % config.checkpoint_interval == 0:
             self.saves.save(self.progress)
-        self.saves.check()
+        self.saves.advance()
         if config.ack_after == "step" or not config.checkpoint_interval:
             self.api.acknowledge()
         else:

@@ -81,20 +81,26 @@ class Saves:
         self.saved_leases += progress.leases
 
     def check(self) -> None:
-        """Look, now and then, whether the checkpoint is written. Raises CheckpointError. Never waits."""
-        if self._current is not None and time.monotonic() - self._looked > POLL_S:
-            self._publish_if_written(self._current)
+        """`advance`, now and then."""
+        if time.monotonic() - self._looked > POLL_S:
+            self.advance()
+
+    def advance(self) -> bool:
+        """Whether no checkpoint is being written; one that has just been written has got its name. Never waits. Raises
+        CheckpointError.
+        """
+        self._looked = time.monotonic()
+        return self._current is None or self._publish_if_written(self._current)
 
     def complete(self) -> None:
         """Return when no checkpoint is being written. Raises CheckpointError."""
-        save = self._current
-        if save is None or self._publish_if_written(save):
+        if self.advance():
             return
-        log.info("Waiting until checkpoint %s is on the disk", save.target)
+        log.info("Waiting until the checkpoint of the last save is on the disk")
         start = time.monotonic()
-        while not self._publish_if_written(save):
+        while not self.advance():
             self._pause(0.05)
-        log.info("Waited %.1f s for checkpoint %s", time.monotonic() - start, save.target)
+        log.info("Waited %.1f s for the checkpoint", time.monotonic() - start)
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """The run ends. A checkpoint that is being written is completed if the ranks can, and removed if not, or if
@@ -137,7 +143,6 @@ class Saves:
     def _publish_if_written(self, save: Save) -> bool:
         """Whether every rank's part is on the disk; the checkpoint has its name then."""
         written = self._learner.saved()
-        self._looked = time.monotonic()
         failed = [each.failed for each in written if each.failed]
         if not failed and not all(each.name for each in written):
             return False
