@@ -291,10 +291,15 @@ class Run:
             self.proven = True
         return sync
 
+    def is_due(self, step: int) -> bool:
+        """Whether a step ends with a checkpoint."""
+        interval = self.config.checkpoint_interval
+        return interval > 0 and step % interval == 0
+
     def save_if_due(self, step: int) -> None:
         """Begin the checkpoint that is due, and acknowledge what the run need not be given again."""
         config = self.config
-        if config.checkpoint_interval and step % config.checkpoint_interval == 0:
+        if self.is_due(step):
             self.saves.save(self.progress)
         self.saves.advance()
         if config.ack_after == "step" or not config.checkpoint_interval:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 import example_trainer.checkpoint as whole
+from atroposlib.files import write_whole
 from example_trainer import sharded_checkpoint
 from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
@@ -27,6 +28,7 @@ from example_trainer.learner import Learner
 from example_trainer.parallel import join
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
+from example_trainer.weights.written import put_in_place
 from tests.unit.trainer.rank_child import rollouts
 
 LONGEST_S = 40.0
@@ -40,7 +42,7 @@ def die(*_: object) -> NoReturn:
 
 def die_at(moment: str) -> None:
     """Have this process be killed when a save comes to `moment`."""
-    cut, put_in_place, point = shards._cut, sharded_checkpoint.put_in_place, whole.write_whole
+    cut = shards._cut
 
     def half(blocks: list[memoryview]) -> Iterator[memoryview]:
         for count, block in enumerate(cut(blocks)):
@@ -60,7 +62,7 @@ def die_at(moment: str) -> None:
         "manifest": (sharded_checkpoint, "put_in_place", die),
         "rename": (Path, "rename", die),
         "renamed": (sharded_checkpoint, "put_in_place", after(put_in_place)),
-        "pointed": (whole, "write_whole", after(point)),
+        "pointed": (whole, "write_whole", after(write_whole)),
     }
     if moment == "copy":
         die()

@@ -16,6 +16,7 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import RunApiConfig
 from example_trainer import grpo
 from example_trainer.config import TrainerConfig
+from example_trainer.weights import shards
 from tests.unit.trainer.fakes import RecordingBridge, item, model_folder
 
 STEPS = 4
@@ -155,3 +156,58 @@ def post_numbered(url: str, count: int) -> None:
         requests.post(
             url + "/scored_data", json={key: value for key, value in group.items() if value is not None}, timeout=10
         )
+
+
+@pytest.mark.parametrize(("opened_at", "again"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4])])
+def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_at: int | None, again: list[int]
+) -> None:
+    """Checkpoints are written while training goes on. The run dies in step 4, before or after step 2's is done."""
+    model, gate, cut = model_folder(tmp_path / "model"), threading.Event(), shards._cut
+    saves: list[int] = []
+
+    def late(blocks: list[memoryview]) -> Iterator[memoryview]:
+        saves.append(len(blocks))
+        if len(saves) == 2:
+            gate.wait(20)
+        yield from cut(blocks)
+
+    class Killed(Exception):
+        """Stands for SIGKILL."""
+
+    class Bridge(RecordingBridge):
+        def sync(self, policy_version: int, update: Any) -> Any:
+            if policy_version == opened_at:
+                gate.set()
+                time.sleep(0.5)
+            if policy_version == 4:
+                raise Killed
+            return super().sync(policy_version, update)
+
+    def run(folder: str, bridge: RecordingBridge, **changes: Any) -> list[int]:
+        settings: dict[str, Any] = dict(
+            model_name=model,
+            atropos_url=url,
+            training_steps=5,
+            batch_size=4,
+            gradient_accumulation_steps=1,
+            save_path=tmp_path / "checkpoints",
+            log_dir=tmp_path / folder,
+            checkpoint_interval=100,
+            checkpoint_format="sharded",
+            fetch_timeout=30,
+            eval_deadline=0,
+        )
+        with contextlib.suppress(Killed):
+            grpo.run(TrainerConfig.model_validate(settings | changes), bridge)
+        lines = (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+        return [round(json.loads(line)["reward_mean"] * 4 - 1) for line in lines]
+
+    monkeypatch.setattr(shards, "_cut", late)
+    monkeypatch.setattr(shards, "STOP_S", 0.1)
+    monkeypatch.setattr(grpo.Run, "is_due", lambda run, step: step in (1, 2))
+    with real_api() as url:
+        post_numbered(url, 8)
+        assert run("first", Bridge()) == [0, 1, 2]
+        gate.set()
+        assert run("second", RecordingBridge(), resume="latest") == again

@@ -1,0 +1,214 @@
+"""How a run's checkpoints come to the disk while it trains on, by one rank in this process."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from atroposlib.wire.bridge import read_policy_version
+from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
+from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
+from example_trainer.learner import Learner
+from example_trainer.parallel import ALONE
+from example_trainer.sharded_checkpoint import Saves
+from example_trainer.weights import shards
+from example_trainer.weights.shards import ShardFiles
+from example_trainer.weights.written import CheckpointError
+from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
+from tests.unit.trainer.fakes import model_folder
+from tests.unit.trainer.rank_child import rollouts
+
+Make = Callable[..., tuple[Learner, Saves]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return model_folder(tmp_path_factory.mktemp("model"), tie_word_embeddings=True)
+
+
+@pytest.fixture
+def make(model: str, tmp_path: Path) -> Make:
+    """A learner and its saves, in shards unless the changes say otherwise."""
+
+    def made(**changes: Any) -> tuple[Learner, Saves]:
+        settings = {"model_name": model, "save_path": tmp_path / "saved", "checkpoint_format": "sharded", "lr": 1e-2}
+        config = TrainerConfig.model_validate(settings | changes)
+        learner = Learner(config, torch.device("cpu"), ALONE)
+        learner.load(config.resume or model)
+        learner.begin(config.resume or "")
+        return learner, Saves(config, learner, time.sleep)
+
+    return made
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written until it is set."""
+    opened, cut = threading.Event(), shards._cut
+
+    def late(blocks: list[memoryview]) -> Iterator[memoryview]:
+        opened.wait(20)
+        yield from cut(blocks)
+
+    monkeypatch.setattr(shards, "_cut", late)
+    yield opened
+    opened.set()
+
+
+def train(learner: Learner, step: int) -> float | None:
+    loss = learner.gradients(*rollouts(step))["loss"]
+    learner.clip()
+    learner.update(1e-2)
+    return loss
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in learner.trained.model.named_parameters()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_training_goes_on_and_the_checkpoint_holds_the_weights_of_its_step(
+    make: Make, gate: threading.Event, tmp_path: Path
+) -> None:
+    learner, saves = make()
+    train(learner, 1)
+    at_save = weights(learner)
+    saves.save(Progress(1, 1, 1, leases=[7]))
+    train(learner, 2)
+    assert not saves.advance()
+    assert saves.saved_leases == []
+    assert find_checkpoint("auto", tmp_path / "saved") is None
+    gate.set()
+    saves.complete()
+    assert saves.saved_leases == [7]
+    saved = find_checkpoint("latest", tmp_path / "saved")
+    assert saved == tmp_path / "saved/step_1"
+    assert read_policy_version(str(saved)) == 1
+    files = ShardFiles(saved)
+    for name, value in at_save.items():
+        assert torch.equal(files.part(name, 0, 0, len(value)), value)
+
+
+def test_a_resumed_run_learns_the_same_and_a_dropout_would_too(make: Make, tmp_path: Path) -> None:
+    learner, saves = make()
+    train(learner, 1)
+    saves.save(Progress(1, 1, 1))
+    drawn, losses = torch.rand(3), [train(learner, step) for step in (2, 3)]
+    saves.complete()
+    resumed, _ = make(resume=str(tmp_path / "saved/step_1"))
+    assert resumed.progress == Progress(1, 1, 1)
+    assert torch.equal(torch.rand(3), drawn)
+    assert [train(resumed, step) for step in (2, 3)] == losses
+
+
+def test_files_are_on_the_disk_before_the_checkpoint_and_latest_have_their_names(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner, saves = make()
+    train(learner, 1)
+    acts = watch_disk(monkeypatch)
+    saves.save(Progress(1, 1, 1))
+    saves.complete()
+    _, named = expect_durable(acts, tmp_path / "saved/step_1")
+    pointed, _ = expect_durable(acts, tmp_path / "saved/latest")
+    assert named < pointed
+
+
+def test_the_next_save_waits_for_the_one_before_and_the_oldest_goes(
+    make: Make, gate: threading.Event, tmp_path: Path
+) -> None:
+    learner, saves = make(keep_checkpoints=1)
+    saves.save(Progress(1, 1, 0, leases=[1]))
+    threading.Timer(0.3, gate.set).start()
+    start = time.monotonic()
+    saves.save(Progress(2, 2, 0, leases=[2]))
+    assert time.monotonic() - start > 0.2
+    assert names(tmp_path / "saved")[-2:] == ["latest", "step_1"]
+    saves.complete()
+    assert names(tmp_path / "saved") == ["latest", "step_2"]
+    assert saves.saved_leases == [1, 2]
+    learner.close()
+
+
+def test_a_disk_that_fails_is_one_line_and_leaves_the_checkpoint_before(make: Make, tmp_path: Path) -> None:
+    _, saves = make()
+    saves.save(Progress(1, 1, 0, leases=[1]))
+    saves.complete()
+    with broken_disk():
+        saves.save(Progress(2, 2, 0, leases=[2]))
+        with pytest.raises(CheckpointError, match=r"cannot write .*step_2: Input/output error; earlier checkpoints"):
+            saves.complete()
+    assert names(tmp_path / "saved") == ["latest", "step_1"]
+    assert saves.saved_leases == [1]
+
+
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_copied(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, saves = make()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CheckpointError, match="about 0 MB are needed, 0 MB are free"):
+        saves.save(Progress(1, 1, 0))
+    assert names(tmp_path / "saved") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "left"), [(KeyboardInterrupt(), []), (TrainerError("vLLM is lost"), ["latest", "step_1"])]
+)
+def test_a_run_that_fails_completes_its_checkpoint_and_one_that_is_ended_drops_it(
+    make: Make, gate: threading.Event, tmp_path: Path, error: BaseException, left: list[str]
+) -> None:
+    _, saves = make()
+    saves.save(Progress(1, 1, 0))
+    threading.Timer(0.2, gate.set).start()
+    saves.leave(type(error), error, None)
+    assert names(tmp_path / "saved") == left
+
+
+def test_the_format_follows_the_model_unless_it_is_given(make: Make) -> None:
+    assert not make(checkpoint_format="auto")[1].sharded
+    assert not make(checkpoint_format="hf")[1].sharded
+    assert not make(checkpoint_format="auto", weight_bridge_mode="lora_only")[1].sharded
+    with pytest.raises(CheckpointError, match=r"--checkpoint-format sharded splits .* --optimizer adafactor does not"):
+        make(optimizer="adafactor")
+
+
+def test_large_models_are_saved_in_shards(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("example_trainer.sharded_checkpoint.LARGE_PARAMETERS", 1000)
+    assert make(checkpoint_format="auto")[1].sharded
+    assert not make(checkpoint_format="auto", optimizer="adafactor")[1].sharded
+
+
+def test_another_model_is_refused_before_anything_is_loaded(make: Make, model: str, tmp_path: Path) -> None:
+    _, saves = make()
+    saves.save(Progress(1, 1, 0))
+    saves.complete()
+    saved = tmp_path / "saved/step_1"
+    expect_same_model(saved, TrainerConfig.model_validate({"model_name": model}))
+    expect_same_model(saved, TrainerConfig.model_validate({"model_name": str(tmp_path / "gone")}))
+    other = model_folder(tmp_path / "other", hidden_size=16, tie_word_embeddings=True)
+    with pytest.raises(
+        CheckpointError, match=r"step_1 is a checkpoint of another model: it holds \[97, 32\] for"
+    ) as no:
+        expect_same_model(saved, TrainerConfig.model_validate({"model_name": other}))
+    assert str(no.value).isprintable()
+
+
+def test_a_missing_shard_is_named(make: Make, tmp_path: Path) -> None:
+    _, saves = make()
+    saves.save(Progress(1, 1, 0))
+    saves.complete()
+    saved = tmp_path / "saved/step_1"
+    (saved / "shards/rank_0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank_0.safetensors is missing, the checkpoint was written with"):
+        find_checkpoint("latest", tmp_path / "saved")
+    assert "shards/rank_0.safetensors" in json.loads((saved / "manifest.json").read_bytes())
