@@ -174,6 +174,11 @@ def no_weights(folder: Path) -> None:
         path.unlink()
 
 
+def sharded(folder: Path) -> None:
+    no_weights(folder)
+    (folder / "shards").mkdir()
+
+
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncated, "bytes, it was written with"),
     (flipped, "has its size but other contents than were written (SHA-256 differs)"),
@@ -189,6 +194,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (damaged_manifest, "manifest.json is damaged"),
     (manifest_that_names_others, "manifest.json does not name"),
     (no_weights, "no directory with safetensors files is there"),
+    (sharded, "is a sharded checkpoint, not a model: make one of it by `atropos export"),
 ]
 
 

@@ -56,6 +56,12 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
     assert not [path for path in tmp_path.iterdir() if "model" in path.name]
 
 
+def test_a_sharded_checkpoint_is_no_model_to_push(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints/step_4/shards").mkdir(parents=True)
+    with pytest.raises(PushError, match=r"step_4 is a sharded checkpoint, not a model: make .* by `atropos export"):
+        push(run, "--checkpoint", "step_4", "--directory", str(tmp_path / "out"))
+
+
 def test_a_damaged_model_is_not_pushed(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "final_model" / "config.json").write_text("{ }")
     with pytest.raises(PushError, match=r"config.json has 3 bytes"):

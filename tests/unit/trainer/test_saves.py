@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from atroposlib.flags import ConfigError
 from atroposlib.wire.bridge import read_policy_version
+from example_trainer.bridges.restart import servable
 from example_trainer.checkpoint import Progress, expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.launcher.train import find_model
 from example_trainer.learner import Learner
 from example_trainer.parallel import ALONE
 from example_trainer.sharded_checkpoint import Saves
@@ -201,6 +205,28 @@ def test_another_model_is_refused_before_anything_is_loaded(make: Make, model: s
     ) as no:
         expect_same_model(saved, TrainerConfig.model_validate({"model_name": other}))
     assert str(no.value).isprintable()
+
+
+def test_a_sharded_checkpoint_is_exported_for_a_vllm_that_starts_from_it(make: Make, tmp_path: Path) -> None:
+    learner, saves = make()
+    saves.save(Progress(1, 4, 0))
+    saves.complete()
+    config = TrainerConfig.model_validate({"model_name": "m", "save_path": tmp_path / "saved"})
+    served = Path(servable(config, str(tmp_path / "saved/step_1")))
+    assert served == tmp_path / "saved/served_4"
+    assert read_policy_version(str(served)) == 4
+    exported = load_file(served / "model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights(learner).items())
+    assert servable(config, str(served)) == str(served)
+    assert servable(config, str(tmp_path / "saved/step_1")) == str(served)
+
+
+def test_the_launcher_takes_no_sharded_checkpoint_as_a_model(make: Make, tmp_path: Path) -> None:
+    _, saves = make()
+    saves.save(Progress(1, 1, 0))
+    saves.complete()
+    with pytest.raises(ConfigError, match=r"--model .*step_1 is a sharded checkpoint, not a model: .* `atropos export"):
+        find_model(str(tmp_path / "saved/step_1"), dry_run=True)
 
 
 def test_a_missing_shard_is_named(make: Make, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from example_trainer.checkpoint import find_checkpoint
 from example_trainer.export import export
+from example_trainer.launcher.cli import main
 from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError, remove_leftovers
 from tests.unit.trainer.checkpoint_child import MOMENTS
@@ -149,6 +150,17 @@ def test_the_export_is_the_model_that_was_trained(folder: Path, results: dict[st
         export(folder / "two/step_3", tmp_path / "model")
     with pytest.raises(CheckpointError, match="is not a sharded checkpoint"):
         export(folder / "two_hf/step_3", tmp_path / "none")
+
+
+def test_the_command_exports_or_says_why_not_in_one_line(
+    folder: Path, results: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(folder / "two/step_3"), str(tmp_path / "model")]) == 0
+    assert capfd.readouterr().out == f"Wrote {tmp_path / 'model'}\n"
+    assert main(["export", str(folder / "two/step_3"), str(tmp_path / "model")]) == 1
+    assert capfd.readouterr().err == (
+        f"export: error: {tmp_path / 'model'} exists: give another directory, or remove it\n"
+    )
 
 
 def test_torch_s_own_distributed_checkpoint_reads_the_shards(folder: Path, results: dict[str, Any]) -> None:
