@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,7 +24,7 @@ from example_trainer.parallel import collective, join
 from example_trainer.rank_processes import Place
 from example_trainer.sharded_checkpoint import Saves
 
-SHAPE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
+SHAPE: dict[str, Any] = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9}
 
 
 class Idle(Learner):

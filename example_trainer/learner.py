@@ -28,7 +28,7 @@ from example_trainer.weights.gathered import gather_rows
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
-from example_trainer.weights.written import CheckpointError, TrainedModel
+from example_trainer.weights.written import CheckpointError, TrainedModel, writing
 
 
 class Learner:
@@ -114,7 +114,8 @@ class Learner:
         if not shards.is_dir():
             raise CheckpointError(f"{shards} is not there: give a --save-path that all trainer ranks share")
         mine = parts(self.trained.model, self.optimizer, self.ranks.mesh, self.ranks.rank)
-        self._writer.start(shards / f"rank_{self.ranks.rank}.safetensors", mine)
+        with writing(Path(folder)):  # the copy may find no memory
+            self._writer.start(shards / f"rank_{self.ranks.rank}.safetensors", mine)
 
     @collective
     def saved(self) -> list[Written]:

@@ -31,7 +31,7 @@ from example_trainer.weights.files import WeightFiles, safetensors_header
 OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for where the parts begin
 WEIGHTS = "model."
 BLOCK_BYTES = 16 << 20
-STOP_S = 5.0  # for a block to be written
+STOP_S = 2.0  # for a block to be written
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class ShardWriter:
         )
         # The thread touches no torch: it may outlive the interpreter
         blocks = [memoryview(header), *(copy.view(torch.uint8).flatten().numpy().data for copy in copies.values())]
-        self._stop.clear()
-        self._written = Written()
-        self._thread = threading.Thread(target=self._write, args=(path, blocks), name="CheckpointWriter", daemon=True)
+        self._stop, self._written = threading.Event(), Written()
+        self._thread = threading.Thread(
+            target=self._write, args=(path, blocks, self._stop), name="CheckpointWriter", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -97,21 +98,23 @@ class ShardWriter:
             copy = self._copies[name] = torch.empty(rows.shape, dtype=rows.dtype)
         return copy.copy_(rows)
 
-    def _write(self, path: Path, blocks: list[memoryview]) -> None:
+    def _write(self, path: Path, blocks: list[memoryview], stop: threading.Event) -> None:
         digest, size = hashlib.sha256(), 0
         try:
             with path.open("wb") as file:
                 for block in _cut(blocks):
-                    if self._stop.is_set():
+                    if stop.is_set():
                         return
                     file.write(block)
                     digest.update(block)
                     size += len(block)
             sync(path)
         except OSError as error:
-            self._written = Written(failed=reason(error))
+            written = Written(failed=reason(error))
         else:
-            self._written = Written(path.name, size, digest.hexdigest())
+            written = Written(path.name, size, digest.hexdigest())
+        if not stop.is_set():
+            self._written = written
 
 
 def _cut(blocks: list[memoryview]) -> Iterator[memoryview]:
