@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -148,6 +149,8 @@ def fork(job: dict[str, Any], rank: int, environment: dict[str, str], output: in
     except TrainerError as error:
         print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
         status = 70
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(status)
