@@ -2,7 +2,7 @@
 and lines of loggers that have handlers of their own. On a terminal all stays as it is.
 
     warnings.warn ──▶ one line; INFO if it is meant for developers (a deprecation)
-    tqdm          ──▶ its bar, at most every few seconds, and when it is full
+    tqdm          ──▶ its bar after a second, then every five, and when it is full
     other lines   ──▶ as they are
 
 What C++ code writes to the file descriptor is out of reach.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 NAME = "stderr"  # of the logger
-BAR_EVERY_S = 5.0
+BAR_FIRST_S, BAR_EVERY_S = 1.0, 5.0
 LONGEST = 64 << 10  # characters: a line that is longer is cut there
 BAR_LENGTH = 500
 _BREAK = re.compile(r"\r\n|\r|\n")  # a progress bar begins with a carriage return
@@ -41,7 +41,7 @@ class Bars:
         if not found:
             return True
         what, full, now = (found["what"] or "").strip(" :"), found["percent"] == "100", self._now()
-        at, was_full = self._told.get(what, (now, False))
+        at, was_full = self._told.get(what, (now + BAR_FIRST_S - BAR_EVERY_S, False))
         told = (full and not was_full) or now - at >= BAR_EVERY_S
         self._told[what] = (now if told else at, full)
         return told

@@ -284,7 +284,7 @@ launch() {
     set_up
   fi
   command -v "$python" >/dev/null || die "$python is not there; run scripts/setup.sh"
-  if [[ " train quickstart evaluate gpu-check status stop logs plot " == *" $1 "* ]]; then
+  if [[ " train quickstart evaluate gpu-check status stop logs plot push " == *" $1 "* ]]; then
     set -- "$1" --runs "$root/runs" "${@:2}"
   fi
   PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m example_trainer.launcher "$@"

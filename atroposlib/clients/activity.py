@@ -39,7 +39,7 @@ def explain(activity: Activity) -> list[str]:
 
 
 def is_training(activity: Activity) -> bool:
-    """Whether the trainer has its batch: a step that takes long, and nothing is missing."""
+    """Whether the trainer is busy with its batch, and what follows that: nothing is missing."""
     return activity.trainer and activity.asked_s is not None and activity.asked_s > POLL_S
 
 
@@ -51,6 +51,11 @@ def _head(activity: Activity) -> str:
         return "the trainer has given no sign of life for long: see its log"
     if asked_s is None:
         return "the trainer has registered and not yet asked for a batch"
+    if is_training(activity) and activity.trained_steps == activity.current_step:
+        return (
+            f"the trainer has done step {activity.current_step} of {activity.num_steps} and not yet asked for a batch:"
+            " it waits for an evaluation, or writes a checkpoint (see its log)"
+        )
     if is_training(activity):
         return (
             f"the trainer works on a batch (step {activity.current_step} of {activity.num_steps}) for {asked_s:.0f} s"

@@ -14,6 +14,8 @@ from atroposlib.wire.batching import EnvStatus
 # A trainer that took its last batch needs no more; if it then lost that batch it is given another after this long.
 SURPLUS_PATIENCE_S = 60.0
 
+EVALUATION_RUNS = "an evaluation runs"  # the reason of a Plan
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -45,7 +47,7 @@ def plan(
     if batch_size <= 0:
         return Plan(0, "the trainer has not said its batch size")
     if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
-        return Plan(0, "an evaluation runs")
+        return Plan(0, EVALUATION_RUNS)
     if evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
         max_workers = int(max_workers * config.eval_limit_ratio)
     untrained = max(0, status.current_step - status.trained_steps) if isinstance(status.trained_steps, int) else 0

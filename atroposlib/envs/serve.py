@@ -21,7 +21,7 @@ from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.evaluation import Evaluation, evaluate_version, evaluations_file
-from atroposlib.envs.pacing import EvaluationSchedule, evaluation_interval, plan
+from atroposlib.envs.pacing import EVALUATION_RUNS, EvaluationSchedule, evaluation_interval, plan
 from atroposlib.envs.payloads import Item
 from atroposlib.envs.records import append_jsonl, crossed
 from atroposlib.envs.reporting import OWN_SET_UP, Reporting, StartUp
@@ -239,7 +239,12 @@ class ServeLoop:
             self.pool.start(item)
         self._rest_until = now + rest_s
         run.in_flight = self.pool.in_flight
-        run.waits_for = "" if run.in_flight else f"the trainer: {decision.reason}"
+        if run.in_flight:
+            run.waits_for = ""
+        elif decision.reason == EVALUATION_RUNS:
+            run.waits_for = "the end of its evaluation"
+        else:
+            run.waits_for = f"the trainer: {decision.reason}"
         self.run.durations.add("workers_added_per_attempt", self.pool.in_flight - before)
         if self.pool.in_flight or self._evaluation is not None:
             self._idle_since = now

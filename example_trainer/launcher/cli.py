@@ -25,7 +25,7 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("example_trainer.launcher.train", "train: a run file or a recipe, and flags that change it"),
+    "train": Command("example_trainer.launcher.train", "run a recipe or a run file, changed by flags"),
     "quickstart": Command("example_trainer.launcher.quickstart", "train a small model on two CPU cores, in minutes"),
     "status": Command("example_trainer.launcher.status", "what runs, how it fares, and what came of earlier runs"),
     "stop": Command("example_trainer.launcher.stop", "end a run, and nothing else"),

@@ -38,6 +38,10 @@ from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
 
 PROG = "atropos train"
+ABOUT = {
+    PROG: "One training run, from one file.",
+    "atropos evaluate": "A model on the held-out problems of a recipe's environments, without training.",
+}
 USAGE = "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]"
 SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
 BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
@@ -87,7 +91,9 @@ class RunFlags(Config):
     vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
-    resume: Path | None = Field(None, description="continue this run: its name or directory, in place of RECIPE")
+    resume: str | None = Field(
+        None, min_length=1, description="continue this run: its name or directory, in place of RECIPE"
+    )
     runs: Path = Field(RUNS, description="the folder of all runs")
     gpus: int | None = Field(None, ge=0, le=64, description="with --dry-run: plan as if there were as many GPUs")
 
@@ -125,10 +131,10 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     words = _sort(argv)
     values, typed = flag_parser.parse(
-        keys_of(RunFlags), words.own, prog=prog, about=_about(words), epilog=MORE, usage=USAGE
+        keys_of(RunFlags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE
     )
     given = _checked(values)
-    resume = find_run(given.runs, str(given.resume)) if given.resume is not None else None
+    resume = find_run(given.runs, given.resume) if given.resume is not None else None
     source = _source(words.positional, resume, getattr(typed, "config", None))
     gpus = visible_gpus(environ) if given.gpus is None else [str(index) for index in range(given.gpus)]
     if given.gpus is not None and "dry_run" not in typed:
@@ -145,7 +151,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
 
 def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:
     """The flags, for help and completion."""
-    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv)), MORE, usage=USAGE)
+    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv), prog), MORE, usage=USAGE)
 
 
 def _sort(argv: Sequence[str]) -> _Words:
@@ -204,12 +210,12 @@ def _source(positional: list[str], resume: Path | None, config: str | None) -> P
     return find_run_file(positional.pop(0))
 
 
-def _about(words: _Words) -> str:
-    """The comment at the top of the recipe that help was asked for, else all recipes."""
+def _about(words: _Words, prog: str) -> str:
+    """The comment at the top of the recipe that help was asked for, else what the command does, and all recipes."""
     if words.positional:
         return description(find_run_file(words.positional[0]))
     lines = [f"  {path.stem:<20} {description(path).splitlines()[0]}" for path in recipe_files()]
-    return "\n".join(["One training run, from one file.", "", "Recipes:", *lines])
+    return "\n".join([ABOUT.get(prog, ABOUT[PROG]), "", "Recipes:", *lines])
 
 
 def description(path: Path) -> str:

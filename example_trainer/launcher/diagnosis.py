@@ -1,7 +1,7 @@
 """Why no step is done, asked of the batching API while a run goes on; the supervisor's `watch`.
 
 A thread asks every few seconds. After half a minute without a step it leaves an event that says why, and one a minute
-from then on. A step that the trainer works on may take three minutes before that is worth a line.
+from then on. A batch that the trainer works on may take three minutes before that is worth a line.
 """
 
 import queue
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # loads an HTTP client
 
 ASK_EVERY_S = 5.0
 FIRST_S = 30.0
-FIRST_TRAINING_S = 180.0
+TRAINING_S = 180.0
 EVERY_S = 60.0
 
 Ask = Callable[[], "Activity"]  # raises NotYet or ApiRefused
@@ -62,8 +62,7 @@ class Diagnosis:
         from atroposlib.clients.activity import explain, is_training
         from atroposlib.clients.batching_api import ApiRefused, ApiUnreachable
 
-        steps: object = None
-        training = False
+        patient = False
         try:
             activity = ask()
         except (ApiUnreachable, ApiRefused) as error:
@@ -72,8 +71,9 @@ class Diagnosis:
             lines = [f"the batching API at {self._api_url} does not answer ({error})"]
             steps = self._quiet.steps
         else:
-            lines, steps, training = explain(activity), activity.trained_steps, is_training(activity)
-        if (for_s := self._quiet.lasts(steps, FIRST_TRAINING_S if training else FIRST_S)) is None:
+            lines, steps = explain(activity), activity.trained_steps
+            patient = is_training(activity) and (activity.asked_s or 0.0) < TRAINING_S
+        if (for_s := self._quiet.lasts(steps, patient)) is None:
             return
         silent = [name for name, url in self._health.items() if not answers(url)]
         lines += [f"{name} does not answer at {self._health[name]}: see its log" for name in silent]
@@ -89,14 +89,16 @@ class Silence:
         self.steps: object = None
         self._since = self._told = 0.0
 
-    def lasts(self, steps: object, first_s: float) -> float | None:
-        """Seconds without a step, where that is to be told now; `steps` is what the API says of steps."""
+    def lasts(self, steps: object, patient: bool = False) -> float | None:
+        """Seconds without a step, where that is to be told now; `steps` is what the API says of steps. Whoever is
+        `patient` is told nothing.
+        """
         now = self._now()
         if not self.has_begun or steps != self.steps:
             self.has_begun, self.steps, self._since, self._told = True, steps, now, 0.0
         for_s = now - self._since
-        due_s = self._told + EVERY_S if self._told else first_s
-        if for_s < due_s:
+        due_s = self._told + EVERY_S if self._told else FIRST_S
+        if patient or for_s < due_s:
             return None
         self._told = for_s
         return for_s

@@ -120,7 +120,7 @@ def check_switch(mode: type[Mode], enabled: str, running: bool) -> Finding:
         "warn",
         "bridge switch",
         f"{name}={enabled or 'unset'}",
-        f"export {name}=1 before the server (scripts/run_gsm8k_*.sh do so)",
+        f"export {name}=1 before the server (`atropos train` does so itself)",
     )
 
 

@@ -40,9 +40,9 @@ def last_word(log: Path) -> str:
 class Follower:
     """The lines that are added to a log from now on."""
 
-    def __init__(self, log: Path, from_start: bool = False) -> None:
+    def __init__(self, log: Path) -> None:
         self._log = log
-        self.offset = 0 if from_start or not log.exists() else log.stat().st_size
+        self.offset = log.stat().st_size if log.exists() else 0
         self._partial = b""
 
     def new_lines(self) -> Iterator[str]:

@@ -80,12 +80,6 @@ class Ports:
         return True
 
 
-def is_taken(port: int) -> bool:
-    """Whether somebody listens there, or has chosen the port."""
-    with Ports() as ports:
-        return not ports._take(port)
-
-
 def holder(port: int) -> str:
     """`python run_api.py (pid 123)`: who listens there or has chosen it, as far as this user may see."""
     for connection in psutil.net_connections("all"):

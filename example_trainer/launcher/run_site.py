@@ -14,6 +14,7 @@ from example_trainer.modes import MODES, Adapter, Mode
 HOST = "127.0.0.1"
 # Of what vLLM's workers leave in shared memory, as it kills them at its end; shared_memory.py removes it.
 NO_COMPLAINT = "ignore::UserWarning:multiprocessing.resource_tracker"
+BARS = ("TQDM_POSITION", "-1")  # the hub's downloads have progress bars without a terminal, too
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's --max-lora-rank takes, from 8 on
 
 
@@ -44,6 +45,7 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "NUM_INFERENCE_NODES": "0",
         "TORCH_CPP_LOG_LEVEL": site.environ.get("TORCH_CPP_LOG_LEVEL", "") or "ERROR",  # its warnings come with stacks
+        BARS[0]: BARS[1],
         "PYTHONWARNINGS": ",".join(filter(None, [site.environ.get("PYTHONWARNINGS", ""), NO_COMPLAINT])),
         "MASTER_ADDR": site.environ.get("MASTER_ADDR", "") or "localhost",
         "VLLM_BRIDGE_CONFIG_PATH": str(site.run_dir / "vllm_bridge_config.json"),

@@ -176,6 +176,6 @@ def problems(plan: Plan) -> str:
     """`arithmetic`, or the environments' names."""
     found = []
     for name, section in plan.run.environments.items():
-        own = section.own
-        found.append(str(own.get("dataset_path") or own.get("dataset") or name))
+        datasets = (section.own.get("dataset_path"), section.own.get("dataset"))
+        found.append(next((str(each) for each in datasets if each and each != "auto"), name))
     return ", ".join(found)

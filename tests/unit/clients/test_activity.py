@@ -82,6 +82,12 @@ def test_counts_are_those_since_the_last_group_that_was_posted() -> None:
         ({"trainer_heard_s": None, "asked_s": 500.0}, "the trainer has given no sign of life for long: see its log"),
         ({"asked_s": None}, "the trainer has registered and not yet asked for a batch"),
         ({"asked_s": 42.0}, "the trainer works on a batch (step 3 of 20) for 42 s"),
+        ({"asked_s": 42.0, "trained_steps": 2}, "the trainer works on a batch (step 3 of 20) for 42 s"),
+        (
+            {"asked_s": 42.0, "trained_steps": 3},
+            "the trainer has done step 3 of 20 and not yet asked for a batch: it waits for an evaluation, or writes a"
+            " checkpoint (see its log)",
+        ),
     ],
 )
 def test_what_the_api_knows_by_itself(fields: dict[str, Any], line: str) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.stderr_lines import BAR_EVERY_S, Bars
+from atroposlib.stderr_lines import BAR_FIRST_S, Bars
+from example_trainer.launcher.progress import Part, part_of
+from example_trainer.launcher.run_site import BARS
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?P<level>[A-Z]+) +\[(?P<process>[^\]]+)\] (?P<text>.*)")
 START = "import logging, sys, warnings\nfrom atroposlib.logs import *\n"
@@ -59,6 +61,20 @@ def test_a_progress_bar_leaves_its_end_if_it_is_to_stay() -> None:
         "    for _ in tqdm(range(2), desc='inner', leave=False): pass\n"
     )
     assert [text.partition("|")[0] for _, text in lines] == ["Loading: 100%", "outer: 100%"]
+
+
+@pytest.mark.services
+def test_a_download_from_the_hub_has_its_bar_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = (
+        "configure_logging('env')\n"
+        "from huggingface_hub.utils.tqdm import is_tqdm_disabled, tqdm\n"
+        "for _ in tqdm(range(3), desc='model.safetensors', disable=is_tqdm_disabled(logging.INFO)): pass\n"
+    )
+    assert lines_of(program) == []
+    monkeypatch.setenv(*BARS)
+    ((level, text),) = lines_of(program)
+    assert level == "INFO"
+    assert part_of(f"2026-11-22 12:30:00 INFO    [env] {text}") == Part("model.safetensors", 100)
 
 
 @pytest.mark.services
@@ -125,10 +141,10 @@ def test_a_bar_is_told_now_and_then_and_when_it_is_full() -> None:
         line = f"Downloading: {percent:>3}%|███  | {percent}/100 [00:{percent:02}<01:00]"
         told += [percent] if bars.are_told(line) else []
         clock[0] += 1.0
-    assert told == [25, 50, 75, 100]
+    assert told == [5, 30, 55, 80, 100]
     assert not bars.are_told("Downloading: 100%|█████| 100/100 [01:00<00:00]")
     assert not bars.are_told("Generating train split: 7 examples [00:00, 70 examples/s]")
-    clock[0] += BAR_EVERY_S
+    clock[0] += BAR_FIRST_S
     assert bars.are_told("Generating train split: 70 examples [00:10, 70 examples/s]")
 
 

@@ -190,3 +190,14 @@ async def test_nothing_is_sampled_at_full_speed_while_nothing_is_of_use(
 def test_pauses_grow_with_the_groups_that_are_dropped_in_a_row() -> None:
     assert [pause_s(dropped) for dropped in (0, FREE_DROPS - 1)] == [0.0, 0.0]
     assert [round(pause_s(FREE_DROPS + more), 2) for more in (0, 100, 200, 500, 10**9)] == [0.05, 0.1, 0.2, 1.6, 10.0]
+
+
+async def test_an_evaluation_runs(tmp_path: Path, api: Api) -> None:
+    class Slow(CountingEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            await asyncio.sleep(60)
+
+    async with FakeInferenceServer() as inference:
+        env = Slow(config(tmp_path, api.url, eval_at_start=True), server_config(inference))
+        async with asking(api, env) as why:
+            await why.says("environment counting_0 (heard", "waits for the end of its evaluation, for ")

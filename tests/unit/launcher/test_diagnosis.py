@@ -20,13 +20,13 @@ class Clock:
     now = 0.0
 
 
-def told(steps: list[int], every_s: float = 10.0, first_s: float = 30.0) -> list[tuple[float, float]]:
+def told(steps: list[int], every_s: float = 10.0, patient_s: float = 0.0) -> list[tuple[float, float]]:
     """When something is said, and for how long no step was done, if the API reports these steps."""
     clock = Clock()
     silence = Silence(lambda: clock.now)
     found = []
     for step in steps:
-        for_s = silence.lasts(step, first_s)
+        for_s = silence.lasts(step, clock.now < patient_s)
         if for_s is not None:
             found.append((clock.now, for_s))
         clock.now += every_s
@@ -39,7 +39,18 @@ def test_it_is_told_within_a_minute_and_each_minute_from_then_on() -> None:
 
 def test_a_step_ends_the_silence() -> None:
     assert told([0] * 5 + [1] * 5 + list(range(2, 10))) == [(30.0, 30.0), (80.0, 30.0)]
-    assert told([0] * 30, first_s=180.0)[0] == (180.0, 180.0)
+    assert told([0] * 30, patient_s=180.0)[:2] == [(180.0, 180.0), (240.0, 240.0)]
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_trainer_that_works_on_its_batch_is_given_three_minutes() -> None:
+    watch = Diagnosis("http://api")
+    for asked_s in (20.0, 179.0, 181.0):
+        watch.look(lambda: Activity(True, trainer_heard_s=1.0, asked_s=asked_s, num_steps=2))  # noqa: B023
+    watch._ended.set()
+    (event,) = watch()
+    assert isinstance(event, Quiet)
+    assert "for 181 s" in event.lines[0]
 
 
 @pytest.fixture
