@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.weights.written import TrainedModel
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=1000,
@@ -43,11 +44,11 @@ def test_one_parameter_left_behind_shows_whichever_it_is(config: PretrainedConfi
     torch.manual_seed(0)
     trained = AutoModelForCausalLM.from_config(config).eval()
     served = copy.deepcopy(trained)
-    assert parity(trained, Served(served)) < 1e-6
+    assert parity(TrainedModel(trained), Served(served)) < 1e-6
     for name, parameter in served.named_parameters():
         before = parameter.detach().clone()
         with torch.no_grad():
             parameter.add_(0.05 * torch.randn_like(parameter))
-        assert parity(trained, Served(served)) > 2e-5, name
+        assert parity(TrainedModel(trained), Served(served)) > 2e-5, name
         parameter.data.copy_(before)
-    assert parity(trained, Served(served)) < 1e-6
+    assert parity(TrainedModel(trained), Served(served)) < 1e-6

@@ -28,6 +28,7 @@ BUDGET = 20  # tokens a micro-batch
 LOSS, NORM, WEIGHTS = 2e-7, 1e-6, 1e-5
 BF16 = {"compute_dtype": "bfloat16"}
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
+CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
 LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
 ADAPTER = "model/adapter_model.safetensors"
@@ -71,6 +72,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         jobs |= {
             f"penalties {ranks}": Job("llama", ranks, 3, PENALTIES, moved | {"batch": {"given": True}}),
             f"few {ranks}": Job("llama", ranks, 2, more={"batch": {"groups": 1, "answers": 2}}),
+            f"clipped {ranks}": Job("llama", ranks, 3, CLIPPED),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
             f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | {"weight_bridge_mode": "lora_restart"}),
@@ -155,7 +157,10 @@ def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
     count = sum(map(len, passes(BUDGET)))
     assert sums == 3 * count  # two layers and the root
     assert calls("one sum of gradients") == (gathers, 3 * STEPS)
-    assert calls("weights stay gathered")[0] <= gathers - 2 * count  # a layer once a pass instead of twice
+    # the root once and two layers twice a pass, or each once a step
+    probes = 2 * 3
+    assert gathers == 5 * count + probes + 7  # the check after loading runs the layers three times
+    assert calls("weights stay gathered")[0] == 3 * STEPS + probes + 3
 
 
 def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_environment(
@@ -166,6 +171,15 @@ def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_e
     assert min(one.column("kl")) > 0.1
     assert two.column("kl") == pytest.approx(one.column("kl"), rel=1e-5)
     assert two.column("entropy") == pytest.approx(one.column("entropy"), rel=1e-5)
+
+
+def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:
+    one, two = done["clipped 1"], done["clipped 2"]
+    assert min(one.column("grad_norm")) > 5 * CLIPPED["max_grad_norm"]
+    assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=NORM)
+    before, after = (one.tensors(f"{name}/model.safetensors") for name in ("start", "model"))
+    assert largest_difference(before, after) > 1e-4
+    assert largest_difference(after, two.tensors()) <= 1e-7
 
 
 def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: dict[str, Done]) -> None:
