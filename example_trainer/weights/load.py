@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -71,15 +71,20 @@ def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh |
     """The frozen start model, which the KL term compares with. Every rank calls it."""
     if mesh is None:
         return Policy(load_model(config.model_name, device)).requires_grad_(False)
-    policy = sharded_model(config, config.model_name, device, mesh)
+    # beside an adapter it is rounded as the frozen weights are, so that a fresh adapter's KL is 0
+    stored = compute_dtype(config, device) if config.bridge.trains_adapter else torch.float32
+    policy = sharded_model(config, config.model_name, device, mesh, stored)
     for module in fsdp_modules(policy):
         module.set_reshard_after_forward(True)  # no backward pass follows
     return policy.requires_grad_(False)
 
 
-def sharded_model(config: TrainerConfig, source: str, device: torch.device, mesh: DeviceMesh) -> Policy:
-    """A policy over `mesh` with the weights of `source`."""
+def sharded_model(
+    config: TrainerConfig, source: str, device: torch.device, mesh: DeviceMesh, stored: torch.dtype = torch.float32
+) -> Policy:
+    """A policy over `mesh` with the weights of `source`, in the dtype `stored`."""
     model = meta_model(source)
+    nn.Module.to(model, stored)
     prepare_for_training(model, gradient_checkpointing=config.gradient_checkpointing)
     return sharded_policy(config, model, source, device, mesh, {})
 

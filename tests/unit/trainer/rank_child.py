@@ -127,8 +127,11 @@ def held(learner: Learner) -> dict[str, Any]:
         return {}
     parameters = dict(learner.trained.model.named_parameters())
     state = learner.optimizer.state if hasattr(learner, "optimizer") else {}
+    reference = getattr(learner, "_reference", None)
+    of_reference = dict(reference.named_parameters()) if reference else {}
     return {
         "parameters": {name: [list(local(each).shape), list(each.shape)] for name, each in parameters.items()},
+        "reference": {name: [list(local(each).shape), list(each.shape)] for name, each in of_reference.items()},
         "moments": {
             name: list(local(state[each]["exp_avg"]).shape) for name, each in parameters.items() if each in state
         },

@@ -85,7 +85,7 @@ def run_jobs(jobs: Mapping[str, Job], folder: Path) -> dict[str, Done]:
         check=True,
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        timeout=180,
+        timeout=800,
     )
     return {name: Done(folder / name) for name in jobs}
 

@@ -18,11 +18,12 @@ from tests.unit.trainer.fakes import model_folder
 from tests.unit.trainer.rank_child import rollouts
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 
-pytestmark = [pytest.mark.services, pytest.mark.slow]
+pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
 
 CPU = torch.device("cpu")
 FAMILIES = {"llama": True, "qwen2": False, "qwen3": True}  # whether head and embedding are tied
 STEPS = 6
+FEW_STEPS = 3
 BUDGET = 20  # tokens a micro-batch
 # float32 sums in another order
 LOSS, NORM, WEIGHTS = 2e-7, 1e-6, 1e-5
@@ -30,6 +31,7 @@ BF16 = {"compute_dtype": "bfloat16"}
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
 CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
+LORA_KL = {"weight_bridge_mode": "lora_restart", "kl_coef": 0.1}
 LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
 ADAPTER = "model/adapter_model.safetensors"
 SAME_RESULT = {  # ways to spread a run that must not change it
@@ -66,7 +68,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     models["other"] = model_folder(folder / "models" / "other", seed=1, tie_word_embeddings=True, initializer_range=0.1)
     models["big"] = zeros_folder(folder / "models" / "big")
     jobs = {f"{family} {ranks}": Job(family, ranks, STEPS) for family in FAMILIES for ranks in (1, 2)}
-    jobs |= {name: Job(job.model, job.ranks, STEPS, job.settings, job.more) for name, job in SAME_RESULT.items()}
+    jobs |= {name: Job(job.model, job.ranks, FEW_STEPS, job.settings, job.more) for name, job in SAME_RESULT.items()}
+    jobs["few steps"] = Job("llama", 1, FEW_STEPS)
     for ranks in (1, 2):
         moved = {"source": models["other"]}
         jobs |= {
@@ -75,7 +78,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"clipped {ranks}": Job("llama", ranks, 3, CLIPPED),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
-            f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | {"weight_bridge_mode": "lora_restart"}),
+            f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | LORA_KL),
         }
     jobs |= {
         "bfloat16": Job("llama", 2, STEPS, BF16),
@@ -135,7 +138,7 @@ def test_two_ranks_agree_with_one(done: dict[str, Done], family: str) -> None:
 
 @pytest.mark.parametrize("name", SAME_RESULT)
 def test_how_a_run_is_spread_does_not_change_it(done: dict[str, Done], name: str) -> None:
-    expect_agreement(done["llama 1"], done[name], weights=3 * WEIGHTS)
+    expect_agreement(done["few steps"], done[name], weights=3 * WEIGHTS)
 
 
 def test_metrics_are_of_all_ranks(done: dict[str, Done]) -> None:
@@ -154,13 +157,12 @@ def test_settings_of_fsdp2_have_their_effect(done: dict[str, Done]) -> None:
         return found["all_gather_single"][0], found["reduce_scatter_single"][0]
 
     gathers, sums = calls("llama 2")
-    count = sum(map(len, passes(BUDGET)))
+    count, probes = sum(map(len, passes(BUDGET))), 2 * 3
     assert sums == 3 * count  # two layers and the root
-    assert calls("one sum of gradients") == (gathers, 3 * STEPS)
+    assert calls("one sum of gradients")[1] == 3 * FEW_STEPS
     # the root once and two layers twice a pass, or each once a step
-    probes = 2 * 3
     assert gathers == 5 * count + probes + 7  # the check after loading runs the layers three times
-    assert calls("weights stay gathered")[0] == 3 * STEPS + probes + 3
+    assert calls("weights stay gathered")[0] == 3 * FEW_STEPS + probes + 3
 
 
 def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_environment(
@@ -171,6 +173,9 @@ def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_e
     assert min(one.column("kl")) > 0.1
     assert two.column("kl") == pytest.approx(one.column("kl"), rel=1e-5)
     assert two.column("entropy") == pytest.approx(one.column("entropy"), rel=1e-5)
+    reference = two.rank(0)["reference"].values()
+    assert all(abs(2 * local[0] - whole[0]) <= 1 for local, whole in reference)  # nothing of it stays gathered
+    assert len(reference) == len(two.rank(0)["parameters"])
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:
@@ -293,6 +298,7 @@ def test_an_adapter_is_float32_on_a_base_in_the_compute_dtype(done: dict[str, Do
         assert all((dtype == "float32") == (name in trained) for name, dtype in about["dtypes"].items())
         assert about["moments"].keys() == trained
     one, two = done["lora bfloat16 1"], done["lora bfloat16 2"]
+    assert one.column("kl")[0] == two.column("kl")[0] == 0 < two.column("kl")[1]
     assert two.column("loss") == pytest.approx(one.column("loss"), abs=3e-3)
     assert two.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=0.01)
     for local, whole in done["lora 2"].rank(0)["parameters"].values():
