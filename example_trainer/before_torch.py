@@ -1,21 +1,39 @@
-"""What the trainer checks before it loads torch: `--help`, `--dry-run`, a typo and a missing extra answer at once."""
+"""What the trainer checks before it loads torch: `--help`, `--dry-run`, a typo and a missing extra answer at once.
+
+Plain `grpo.py` with several ranks starts them here, and ends here when they have.
+"""
+
+import contextlib
+import io
+import os
 
 from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.config import TrainerConfig
-from example_trainer.rank_processes import end_with_parent, ranks_to_start, run_ranks
+from example_trainer.rank_parent import run_ranks
+from example_trainer.rank_processes import Place, begin_rank, own_environment, ranks_to_start
 
 
 def check_before_torch() -> None:
-    """Exits 0 after `--help` and `--dry-run`, 2 on wrong flags or without what the flags need."""
-    config = load_config(TrainerConfig, prog="grpo")
+    """Exits 0 after `--help` and `--dry-run`, 2 on wrong flags or without what the flags need; and with the exit
+    status of the ranks if it has started them.
+    """
     with one_line_errors("grpo"):
-        need("trainer", "the trainer", "torch", "peft", "safetensors")
-        if config.tensorboard:
-            need("tensorboard", "--tensorboard", "tensorboard")
-        if config.use_wandb:
-            need("wandb", "--use-wandb", "wandb")
-    end_with_parent()
-    if (ranks := ranks_to_start(config)) > 1:
+        place = Place.of_this_process()
+    with contextlib.ExitStack() as silence:
+        if place.local_rank:  # rank 0 of this machine says the same
+            silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
+            silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        config = load_config(TrainerConfig, prog="grpo", env=own_environment(os.environ))
+        with one_line_errors("grpo"):
+            need("trainer", "the trainer", "torch", "peft", "safetensors")
+            if config.tensorboard:
+                need("tensorboard", "--tensorboard", "tensorboard")
+            if config.use_wandb:
+                need("wandb", "--use-wandb", "wandb")
+            ranks = 0 if place.started_by_others else ranks_to_start(config)
+    if place.size > 1:
+        begin_rank(place)
+    elif ranks:
         raise SystemExit(run_ranks(ranks, config.dist_timeout_s))

@@ -37,7 +37,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
-from atroposlib.errors import one_line_errors
+from atroposlib.errors import AtroposError, one_line_errors
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
@@ -54,8 +54,8 @@ from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.modes import SingleCopy
 from example_trainer.optimizer import expect_finite, learning_rate
-from example_trainer.parallel import ALONE, Ranks, RanksLost, join
-from example_trainer.rank_processes import Place
+from example_trainer.parallel import ALONE, Ranks, RanksLost, ToldElsewhere, join, told_once_a_machine
+from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.step import StepMetrics
@@ -73,9 +73,10 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
     """Train to `config.training_steps`. `prepare` replaces the configured bridge. Raises TrainerError, of which
     BridgeError is one.
     """
-    device = prepare_torch(config)
     with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
-        ranks = join(config, device)
+        with told_once_a_machine():
+            device = prepare_torch(config)
+            ranks = join(config, device)
         resources.callback(ranks.leave)
         if not ranks.leads:
             learner = Learner(config, device, ranks)
@@ -352,11 +353,8 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
         return torch.device("cpu")
     if place.local_size == 1:
         return torch.device("cuda" if config.device == "auto" else config.device)
-    if place.local_size > torch.cuda.device_count():
-        raise TrainerError(
-            f"{place.local_size} trainer ranks on this machine, and {torch.cuda.device_count()} visible GPUs: give as"
-            " many ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
-        )
+    if place.local_rank >= torch.cuda.device_count():
+        raise too_few_gpus(place.local_size, torch.cuda.device_count())
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
 
@@ -400,22 +398,33 @@ def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when trained; exits with 1 and one line on stderr when not, with 130 on Ctrl-C."""
-    config = load_config(TrainerConfig, argv, prog="grpo")
     place = Place.of_this_process()
+    config = load_config(TrainerConfig, argv, prog="grpo", env=own_environment(os.environ))
     if place.rank == 0:
         configure_logging("trainer")
     else:  # which does as rank 0 does, and reports it
         configure_logging(f"trainer rank {place.rank}", level=logging.WARNING)
     disable_progress_bar()
-    signal.signal(signal.SIGTERM, _terminate)
+    if place.size == 1:  # before_torch.py has told several ranks what to do on a signal
+        signal.signal(signal.SIGTERM, _terminate)
     with one_line_errors("grpo"):
         try:
             run(config)
-        except RanksLost as error:
-            if place.parent is None:
-                raise
-            log.warning("%s", error)  # the parent knows which rank and why
+        except ToldElsewhere as error:
             return error.exit_status
+        except RanksLost as error:
+            if place.rank == 0 and place.parent is None:
+                raise
+            # rank 0 and the parent know which rank and why
+            log.log(logging.WARNING if place.rank == 0 or place.parent is None else logging.INFO, "%s", error)
+            return error.exit_status
+        except AtroposError as error:
+            if place.rank == 0:
+                raise
+            raise TrainerError(f"trainer rank {place.rank} of {place.size}: {error}") from error
+        finally:
+            if place.size > 1:
+                ignore_signals()  # everything is closed, and what is said now is the run's last word
     return 0
 
 

@@ -24,31 +24,38 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, get_type_hint
 
 import msgspec
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from atroposlib.clients.waiting import waiting
-from atroposlib.errors import AtroposError
+from atroposlib.clients.waiting import NotYet, Wait, wait_for, waiting
+from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.rank_processes import LOST, Place
-from vllm_patching.transport import describe
+from example_trainer.rank_processes import INTERFACE, LOOPBACK, LOST, Place, check_ranks
+from vllm_patching.transport import address_towards, describe, host_store
 
 log = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 PULSE_S = 1.0  # between two signs of life of a rank
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03  # between two looks of a rank for the next call
 REPORT_BYTES = 4096  # of an error that every rank is told
+AGREEMENT_S = 5.0  # in which a rank that failed expects the others, unless they wait for it
 
 
 class RanksLost(TrainerError):
     """Another rank of this trainer ended, or was silent for --dist-timeout-s."""
 
-    exit_status = LOST  # tells rank_processes.py, which knows why, from errors that are reported already
+    exit_status = LOST  # tells rank_parent.py, which knows why, from errors that are reported already
+
+
+class ToldElsewhere(TrainerError):
+    """An error that another rank prints."""
 
 
 class HasRanks(Protocol):
@@ -156,12 +163,12 @@ class Ranks:
         self._left = True
         if self.size > 1:
             try:
-                if self.leads and not self._together:
+                if self.leads:
                     self._store.set(self._key(), "")
             except RuntimeError as error:
                 log.warning("The other trainer ranks could not be told that this one leaves: %s", describe(error))
             self._stop.set()
-            self._pulses.join()
+            self._pulses.join(2 * PULSE_S)  # it waits for the store, which may be in a rank that is stopped
             # C++ threads must end while the interpreter still lives
             del self._store, self._control
         if self.mesh is not None:
@@ -186,9 +193,11 @@ class Ranks:
         padded = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
         return torch.cat([row[:length] for row, length in zip(self._gathered(padded), lengths, strict=True)])
 
-    def _gathered(self, mine: Tensor) -> list[Tensor]:
+    def _gathered(self, mine: Tensor, deadline_s: float | None = None) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._control)
+        work = dist.all_gather(found, mine, group=self._control, async_op=True)
+        assert work is not None
+        work.wait(timedelta(seconds=self._timeout_s if deadline_s is None else deadline_s))
         return found
 
     def _reduced(self, values: Tensor, how: Any) -> Tensor:
@@ -202,16 +211,18 @@ class Ranks:
         return f"call/{self._calls}"
 
     def _next_call(self) -> Call | None:
-        while True:
-            self.check()
-            try:
-                self._store.wait([self._key()], timedelta(seconds=PULSE_S))
-            except dist.DistStoreError:  # no call yet
-                continue
-            except RuntimeError as error:
-                raise RanksLost(f"trainer rank 0 of {self.size} is gone: {describe(error)}") from error
+        pause_s = FIRST_PAUSE_S
+        try:
+            while not self._store.check([self._key()]):  # its `wait` logs a warning whenever its time is over
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, LAST_PAUSE_S)
+                self.check()
             found = self._store.get(self._key())
-            return msgspec.json.decode(found, type=Call) if found else None
+        except TrainerError:
+            raise
+        except RuntimeError as error:
+            raise RanksLost(f"trainer rank 0 of {self.size} is gone: {describe(error)}") from error
+        return msgspec.json.decode(found, type=Call) if found else None
 
     def _send(self, payload: bytes) -> None:
         if payload:
@@ -223,7 +234,11 @@ class Ranks:
         return buffer.numpy().tobytes()
 
     def _agreed(self, act: Callable[[], R]) -> R:
-        """What `act` returns, once every rank has done it. Raises its TrainerError, or else another rank's."""
+        """What `act` returns, once every rank has done it. Raises its TrainerError, or else another rank's.
+
+        A rank that fails leaves its error in the store, too: the others may be in the midst of `act`, where they wait
+        for it. Its end is what they see then.
+        """
         self._together = True
         failed: TrainerError | None = None
         try:
@@ -232,18 +247,27 @@ class Ranks:
             raise
         except TrainerError as error:
             failed = error
+            self._store.set(f"failed/{self.rank}", str(error)[:REPORT_BYTES])
         finally:
             self._together = False
         report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
         text = str(failed).encode()[:REPORT_BYTES] if failed else b""
         report[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else report[:0]
-        reports = self._gathered(report)
-        if failed is not None:
-            raise failed
+        try:
+            reports = self._gathered(report, None if failed is None else AGREEMENT_S)
+        except RuntimeError:
+            if failed is None:
+                raise
+            reports = [report]
         for rank, line in enumerate(reports):
             if told := line.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
-                raise TrainerError(f"trainer rank {rank} of {self.size}: {told}")
+                if not self.leads:
+                    raise ToldElsewhere(told)
+                raise failed or self._error_of(rank, told)
         return result
+
+    def _error_of(self, rank: int, told: str) -> TrainerError:
+        return TrainerError(f"trainer rank {rank} of {self.size}: {told}")
 
     @contextmanager
     def _reaching_ranks(self, what: str) -> Iterator[None]:
@@ -254,9 +278,13 @@ class Ranks:
         except RuntimeError as error:  # torch.distributed's, for a rank that is gone or silent
             if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
                 raise
+            if self.leads:
+                for other in self._seen:
+                    if self._store.check([f"failed/{other}"]):
+                        raise self._error_of(other, self._store.get(f"failed/{other}").decode()) from error
             raise RanksLost(
-                f"another of the {self.size} trainer ranks did not take part in `{what}` within {self._timeout_s:g} s"
-                f" (--dist-timeout-s): {describe(error)}"
+                f"another of the {self.size} trainer ranks is gone, or silent for {self._timeout_s:g} s"
+                f" (--dist-timeout-s), in `{what}`: {describe(error)}"
             ) from error
 
     def _pulse(self, count: int) -> None:
@@ -297,37 +325,16 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
             f"--trainer-ranks {config.trainer_ranks}, and torchrun started {size}: drop the flag, or give torchrun"
             f" --nproc-per-node {config.trainer_ranks}"
         )
+    check_ranks(config, size, sharded=size > 1 or shards_alone(config, device))
     shard = config.fsdp_size or size
-    if size > 1 and not config.bridge.several_ranks:
-        raise TrainerError(
-            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory, by one process, and this trainer"
-            f" has {size} ranks: give --trainer-ranks 1, or choose another mode"
-        )
-    if size > 1 and config.batch_invariant:
-        raise TrainerError(
-            f"--batch-invariant trains on one device, and this trainer has {size} ranks: give --trainer-ranks 1, or"
-            " drop the flag"
-        )
-    if config.optimizer != "adamw" and (size > 1 or shards_alone(config, device)):
-        what = f"this trainer has {size} ranks" if size > 1 else "--compute-dtype bfloat16 and --offload shard them"
-        raise TrainerError(
-            f"--optimizer {config.optimizer} updates whole tensors, and {what}: use adamw, or --trainer-ranks 1"
-            " --compute-dtype float32 --offload none"
-        )
-    if size % shard:
-        fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
-        raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
     if size == 1 and not shards_alone(config, device):
         return Ranks()
     timeout = timedelta(seconds=config.dist_timeout_s)
-    where = (
-        f"127.0.0.1:{place.port}"
-        if place.port
-        else f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '')}"
-    )
-    with waiting(log, f"{size} trainer ranks", peer=where, deadline_s=config.dist_timeout_s):
+    address, port = _meeting_point(place)
+    with waiting(log, f"{size} trainer ranks", peer=f"{address}:{port}", deadline_s=config.dist_timeout_s):
         try:
-            store = _store(place, timeout)
+            store = _store(place, address, port, config.dist_timeout_s)
+            _meet(store, place, f"{address}:{port}", config.dist_timeout_s)
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                 store=dist.PrefixStore("trainer", store),
@@ -338,9 +345,11 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
             )
             mesh = _mesh(device, size, shard, timeout)
             ranks = Ranks(rank, size, store=store, mesh=mesh, timeout_s=config.dist_timeout_s)
+        except TrainerError:
+            raise
         except RuntimeError as error:
             raise TrainerError(
-                f"the {size} trainer ranks did not meet at {where} within {config.dist_timeout_s:g} s"
+                f"the {size} trainer ranks did not meet at {address}:{port} within {config.dist_timeout_s:g} s"
                 f" (--dist-timeout-s): {describe(error)}"
             ) from error
     if size > 1:
@@ -375,22 +384,78 @@ def _mesh(device: torch.device, size: int, shard: int, timeout: timedelta) -> De
     return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=("replicate", "shard"))
 
 
-def _store(place: Place, timeout: timedelta) -> dist.Store:
+@contextmanager
+def told_once_a_machine() -> Iterator[None]:
+    """Around what every rank finds out by itself: of the ranks of one machine the first prints an error of it."""
+    try:
+        yield
+    except TrainerError as error:
+        if Place.of_this_process().local_rank == 0:
+            raise
+        raise ToldElsewhere(str(error)) from error
+
+
+def _meeting_point(place: Place) -> tuple[str, int]:
+    """Address and port of the store, 0 without one."""
+    if place.size == 1:
+        return "this process", 0
+    if place.port is not None:
+        return "127.0.0.1", place.port
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise TrainerError(
+            f"MASTER_ADDR={address} and MASTER_PORT={port} do not say where the {place.size} trainer ranks meet: start"
+            " them by torchrun"
+        )
+    return address, int(port)
+
+
+def _store(place: Place, address: str, port: int, timeout_s: float) -> dist.Store:
+    """The store where the ranks meet. It and Gloo listen on loopback where all ranks are on one machine, else on the
+    interface that leads to MASTER_ADDR.
+    """
+    timeout = timedelta(seconds=timeout_s)
     if place.size == 1:
         return dist.HashStore()
-    if place.port is None:
+    os.environ.setdefault(INTERFACE, LOOPBACK if place.is_on_one_machine else _interface_towards(address))
+    if place.port is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
         return store  # type: ignore[no-any-return]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: nobody else can come
+    if place.port is None and place.rank == 0:
+        return host_store(address, port, timeout_s)[0]
     return dist.TCPStore(
-        "127.0.0.1",
-        place.port,
+        address,
+        port,
         None,
         is_master=place.rank == 0,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=place.listener,
     )
+
+
+def _interface_towards(address: str) -> str:
+    with reading(f"no way to MASTER_ADDR={address}, where the trainer ranks meet", TrainerError):
+        own = address_towards(address)
+    found = [name for name, held in psutil.net_if_addrs().items() if own in [each.address for each in held]]
+    return found[0] if found else LOOPBACK
+
+
+def _meet(store: dist.Store, place: Place, where: str, timeout_s: float) -> None:
+    """Return when all ranks have come. Waits in Python, where Ctrl-C ends it, unlike torch.distributed."""
+
+    def attempt() -> None:
+        missing = [other for other in range(place.size) if not store.check([f"here/{other}"])]
+        if missing:
+            raise NotYet(f"rank {', '.join(map(str, missing[:8]))} of {place.size} has not come")
+
+    def failed(reason: str) -> TrainerError:
+        return TrainerError(
+            f"the trainer ranks did not meet at {where} within {timeout_s:g} s (--dist-timeout-s): {reason}"
+        )
+
+    store.set(f"here/{place.rank}", "")
+    wait_for(attempt, Wait("trainer ranks", where, timeout_s, failed))
 
 
 def _expect_the_same(ranks: Ranks, store: dist.Store, config: TrainerConfig) -> None:

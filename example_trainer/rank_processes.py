@@ -1,31 +1,51 @@
-"""Plain `grpo.py` with several trainer ranks: one process per rank, started and ended together.
+"""Which of the trainer's ranks this process is, and how a rank takes signals.
 
-    grpo.py --trainer-ranks 2 ──┬─▶ rank 0   Ctrl-C and TERM are passed on to it; its exit status is the run's
-                                └─▶ rank 1   ends with rank 0, and with this process
+    grpo.py --trainer-ranks 2   starts its ranks itself (rank_parent.py)
+    torchrun ... grpo.py        starts them on one machine or several
 
-torchrun does the same over several machines. Importing this module loads no torch.
+Rank 0 holds what must be closed, such as the session with vLLM: Ctrl-C and TERM end it in order. The others hold
+nothing, and signals end them at once, wherever they are. Importing this module loads no torch.
 """
 
 import ctypes
+import importlib.metadata
 import os
 import signal
-import socket
-import subprocess
-import sys
+import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
 
-from atroposlib.logs import print_error
 from example_trainer.config import TrainerConfig
+from example_trainer.errors import TrainerError
 from example_trainer.gpus import visible_gpus
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 VARIABLE = "ATROPOS_TRAINER_RANK"  # rank, size, port of the store, its socket, pid of the parent
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+# what torchrun tells its processes; OMP_NUM_THREADS apart
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_NAME",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
+INTERFACE = "GLOO_SOCKET_IFNAME"  # on which Gloo listens
+LOOPBACK = "lo"
 LOST = 70  # the exit status of a rank that misses another one, and leaves the explanation to us
-NOTICE_S = 3.0  # for the other ranks, once one has ended
-GRACE_S = 8.0  # for rank 0 to leave in order, where it had not noticed
-STOP_S = 60.0  # for rank 0, once it has been asked to end
-POLL_S = 0.05
+ASKING = (signal.SIGINT, signal.SIGTERM)
+ORPHAN_S = 10.0  # in which rank 0 ends, once what started it has died
+POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -38,115 +58,161 @@ class Place:
     local_size: int = 1
     port: int | None = None  # of the store, on loopback, where this module started the ranks
     listener: int | None = None  # the socket that rank 0 makes the store of
-    parent: int | None = None
+    parent: int | None = None  # where this module started the ranks
 
     @staticmethod
     def of_this_process() -> "Place":
-        """As torchrun or this module says; else alone."""
+        """As torchrun or this module says; else alone. Raises TrainerError for variables that do not fit together."""
         if (ours := os.environ.get(VARIABLE)) is not None:
             rank, size, port, listener, parent = map(int, ours.split())
             return Place(rank, size, rank, size, port, listener if rank == 0 else None, parent)
+        if not of_torchrun(os.environ):
+            return Place()
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return Place(*(int(os.environ.get(name, default)) for name, default in zip(names, (0, 1, 0, 1), strict=True)))
+        found = []
+        for name in names:
+            if not (text := os.environ.get(name, "")).isdecimal():
+                raise TrainerError(
+                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and {name} is {text or 'not set'}: start the trainer's"
+                    " ranks by torchrun, which sets both, or unset WORLD_SIZE"
+                )
+            found.append(int(text))
+        return Place(*found)
+
+    @property
+    def started_by_others(self) -> bool:
+        """Whether this is a rank, even if the only one."""
+        return VARIABLE in os.environ or of_torchrun(os.environ)
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether all ranks are."""
+        return self.local_size == self.size
+
+
+def of_torchrun(environ: Mapping[str, str]) -> bool:
+    """Whether somebody else started this process as one rank of several: then MASTER_ADDR and MASTER_PORT are where
+    the ranks meet, and not where vLLM's workers do.
+    """
+    return TORCHRUN in environ or environ.get("WORLD_SIZE", "1") != "1"
+
+
+def own_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables that settings may be read from."""
+    return without_ranks(environ) if of_torchrun(environ) else environ
+
+
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` for a child that is no trainer rank, such as a vLLM server: without what makes a process one."""
+    ours = VARIABLE in environ or of_torchrun(environ)
+    dropped = {VARIABLE, *([INTERFACE] if ours and environ.get(INTERFACE) == LOOPBACK else [])}
+    if of_torchrun(environ):
+        dropped |= {*RANK_VARIABLES, *(name for name in environ if name.startswith("TORCHELASTIC_"))}
+        # torchrun sets it to 1 for several processes, where nobody else has set it
+        if environ.get("LOCAL_WORLD_SIZE", "1") != "1" and environ.get("OMP_NUM_THREADS") == "1":
+            dropped.add("OMP_NUM_THREADS")
+    return {name: value for name, value in environ.items() if name not in dropped}
+
+
+# --- before they start ------------------------------------------------------------------------------------------------
 
 
 def ranks_to_start(config: TrainerConfig) -> int:
-    """How many processes this one must start; 0 if it is a rank itself, or the only one."""
-    if VARIABLE in os.environ or "WORLD_SIZE" in os.environ:
-        return 0
+    """How many processes this one must start; 0 if it is the only one. Raises TrainerError for more than there can
+    be.
+    """
     ranks = config.trainer_ranks
     if ranks == "auto":
-        alone = config.device != "auto" or config.batch_invariant or not config.bridge.several_ranks
-        ranks = 1 if alone else len(visible_gpus(os.environ)) or 1
-    return ranks if ranks > 1 else 0
+        alone = config.device not in ("auto", "cuda") or config.batch_invariant or not config.bridge.several_ranks
+        ranks = 1 if alone else len(_gpus(config)) or 1
+    if ranks == 1:
+        return 0
+    check_ranks(config, ranks)
+    gpus = _gpus(config)
+    if gpus and len(gpus) < ranks:
+        raise too_few_gpus(ranks, len(gpus))
+    return ranks
 
 
-def run_ranks(size: int, dist_timeout_s: float) -> int:
-    """Start `size` ranks of this very command, and wait for them: rank 0's exit status, or 1 with a line on stderr for
-    what no rank could report itself.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        ranks = [_start(rank, size, listener) for rank in range(size)]
-    asked: list[int] = []  # signals to pass on to rank 0
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, lambda signum, frame: asked.append(signum))
-    first = ranks[0]
-    stopping = False
-    try:
-        while first.poll() is None:
-            if asked:
-                stopping = True
-                first.send_signal(asked.pop())
-                _ended([first], STOP_S, asked)
-                break
-            if any(rank.poll() is not None for rank in ranks):
-                if not _ended([first], NOTICE_S, asked):  # it waits for a batch, or for ever
-                    first.terminate()
-                    _ended([first], GRACE_S, asked)
-                break
-            time.sleep(POLL_S)
-        _ended(ranks, NOTICE_S, asked)
-    finally:
-        silent = [rank.poll() is None for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if first.returncode >= 0 and (stopping or first.returncode not in (LOST, 128 + signal.SIGTERM)):
-        return first.returncode
-    if cause := _cause(ranks, silent, dist_timeout_s):
-        print_error("grpo", cause)
-    return 1
+def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
+    """Raise TrainerError if `size` ranks cannot train as configured. One rank shards in bfloat16 and with offload."""
+    shard = config.fsdp_size or size
+    if size > 1 and not config.bridge.several_ranks:
+        raise TrainerError(
+            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory, by one process, and this trainer"
+            f" has {size} ranks: give --trainer-ranks 1, or choose another mode"
+        )
+    if size > 1 and config.batch_invariant:
+        raise TrainerError(
+            f"--batch-invariant trains on one device, and this trainer has {size} ranks: give --trainer-ranks 1, or"
+            " drop the flag"
+        )
+    if size > 1 and config.device.startswith("cuda:"):
+        raise TrainerError(
+            f"--device {config.device} is one GPU, and this trainer has {size} ranks, each on a GPU of its own: give"
+            " --device cuda, and choose the GPUs by CUDA_VISIBLE_DEVICES"
+        )
+    if sharded and config.optimizer != "adamw":
+        what = f"this trainer has {size} ranks" if size > 1 else "--compute-dtype bfloat16 and --offload shard them"
+        raise TrainerError(
+            f"--optimizer {config.optimizer} updates whole tensors, and {what}: use adamw, or --trainer-ranks 1"
+            " --compute-dtype float32 --offload none"
+        )
+    if size % shard:
+        fitting = ", ".join(str(each) for each in range(1, size + 1) if size % each == 0)
+        raise TrainerError(f"--fsdp-size {shard} does not divide the {size} trainer ranks: give one of {fitting}")
 
 
-def _cause(ranks: list[subprocess.Popen[bytes]], silent: list[bool], dist_timeout_s: float) -> str | None:
-    """Why the ranks ended, unless one of them has said so."""
-    for number, rank in enumerate(ranks):
-        if rank.returncode < 0 and not silent[number]:
-            killer = signal.Signals(-rank.returncode).name
-            return f"trainer rank {number} of {len(ranks)} was ended by {killer}; the others have ended with it"
-    for number, _ in enumerate(ranks):
-        if silent[number]:
-            return (
-                f"trainer rank {number} of {len(ranks)} did not answer for {dist_timeout_s:g} s (--dist-timeout-s);"
-                " the others have ended with it"
-            )
-    if all(rank.returncode in (0, LOST) for rank in ranks):
-        return f"the {len(ranks)} trainer ranks lost each other"
-    return None
-
-
-def _ended(ranks: list[subprocess.Popen[bytes]], within_s: float, asked: list[int]) -> bool:
-    """Whether all have ended, after at most `within_s` seconds. A signal that comes meanwhile is passed on."""
-    deadline = time.monotonic() + within_s
-    while any(rank.poll() is None for rank in ranks):
-        if time.monotonic() > deadline:
-            return False
-        if asked:
-            ranks[0].send_signal(asked.pop())
-        time.sleep(POLL_S)
-    return True
-
-
-def _start(rank: int, size: int, listener: socket.socket) -> subprocess.Popen[bytes]:
-    place = (rank, size, listener.getsockname()[1], listener.fileno(), os.getpid())
-    return subprocess.Popen(
-        [sys.executable, *sys.orig_argv[1:]],
-        env={**os.environ, VARIABLE: " ".join(map(str, place))},
-        pass_fds=[listener.fileno()] if rank == 0 else [],
-        stdin=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C reaches this process alone, which passes it on
+def too_few_gpus(ranks: int, gpus: int) -> TrainerError:
+    """The error of more ranks on this machine than it has GPUs."""
+    return TrainerError(
+        f"{ranks} trainer ranks on this machine, and {gpus} visible {'GPU' if gpus == 1 else 'GPUs'}: give as many"
+        " ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
     )
 
 
-def end_with_parent() -> None:
-    """In a rank: end when the process that started it does, rank 0 in order, the others at once."""
-    place = Place.of_this_process()
-    if place.parent is None:
-        return
-    signum = signal.SIGTERM if place.rank == 0 else signal.SIGKILL
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signum) != 0:
+def _gpus(config: TrainerConfig) -> list[str]:
+    """Those that ranks would compute on."""
+    if config.device == "cpu" or importlib.metadata.version("torch").endswith("+cpu"):
+        return []
+    return visible_gpus(os.environ)
+
+
+# --- in a rank --------------------------------------------------------------------------------------------------------
+
+
+def begin_rank(place: Place) -> None:
+    """Before torch is loaded: take signals as this rank does, and end when what started it does."""
+    first = place.rank == 0
+    for signum in ASKING:
+        signal.signal(signum, _end_in_order if first else signal.SIG_DFL)
+    starter = os.getppid() if place.parent is None else place.parent
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM if first else signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != place.parent:  # it died before we asked
-        raise SystemExit(128 + signum)
+    if os.getppid() != starter:  # it died before we asked
+        raise SystemExit(128 + signal.SIGTERM)
+    if first:
+        threading.Thread(target=_outlive_briefly, args=(starter,), name="TrainerParent", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)  # rank_parent.py has blocked them until here
+
+
+def _end_in_order(signum: int, frame: FrameType | None) -> NoReturn:
+    """Raise what closes everything, once: Ctrl-C in a terminal reaches a rank twice, directly and from its parent."""
+    ignore_signals()
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signum)
+
+
+def ignore_signals() -> None:
+    """From now on Ctrl-C and TERM change nothing. Children would inherit SIG_IGN."""
+    for signum in ASKING:
+        signal.signal(signum, lambda signum, frame: None)
+
+
+def _outlive_briefly(starter: int) -> None:
+    """End a rank 0 that the death of its starter finds where signals cannot interrupt it."""
+    while os.getppid() == starter:
+        time.sleep(POLL_S)
+    time.sleep(ORPHAN_S)
+    os.kill(os.getpid(), signal.SIGKILL)

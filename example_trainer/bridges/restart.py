@@ -33,6 +33,7 @@ from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.export import export
 from example_trainer.modes import Adapter, Restarting
+from example_trainer.rank_processes import without_ranks
 from example_trainer.server_process import ServerProcess
 from example_trainer.weights.written import TrainedModel, remove_folder
 
@@ -110,7 +111,7 @@ class VllmServer:
         _await_free_port(config.vllm_host, config.vllm_port)
         command = ["-u", *self.command(source, policy_version, served_name)]
         command += ["--max-model-len", "auto"]  # as long as the model allows and the KV cache holds
-        environment = os.environ | {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}
+        environment = without_ranks(os.environ) | {"VLLM_ENABLE_SHARED_WEIGHTS": "0"}
         if config.vllm_api_key is not None:
             environment["VLLM_API_KEY"] = config.vllm_api_key.get_secret_value()
         if self._mode.vllm_gpu is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from atroposlib.clients.waiting import waiting
+from atroposlib.errors import AtroposError
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, Manifest, ack_key, go_key
 from example_trainer.bridges.base import BridgeError
@@ -137,6 +138,8 @@ class ServerLink:
     def _reaching_workers(self, failed: str) -> Iterator[None]:
         try:
             yield
+        except AtroposError:  # of whoever reads the weights, such as a trainer rank that is gone
+            raise
         except RuntimeError as error:  # torch.distributed's, for a dead or silent peer
             raise BridgeError(
                 f"{failed} within {self._timeout_s:.0f} s: {transport.describe(error)}. {self._worker_states()}"

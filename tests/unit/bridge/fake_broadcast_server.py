@@ -7,13 +7,11 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Manifest, ack_key, go_key, lay_out
@@ -95,18 +93,19 @@ class FakeVllmServer:
         groups.barrier()
         sequence = 0
         while self.session == offer.session:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait([go_key(offer.session, sequence)], timedelta(seconds=0.2))
-                while self.fail == "transfer":
-                    time.sleep(0.02)
-                if store.get(go_key(offer.session, sequence)).decode() == GOODBYE:
-                    return
-                image = torch.empty(self.manifest.nbytes, dtype=torch.uint8)
-                for bucket in self.manifest.buckets(offer.bucket_bytes):
-                    groups.broadcast(image[bucket.start : bucket.end])
-                self._staged[rank] = image
-                store.set(ack_key(offer.session, sequence, rank), "1")
-                sequence += 1
+            if not store.check([go_key(offer.session, sequence)]):
+                time.sleep(0.005)
+                continue
+            while self.fail == "transfer":
+                time.sleep(0.02)
+            if store.get(go_key(offer.session, sequence)).decode() == GOODBYE:
+                return
+            image = torch.empty(self.manifest.nbytes, dtype=torch.uint8)
+            for bucket in self.manifest.buckets(offer.bucket_bytes):
+                groups.broadcast(image[bucket.start : bucket.end])
+            self._staged[rank] = image
+            store.set(ack_key(offer.session, sequence, rank), "1")
+            sequence += 1
 
     @torch.no_grad()
     def _commit(self, version: int) -> tuple[int, dict[str, Any]]:

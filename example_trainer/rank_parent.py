@@ -1,0 +1,197 @@
+"""Plain `grpo.py` with several trainer ranks: one process per rank, started and ended together.
+
+    grpo.py --trainer-ranks 2 ──┬─▶ rank 0   its exit status is the run's
+                                └─▶ rank 1   ends with rank 0, and with this process
+
+This process computes nothing. It speaks for ranks that cannot: one that was killed or stopped becomes a line on stderr.
+All are members of its process group, so whoever ends a group misses none. Importing this module loads no torch.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from atroposlib.logs import configure_logging, get_logger, print_error
+from example_trainer.rank_processes import ASKING, LOST, VARIABLE
+
+NOTICE_S = 3.0  # for the ranks to end by themselves, once one has
+GRACE_S = 5.0  # for rank 0 to leave in order, once another rank is lost
+STOP_S = 60.0  # for rank 0 to leave in order, once it has been asked to
+POLL_S = 0.05
+
+log = get_logger(__name__)
+
+
+def run_ranks(size: int, dist_timeout_s: float) -> int:
+    """Start `size` ranks of this very command, and wait for them. The exit status of the run: rank 0's, or 1 with a
+    line on stderr for what no rank could report itself.
+    """
+    configure_logging("trainer ranks")
+    parent = _Parent(dist_timeout_s)
+    try:
+        parent.start(size)
+        return parent.watch()
+    finally:
+        for rank in parent.ranks:
+            rank.kill()
+            rank.process.wait()
+
+
+class _Rank:
+    """One rank's process."""
+
+    def __init__(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        self.number = number
+        self.process = process
+        self.end: int | None = None  # its exit status, or the negative number of a signal; not of ours
+        self.stopped_at: float | None = None  # since when it is stopped (SIGSTOP)
+        self._killed = False
+
+    def runs(self) -> bool:
+        """Whether it does. Notes how it has ended, or since when it is stopped."""
+        status = self.process.poll()
+        if not self._killed:
+            self.end = status
+            if status is None:
+                self.stopped_at = (self.stopped_at or time.monotonic()) if _is_stopped(self.process.pid) else None
+        return status is None
+
+    def ask(self, signum: int) -> None:
+        """Have it end in order, also if it is stopped."""
+        self.process.send_signal(signum)
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.runs():
+            self._killed = True
+            self.process.kill()
+
+
+class _Parent:
+    """Holds the ranks, in their order, from `start` to the end of `watch`."""
+
+    def __init__(self, dist_timeout_s: float) -> None:
+        self.ranks: list[_Rank] = []
+        self._dist_timeout_s = dist_timeout_s
+        self._asked: list[int] = []  # signals, to this process or to a rank
+        for signum in ASKING:
+            signal.signal(signum, lambda signum, frame: self._asked.append(signum))
+
+    def start(self, size: int) -> None:
+        """Start the ranks. Signals wait until a rank can take them (rank_processes.begin_rank)."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+            try:
+                for number in range(size):
+                    self.ranks.append(_Rank(number, _start(number, size, listener)))
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+            port = listener.getsockname()[1]
+        pids = " ".join(str(rank.process.pid) for rank in self.ranks)
+        log.info("Started %d trainer ranks, which meet at 127.0.0.1:%d: pids %s", size, port, pids)
+
+    def watch(self) -> int:
+        """Wait until rank 0 has ended, end the others, and explain. The exit status of the run."""
+        first, *others = self.ranks
+        why: str | None = None
+        while first.runs() and not self._asked and why is None:
+            time.sleep(POLL_S)
+            why = self._loss()
+        if why is not None and not self._asked:
+            self._have_ended([first], NOTICE_S)
+        if must_leave := first.runs():
+            first.ask(self._asked[0] if self._asked else signal.SIGTERM)
+            for other in others:  # rank 0 may wait for them where no signal interrupts it
+                other.kill()
+            self._have_ended([first], STOP_S if self._asked else GRACE_S)
+        self._have_ended([other for other in others if other.runs() and other.stopped_at is None], NOTICE_S)
+        if first.end in (0, 1):  # done, or ended by an error that it has printed
+            return first.end
+        if self._asked:
+            if self._asked[0] == signal.SIGINT and first.end != 128 + signal.SIGINT:
+                print("grpo: interrupted", file=sys.stderr, flush=True)  # as rank 0 had no time to say
+            return 128 + self._asked[0]
+        if first.end in (128 + signal.SIGINT, 128 + signal.SIGTERM) and not must_leave:
+            return first.end
+        why = self._loss() if why is None else why
+        if why != "":
+            print_error("grpo", self._last_word() if why is None else why)
+        return 1
+
+    def _loss(self) -> str | None:
+        """Why the run cannot go on, if a rank has ended or is stopped for too long: a line, empty where the rank has
+        printed one.
+        """
+        for rank in self.ranks:
+            rank.runs()
+        ended = [rank for rank in self.ranks if rank.end not in (None, 0, LOST)]
+        for rank in ended:
+            assert rank.end is not None
+            if rank.number and -rank.end in ASKING:
+                self._asked.append(-rank.end)
+        for rank in ended:
+            return self._killed(rank) if rank.end is not None and rank.end < 0 else ""
+        now = time.monotonic()
+        for rank in self.ranks:
+            if rank.stopped_at is not None and now - rank.stopped_at >= self._dist_timeout_s:
+                return self._silent(rank)
+        return None
+
+    def _last_word(self) -> str:
+        """Why rank 0 has ended, where neither it nor another one has said so, and none was lost."""
+        for rank in self.ranks:
+            if rank.stopped_at is not None or rank.end is None:
+                return self._silent(rank)
+        return f"the {len(self.ranks)} trainer ranks have lost each other; their log says where"
+
+    def _killed(self, rank: _Rank) -> str:
+        assert rank.end is not None
+        name = signal.Signals(-rank.end).name
+        hint = " (the kernel's, if memory ran out)" if name == "SIGKILL" else ""
+        return f"trainer rank {self._of_all(rank)} was ended by {name}{hint}; the others have ended with it"
+
+    def _silent(self, rank: _Rank) -> str:
+        state = "is stopped (SIGSTOP), and" if rank.stopped_at is not None else "runs, but"
+        return (
+            f"trainer rank {self._of_all(rank)} {state} did not answer for {self._dist_timeout_s:g} s"
+            " (--dist-timeout-s); the others have ended with it"
+        )
+
+    def _of_all(self, rank: _Rank) -> str:
+        return f"{rank.number} of {len(self.ranks)}"
+
+    def _have_ended(self, ranks: Sequence[_Rank], within_s: float) -> bool:
+        """Whether they have, after at most `within_s` seconds; a second Ctrl-C or TERM ends the wait."""
+        deadline, asked = time.monotonic() + within_s, len(self._asked)
+        while any([rank.runs() for rank in ranks]):
+            if time.monotonic() > deadline or len(self._asked) > asked:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+
+def _start(number: int, size: int, listener: socket.socket) -> subprocess.Popen[bytes]:
+    """A rank: this very command, told by a variable which rank it is. Rank 0 inherits the socket where all meet."""
+    place = (number, size, listener.getsockname()[1], listener.fileno(), os.getpid())
+    return subprocess.Popen(
+        [sys.executable, *sys.orig_argv[1:]],
+        env={**os.environ, VARIABLE: " ".join(map(str, place))},
+        pass_fds=[listener.fileno()] if number == 0 else [],
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "Tt"
+    return False

@@ -1,0 +1,60 @@
+"""The trainer, in which one rank meets with an accident: DRILL="RANK WHERE ACT", e.g. "1 gradients KILL".
+
+WHERE is a method of Learner, at its second call, or `join`. ACT is a signal, or an error to raise. Its command line is
+grpo.py's, and like that it starts its ranks by its own command.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from example_trainer.before_torch import check_before_torch
+
+if __name__ == "__main__":
+    check_before_torch()
+
+from example_trainer import grpo, learner, parallel
+from example_trainer.errors import TrainerError
+from example_trainer.rank_processes import Place
+
+ERRORS = {"TrainerError": TrainerError("drilled"), "ValueError": ValueError("drilled"), "MemoryError": MemoryError()}
+
+
+def drilled(act: str, method: Callable[..., Any], at_call: int) -> Callable[..., Any]:
+    """`method`, which suffers `act` before its call number `at_call`, from 1."""
+    calls = 0
+
+    def called(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at_call:
+            if act in ERRORS:
+                raise ERRORS[act]
+            print("DRILL", flush=True)
+            os.kill(os.getpid(), signal.Signals[f"SIG{act}"])
+            time.sleep(0.01)
+        return method(*arguments)
+
+    return called
+
+
+def main() -> int:
+    rank, where, act = os.environ["DRILL"].split()
+    if Place.of_this_process().rank == int(rank):
+        if where == "join":
+            setattr(grpo, where, drilled(act, grpo.join, 1))
+        elif where == "code":
+            setattr(parallel, "_digest", lambda: "another")
+        else:
+            method = getattr(learner.Learner, where)
+            inner = drilled(act, method.__wrapped__, 2)
+            for name in ("__name__", "__annotations__"):
+                setattr(inner, name, getattr(method, name))
+            setattr(learner.Learner, where, parallel.collective(inner))
+    return grpo.main()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
