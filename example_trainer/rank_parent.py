@@ -114,7 +114,7 @@ class _Parent:
                 other.kill()
             self._have_ended([first], STOP_S if self._asked else GRACE_S)
         self._have_ended([other for other in others if other.runs() and other.stopped_at is None], NOTICE_S)
-        if first.end in (0, 1):  # done, or ended by an error that it has printed
+        if first.end is not None and 0 <= first.end < LOST:  # done, or ended by an error that it has printed
             return first.end
         if self._asked:
             if self._asked[0] == signal.SIGINT and first.end != 128 + signal.SIGINT:

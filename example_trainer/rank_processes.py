@@ -11,6 +11,7 @@ import ctypes
 import importlib.metadata
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -200,7 +201,7 @@ def _end_in_order(signum: int, frame: FrameType | None) -> NoReturn:
     """Raise what closes everything, once: Ctrl-C in a terminal reaches a rank twice, directly and from its parent."""
     ignore_signals()
     if signum == signal.SIGINT:
-        raise KeyboardInterrupt
+        os.write(sys.stderr.fileno(), b"grpo: interrupted\n")
     raise SystemExit(128 + signum)
 
 

@@ -89,6 +89,9 @@ class RunFlags(Config):
     )
     api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
     vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
+    trainer_ranks: str | None = Field(
+        None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
+    )
     wandb: bool | None = Field(None, description="log to Weights & Biases")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
     resume: str | None = Field(
@@ -236,8 +239,11 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
         changes["name"] = given.run_name
     if models:
         changes["model"] = models[0]
-    if given.resume is not None:
-        changes["trainer"] = {"resume": "auto"}
+    trainer = {"resume": "auto"} if given.resume is not None else {}
+    if given.trainer_ranks is not None:
+        trainer["trainer_ranks"] = given.trainer_ranks
+    if trainer:
+        changes["trainer"] = trainer
     for section in ("api", "vllm"):
         if (port := getattr(given, f"{section}_port")) is not None:
             changes[section] = {"port": port}

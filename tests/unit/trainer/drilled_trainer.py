@@ -44,9 +44,9 @@ def main() -> int:
     rank, where, act = os.environ["DRILL"].split()
     if Place.of_this_process().rank == int(rank):
         if where == "join":
-            setattr(grpo, where, drilled(act, grpo.join, 1))
+            setattr(parallel, "_meet", drilled(act, parallel._meet, 1))  # noqa: B010  mypy forbids the assignment
         elif where == "code":
-            setattr(parallel, "_digest", lambda: "another")
+            setattr(parallel, "_digest", lambda: "another")  # noqa: B010
         else:
             method = getattr(learner.Learner, where)
             inner = drilled(act, method.__wrapped__, 2)
