@@ -69,13 +69,12 @@ class Place:
             return Place(rank, size, rank, size, port, listener if rank == 0 else None, parent)
         if not of_torchrun(os.environ):
             return Place()
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         found = []
-        for name in names:
-            if not (text := os.environ.get(name, "")).isdecimal():
+        for name, default in (("RANK", ""), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
+            if not (text := os.environ.get(name, default)).isdecimal():
                 raise TrainerError(
-                    f"WORLD_SIZE is {os.environ['WORLD_SIZE']} and {name} is {text or 'not set'}: start the trainer's"
-                    " ranks by torchrun, which sets both, or unset WORLD_SIZE"
+                    f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} and {name} is {text or 'not set'}: start the"
+                    " trainer's ranks by torchrun, which sets both, or unset WORLD_SIZE"
                 )
             found.append(int(text))
         return Place(*found)

@@ -77,8 +77,8 @@ def killed(rank: int) -> str:
 
 def stopped(rank: int) -> str:
     return (
-        f"grpo: error: trainer rank {rank} of 2 is stopped (SIGSTOP), and did not answer for 2 s (--dist-timeout-s); the"
-        " others have ended with it"
+        f"grpo: error: trainer rank {rank} of 2 is stopped (SIGSTOP), and did not answer for 2 s (--dist-timeout-s);"
+        " the others have ended with it"
     )
 
 
