@@ -40,6 +40,7 @@ LANES = (
         "test_lora",
         "test_reload",
         "test_restart",
+        "test_trainer_ranks",
         "test_hostile_requests",
     },
     {

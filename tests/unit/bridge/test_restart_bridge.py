@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from atroposlib.wire.bridge import read_policy_version, write_policy_version
 from example_trainer.bridges import BridgeError, restart
 from example_trainer.bridges.restart import RestartBridge
 from example_trainer.config import TrainerConfig
+from example_trainer.rank_processes import VARIABLE
 from example_trainer.weights.load import load_trained
 from tests.integration.conftest import free_port, session_members
 from tests.unit.trainer.fakes import FakeApi, model_folder, serve
@@ -136,6 +138,17 @@ def test_a_version_is_served_at_every_interval_and_at_the_end(
     assert "--dtype bfloat16" in last_start
     bridge.close()
     assert session_members(pids[-1]) == []
+
+
+def test_the_server_of_a_trainer_rank_is_no_rank(
+    make: Make, connect: Connect, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (told | {"OMP_NUM_THREADS": "1", VARIABLE: "0 2 5 6 7"}).items():
+        monkeypatch.setenv(name, value)
+    environ = psutil.Process(own_pid(connect(make(), model))).environ()
+    assert not {*told, "OMP_NUM_THREADS", VARIABLE} & set(environ)
+    assert environ["VLLM_ENABLE_SHARED_WEIGHTS"] == "0"
 
 
 def test_the_checkpoint_holds_the_updated_weights_and_their_version(

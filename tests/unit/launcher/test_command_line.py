@@ -17,6 +17,7 @@ WRONG = [
     (["--stepz", "3"], "unknown flag --stepz; did you mean 'steps'?"),
     (["--steps", "0"], "--steps: Input should be greater than or equal to 1 (got '0')"),
     (["--steps"], "--steps expects a value"),
+    (["--trainer-ranks", "two"], "--trainer-ranks: "),
     (["--seed=x"], "--seed: Input should be a valid integer"),
     (["--dataset", "mmlu"], "--dataset expects arithmetic or gsm8k, got 'mmlu'"),
     (["--dataset", "gsm8k", "--dataset-path", "."], "exclude each other"),
@@ -164,3 +165,9 @@ def test_a_run_is_resumed_by_its_name_or_its_directory(tmp_path: Path) -> None:
         assert asked.run.trainer["resume"] == "auto"
     with pytest.raises(NoSuchRun):
         read_command_line(["--resume", "other", *runs], {})
+
+
+def test_every_launcher_takes_the_trainers_ranks(no_processes: None) -> None:
+    assert ask_for("quickstart", "--trainer-ranks", "2").run.trainer["trainer_ranks"] == "2"
+    assert plan("gsm8k", "--trainer-ranks", "2").trainer.trainer_ranks == 2
+    assert plan("gsm8k", "--trainer.trainer-ranks", "2").trainer.trainer_ranks == 2

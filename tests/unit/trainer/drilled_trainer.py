@@ -1,7 +1,8 @@
 """The trainer, in which one rank meets with an accident: DRILL="RANK WHERE ACT", e.g. "1 gradients KILL".
 
-WHERE is a method of Learner, at its second call, or `join`. ACT is a signal, or an error to raise. Its command line is
-grpo.py's, and like that it starts its ranks by its own command.
+WHERE is a method of Learner, at its second call; `join`, before the ranks have met; or `code`, of which the rank then
+has another version. ACT is a signal, FREEZE, or an error to raise. The command line is grpo.py's, and like that it
+starts its ranks by its own command.
 """
 
 import os
@@ -32,6 +33,8 @@ def drilled(act: str, method: Callable[..., Any], at_call: int) -> Callable[...,
         if calls == at_call:
             if act in ERRORS:
                 raise ERRORS[act]
+            if act == "FREEZE":
+                time.sleep(600)
             print("DRILL", flush=True)
             os.kill(os.getpid(), signal.Signals[f"SIG{act}"])
             time.sleep(0.01)

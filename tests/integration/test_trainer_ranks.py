@@ -1,0 +1,72 @@
+"""Two trainer ranks and a real vLLM server: they train it by broadcast, and one that is killed does it no harm."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import API_KEY, REPOSITORY, Server
+from tests.integration.namespaces import tied
+from tests.integration.test_bridge import PARITY, PROMPT, sync_and_probe
+from tests.unit.trainer.fakes import FakeApi, item, serve
+
+DEADLINE_S = 300.0
+
+
+def train(server: Server, folder: Path, program: list[str], drill: str = "") -> tuple[int, str]:
+    """Two steps by two ranks; exit status and output."""
+    api = FakeApi(lambda number: [item([1.0, 0.0, 0.0, 1.0], seed=number)])
+    with serve(api) as url:
+        done = subprocess.run(
+            tied(
+                [
+                    *(sys.executable, "-u", *program, "--trainer-ranks", "2", "--model-name", server.model),
+                    *("--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(server.port)),
+                    *("--atropos-url", url, "--training-steps", "2", "--checkpoint-interval", "0", "--threads", "1"),
+                    *(
+                        "--batch-size",
+                        "4",
+                        "--gradient-accumulation-steps",
+                        "1",
+                        "--eval-deadline",
+                        "0",
+                        "--lr",
+                        "1e-3",
+                    ),
+                    *("--save-path", str(folder / "save"), "--log-dir", str(folder / "logs"), "--device", "cpu"),
+                    *("--bridge-bucket-mb", "1", "--dist-timeout-s", "60", "--lr", "1e-3"),
+                ]
+            ),
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "VLLM_API_KEY": API_KEY, "DRILL": drill},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["vllm_server", "vllm_server_tp2"])
+def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    server: Server = request.getfixturevalue(which)
+    status, said = train(server, tmp_path, ["example_trainer/grpo.py"])
+    assert status == 0, said[-3000:]
+    assert said.count("Parity: vLLM's log-probabilities are the trainer's") == 2  # at the start, and after an update
+    assert server.status()["policy_version"] == 2
+    assert (tmp_path / "save" / "final_model" / "model.safetensors").is_file()
+
+    status, said = train(server, tmp_path, ["-m", "tests.unit.trainer.drilled_trainer"], "1 gather KILL")
+    assert status == 1, said[-3000:]
+    assert "grpo: error: trainer rank 1 of 2 was ended by SIGKILL" in said
+    start = time.monotonic()
+    assert server.generate(PROMPT, max_tokens=4)["token_ids"]
+    assert time.monotonic() - start < 30
+    assert server.status()["lease_left_s"] is None  # rank 0 has closed the session
+    assert sync_and_probe(server) <= PARITY
