@@ -68,9 +68,7 @@ def test_a_rank_of_torchrun_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stray_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(
-        TrainerError, match="WORLD_SIZE is 8 and RANK is not set: start the"
-    ):
+    with pytest.raises(TrainerError, match="WORLD_SIZE is 8 and RANK is not set: start the"):
         Place.of_this_process()
 
 
