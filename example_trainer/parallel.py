@@ -5,9 +5,9 @@
     rank 2   follows                                           update(7) ┘
 
 Rank 0 alone talks to the batching API, vLLM and people. A method marked `collective` runs on every rank: rank 0 sends
-its name and arguments (msgpack, no pickle), all ranks execute it, and what one rank raises, every rank raises. Between
-two calls the others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that
-it lives. With one rank all of this is a plain method call.
+its name and arguments (msgpack, no pickle), all ranks execute it, and an error of one ends all. Between two calls the
+others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that it lives. With
+one rank all of this is a plain method call.
 """
 
 import functools
@@ -44,8 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PULSE_S = 1.0  # between two signs of life of a rank
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03  # between two looks of a rank for the next call
-REPORT_BYTES = 4096  # of an error that every rank is told
-AGREEMENT_S = 5.0  # in which a rank that failed expects the others, unless they wait for it
+FAILURES = "failures"  # how many ranks have failed, in the store
 
 
 class RanksLost(TrainerError):
@@ -93,6 +92,7 @@ class Ranks:
         self._calls = 0
         self._together = False  # inside a collective method
         self._left = False
+        self._parted = False  # rank 0 has nobody to call any more
         if size > 1:
             assert store is not None
             self._store = store
@@ -112,18 +112,22 @@ class Ranks:
     # --- what every rank does -----------------------------------------------------------------------------------------
 
     def together(self, method: Callable[..., R], owner: HasRanks, *args: object) -> R:
-        """Run `method` on every rank; what it returns here. Raises TrainerError for the first rank that did, RanksLost
-        if one is gone.
+        """Run `method` on every rank; what it returns here. Raises TrainerError if it failed on this one, ToldElsewhere
+        on another one, RanksLost if one is gone.
         """
         if self.size == 1 or self._together:
             return method(owner, *args)
         assert self.leads, f"rank {self.rank} calls {method.__name__} by itself"
+        if self._parted:
+            raise RanksLost(f"the trainer ranks have parted: {method.__name__} is not done")
         payload = msgspec.msgpack.encode(args, enc_hook=_pack_array)
+        self._parted = True  # unless all of them come out of it
         with self._reaching_ranks(method.__name__):
             self._store.set(self._key(), msgspec.json.encode(Call(method.__name__, len(payload))).decode())
             self._send(payload)
             result = self._agreed(functools.partial(method, owner, *args))
             self._store.delete_key(self._key())
+        self._parted = False
         self._calls += 1
         return result
 
@@ -193,11 +197,9 @@ class Ranks:
         padded = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
         return torch.cat([row[:length] for row, length in zip(self._gathered(padded), lengths, strict=True)])
 
-    def _gathered(self, mine: Tensor, deadline_s: float | None = None) -> list[Tensor]:
+    def _gathered(self, mine: Tensor) -> list[Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(found, mine, group=self._control, async_op=True)
-        assert work is not None
-        work.wait(timedelta(seconds=self._timeout_s if deadline_s is None else deadline_s))
+        dist.all_gather(found, mine, group=self._control)
         return found
 
     def _reduced(self, values: Tensor, how: Any) -> Tensor:
@@ -234,40 +236,24 @@ class Ranks:
         return buffer.numpy().tobytes()
 
     def _agreed(self, act: Callable[[], R]) -> R:
-        """What `act` returns, once every rank has done it. Raises its TrainerError, or else another rank's.
+        """What `act` returns, once every rank has done it.
 
-        A rank that fails leaves its error in the store, too: the others may be in the midst of `act`, where they wait
-        for it. Its end is what they see then.
+        Raises its TrainerError. That ends this process, which the others notice, at the end of `act` or in its midst.
+        Of several ranks that fail the first one has the error, and the others ToldElsewhere.
         """
         self._together = True
-        failed: TrainerError | None = None
         try:
             result = act()
         except RanksLost:
             raise
         except TrainerError as error:
-            failed = error
-            self._store.set(f"failed/{self.rank}", str(error)[:REPORT_BYTES])
+            if self._store.add(FAILURES, 1) == 1:
+                raise
+            raise ToldElsewhere(str(error)) from error
         finally:
             self._together = False
-        report = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
-        text = str(failed).encode()[:REPORT_BYTES] if failed else b""
-        report[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else report[:0]
-        try:
-            reports = self._gathered(report, None if failed is None else AGREEMENT_S)
-        except RuntimeError:
-            if failed is None:
-                raise
-            reports = [report]
-        for rank, line in enumerate(reports):
-            if told := line.numpy().tobytes().rstrip(b"\0").decode(errors="replace"):
-                if not self.leads:
-                    raise ToldElsewhere(told)
-                raise failed or self._error_of(rank, told)
+        self._gathered(torch.zeros(1))
         return result
-
-    def _error_of(self, rank: int, told: str) -> TrainerError:
-        return TrainerError(f"trainer rank {rank} of {self.size}: {told}")
 
     @contextmanager
     def _reaching_ranks(self, what: str) -> Iterator[None]:
@@ -278,10 +264,8 @@ class Ranks:
         except RuntimeError as error:  # torch.distributed's, for a rank that is gone or silent
             if not isinstance(error, dist.DistError) and "gloo" not in str(error).lower():
                 raise
-            if self.leads:
-                for other in self._seen:
-                    if self._store.check([f"failed/{other}"]):
-                        raise self._error_of(other, self._store.get(f"failed/{other}").decode()) from error
+            if self.leads and self._store.add(FAILURES, 0):
+                raise ToldElsewhere(f"another trainer rank failed in `{what}`") from error
             raise RanksLost(
                 f"another of the {self.size} trainer ranks is gone, or silent for {self._timeout_s:g} s"
                 f" (--dist-timeout-s), in `{what}`: {describe(error)}"
