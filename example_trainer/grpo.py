@@ -101,10 +101,10 @@ class Run:
         prepare: Prepare,
         resources: contextlib.ExitStack,
     ) -> None:
+        remove_leftovers(config.save_path)
         checkpoint = find_checkpoint(config.resume, config.save_path)
         if checkpoint:
             expect_same_model(checkpoint, config)
-        remove_leftovers(config.save_path)
         if not isinstance(config.bridge, SingleCopy):  # which counts for itself, once vLLM has told what it shares
             check_model(config, device)
         self.config = config

@@ -1,6 +1,7 @@
 """The manifest of a directory, written and compared; without torch, so that a command that only checks is fast."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -36,8 +37,13 @@ def expect_whole(
             if size != expected.bytes:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise raises(f"{path} {found}, the checkpoint was written with {expected.bytes}; {remedy}")
-            if digest(path) != expected.sha256:
-                raise raises(f"{path} has its size but other contents than were written (SHA-256 differs); {remedy}")
+        with ThreadPoolExecutor() as pool:  # hashing is what takes long, and shards are several large files
+            digests = pool.map(lambda name: digest(folder / name), manifest)
+            if changed := [
+                name for name, found in zip(manifest, digests, strict=True) if found != manifest[name].sha256
+            ]:
+                what = "has its size but other contents than were written (SHA-256 differs)"
+                raise raises(f"{folder / changed[0]} {what}; {remedy}")
     except (UnicodeDecodeError, RecursionError, msgspec.DecodeError) as error:
         raise raises(f"{manifest_path} is damaged ({error}); {remedy}") from None
     except OSError as error:

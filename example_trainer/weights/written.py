@@ -168,11 +168,22 @@ def put_in_place(partial: Path, target: Path, on_disk: Mapping[str, FileRecord] 
 
 
 def remove_leftovers(save_path: Path) -> None:
-    """Remove half-written directories of processes that no longer run."""
-    for folder in save_path.glob(".*.partial-*"):
-        if not Path(f"/proc/{folder.name.rpartition('-')[2]}").exists():
-            log.info("Removing %s, left half-written by a process that has ended", folder)
-            remove_folder(folder, "remove it by hand, then start the trainer again")
+    """Remove half-written directories of processes that no longer run. One that had stepped aside for another, which
+    has not come, gets its name again.
+    """
+    remedy = "remove it by hand, then start the trainer again"
+    for folder in [*save_path.glob(".*.partial-*"), *save_path.glob(".*.replaced-*")]:
+        name, _, pid = folder.name[1:].rpartition("-")
+        if Path(f"/proc/{pid}").exists():
+            continue
+        target = folder.with_name(name.rpartition(".")[0])
+        if name.endswith(".replaced") and not target.exists():
+            log.info("Giving %s its name again, after a process that ended while it replaced it", target)
+            with reading(f"cannot rename {folder}", CheckpointError, remedy=f"rename it to {target.name} by hand"):
+                folder.rename(target)
+        else:
+            log.info("Removing %s, left by a process that has ended", folder)
+            remove_folder(folder, remedy)
 
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:

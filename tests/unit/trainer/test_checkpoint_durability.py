@@ -10,7 +10,7 @@ from torch.optim import AdamW
 from atroposlib.wire.bridge import read_policy_version
 from example_trainer.checkpoint import STATE, Checkpoints, Progress, find_checkpoint, restore
 from example_trainer.weights.manifest import MANIFEST
-from example_trainer.weights.written import CheckpointError, TrainedModel, write_folder
+from example_trainer.weights.written import CheckpointError, TrainedModel, remove_leftovers, write_folder
 from tests.unit.common.disk import Act, broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import tiny_model
 
@@ -41,6 +41,19 @@ def test_a_checkpoint_that_is_replaced_is_removed_when_the_new_one_has_its_name_
     still_there = [name for name in acts[named].content.split(b"\0") if b".replaced-" in name]
     assert len(still_there) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(tmp_path: Path) -> None:
+    """A trainer was killed while it wrote step 1 anew."""
+    write_folder(tmp_path / "step_1", write_two_files, 100)
+    (tmp_path / "latest").write_text("step_1\n")
+    gone = 4194399  # above the largest process id
+    (tmp_path / "step_1").rename(tmp_path / f".step_1.replaced-{gone}")
+    write_folder(tmp_path / "step_2", write_two_files, 100)
+    (tmp_path / f".step_2.replaced-{gone}").mkdir()
+    remove_leftovers(tmp_path)
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
 
 
 @pytest.fixture
