@@ -35,7 +35,7 @@ from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.rank_processes import INTERFACE, LOOPBACK, LOST, Place, check_ranks
+from example_trainer.rank_processes import CHOSEN, INTERFACE, LOST, Place, check_ranks
 from vllm_patching.transport import address_towards, describe, host_store
 
 log = get_logger(__name__)
@@ -44,6 +44,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 PULSE_S = 1.0  # between two signs of life of a rank
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03  # between two looks of a rank for the next call
+LOOPBACK = "lo"
 FAILURES = "failures"  # how many ranks have failed, in the store
 
 
@@ -399,9 +400,11 @@ def _store(place: Place, address: str, port: int, timeout_s: float) -> dist.Stor
     interface that leads to MASTER_ADDR.
     """
     timeout = timedelta(seconds=timeout_s)
+    if INTERFACE not in os.environ:
+        os.environ[INTERFACE] = LOOPBACK if place.is_on_one_machine else _interface_towards(address)
+        os.environ[CHOSEN] = "1"
     if place.size == 1:
         return dist.HashStore()
-    os.environ.setdefault(INTERFACE, LOOPBACK if place.is_on_one_machine else _interface_towards(address))
     if place.port is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         store, _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
         return store  # type: ignore[no-any-return]

@@ -42,7 +42,7 @@ RANK_VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 INTERFACE = "GLOO_SOCKET_IFNAME"  # on which Gloo listens
-LOOPBACK = "lo"
+CHOSEN = "ATROPOS_CHOSE_GLOO_INTERFACE"  # there where a trainer, and not its user, has set that
 LOST = 70  # the exit status of a rank that misses another one, and leaves the explanation to us
 ASKING = (signal.SIGINT, signal.SIGTERM)
 ORPHAN_S = 10.0  # in which rank 0 ends, once what started it has died
@@ -104,8 +104,7 @@ def own_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` for a child that is no trainer rank, such as a vLLM server: without what makes a process one."""
-    ours = VARIABLE in environ or of_torchrun(environ)
-    dropped = {VARIABLE, *([INTERFACE] if ours and environ.get(INTERFACE) == LOOPBACK else [])}
+    dropped = {VARIABLE, CHOSEN, *([INTERFACE] if CHOSEN in environ else [])}
     if of_torchrun(environ):
         dropped |= {*RANK_VARIABLES, *(name for name in environ if name.startswith("TORCHELASTIC_"))}
         # torchrun sets it to 1 for several processes, where nobody else has set it

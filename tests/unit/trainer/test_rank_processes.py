@@ -11,6 +11,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.modes import Broadcast
 from example_trainer.rank_processes import (
+    CHOSEN,
     RANK_VARIABLES,
     VARIABLE,
     Place,
@@ -30,14 +31,14 @@ OF_TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
 }
+CHOSE = {"GLOO_SOCKET_IFNAME": "lo", CHOSEN: "1"}
 OWN = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0,1"}
 
 
 @pytest.fixture(autouse=True)
 def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*OF_TORCHRUN, VARIABLE):
+    for name in (*OF_TORCHRUN, *CHOSE, VARIABLE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -73,15 +74,15 @@ def test_a_stray_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_child_of_a_rank_inherits_nothing_that_makes_it_one() -> None:
-    assert without_ranks({**OF_TORCHRUN, **OWN}) == OWN
-    assert without_ranks({VARIABLE: "0 2 5 6 7", "GLOO_SOCKET_IFNAME": "lo", **OWN}) == OWN
+    assert without_ranks({**OF_TORCHRUN, **CHOSE, **OWN}) == OWN
+    assert without_ranks({VARIABLE: "0 2 5 6 7", **CHOSE, **OWN}) == OWN
 
 
 def test_a_child_keeps_what_the_user_has_set() -> None:
     mine = {**OWN, "MASTER_ADDR": "10.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     assert without_ranks(mine) == mine
-    threads = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert without_ranks({**OF_TORCHRUN, **OWN, **threads}) == {**OWN, **threads}
+    mine = {"OMP_NUM_THREADS": "4", "GLOO_SOCKET_IFNAME": "eth0"}
+    assert without_ranks({**OF_TORCHRUN, **OWN, **mine}) == {**OWN, **mine}
 
 
 def test_the_port_where_ranks_meet_is_not_the_bridges() -> None:

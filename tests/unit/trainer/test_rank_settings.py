@@ -1,9 +1,12 @@
 """What several ranks, bfloat16 and offloading cannot do is one line, before anything is loaded."""
 
+import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -158,3 +161,13 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(TrainerError, match="--fsdp-size 4 does not divide the 6 trainer ranks: give one of 1, 2, 3, 6"):
         join(config(fsdp_size=4), CPU)
+
+
+def test_one_process_needs_no_group_no_thread_and_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    held = psutil.Process().num_fds(), threading.active_count()
+    ranks = join(config(), CPU)
+    assert not torch.distributed.is_initialized()
+    assert (psutil.Process().num_fds(), threading.active_count()) == held
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    ranks.leave()
