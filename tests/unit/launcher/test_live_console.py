@@ -235,11 +235,10 @@ def test_a_bar_is_one_line_narrower_than_the_terminal(width: int) -> None:
 
 def test_a_bar_of_its_own_is_gone_when_it_is_done() -> None:
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as out:
-        with one_bar("model", "tensors unpacked", out) as advance:
-            assert isinstance(advance, Advance)
-            for done in range(1, 4):
-                advance(done, 3)
+    with os.fdopen(theirs, "w") as out, one_bar("model", "tensors unpacked", out) as advance:
+        assert isinstance(advance, Advance)
+        for done in range(1, 4):
+            advance(done, 3)
     raw = ""
     while chunk := read(ours):
         raw += chunk
