@@ -37,6 +37,14 @@ LASTING = [
 ]
 
 
+def read(ours: int) -> str:
+    """What was written on the other side; nothing once that is closed."""
+    try:
+        return os.read(ours, 65536).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 class Seen:
     """What a run on a terminal of `rows` by `columns` wrote, and how it ended."""
 
@@ -58,7 +66,7 @@ class Seen:
         ) as process:
             os.close(theirs)
             self.raw = self.wide = ""  # all, and what was written before the terminal was made narrow
-            while chunk := self._read(ours):
+            while chunk := read(ours):
                 self.raw += chunk
                 if "READY" in self.raw:
                     process.send_signal(signal.SIGKILL)
@@ -69,12 +77,6 @@ class Seen:
         self.status = process.returncode
         self.after = termios.tcgetattr(ours)
         os.close(ours)
-
-    def _read(self, ours: int) -> str:
-        try:
-            return os.read(ours, 65536).decode(errors="replace")
-        except OSError:  # nobody has the other side open any more
-            return ""
 
     def sequences(self) -> set[str]:
         """What was said to the terminal, without colours."""
@@ -233,13 +235,13 @@ def test_a_bar_is_one_line_narrower_than_the_terminal(width: int) -> None:
 
 def test_a_bar_of_its_own_is_gone_when_it_is_done() -> None:
     ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as out:
-        with one_bar("model", "tensors unpacked", out) as advance:
-            assert isinstance(advance, Advance)
-            for done in range(1, 4):
-                advance(done, 3)
-        out.flush()
-        raw = os.read(ours, 65536).decode()
+    with os.fdopen(theirs, "w") as out, one_bar("model", "tensors unpacked", out) as advance:
+        assert isinstance(advance, Advance)
+        for done in range(1, 4):
+            advance(done, 3)
+    raw = ""
+    while chunk := read(ours):
+        raw += chunk
     os.close(ours)
     assert "tensors unpacked: 3 of 3" in raw
     assert raw.endswith("\x1b[2K")

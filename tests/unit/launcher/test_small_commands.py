@@ -90,3 +90,11 @@ def test_every_gpu_check_is_a_command_that_is_understood(no_processes: None) -> 
             made = plan(*check.command[1:])
             assert made.run.steps == 3
     assert replace(check, visible="0").shown.startswith("CUDA_VISIBLE_DEVICES=0 atropos train ")
+
+
+def test_a_gpu_check_that_is_a_test_is_left_out_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "PACKAGES", tmp_path)
+    (check,) = [check for check in gpu_check.checks("x", tmp_path, "MODEL") if check.is_test]
+    assert gpu_check.result(check, 1, tmp_path) == f"| {check.name} | not run: needs a checkout | | |"
