@@ -169,6 +169,6 @@ class Learner:
         """Tell FSDP2 what becomes of gathered weights and gradients after this micro-batch."""
         config = self._config
         for module in fsdp_modules(self._policy):
-            module.set_is_last_backward(is_last)
+            module.set_is_last_backward(is_last or config.sync_gradients == "each")  # frees what sums
             module.set_requires_gradient_sync(is_last or config.sync_gradients == "each", recurse=False)
             module.set_reshard_after_backward(is_last or config.reshard_after_forward, recurse=False)

@@ -1,16 +1,11 @@
-"""What training takes in memory, by arithmetic, before anything is loaded; and one line when it does not fit.
-
-`needs` counts bytes from the number of weights alone, so config.json is enough: `check_model` refuses a run in every
-mode before a weight is read. A single copy counts again once vLLM has told which dtype it shares
-(bridges/single_copy.py). Importing this module loads no torch.
+"""The plan of memory_plan.py against what this machine has, before anything is loaded; and one line when memory runs
+out all the same. Importing this module loads no torch.
 """
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -18,91 +13,108 @@ from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
-from example_trainer.modes import Adapter, SingleCopy
+from example_trainer.memory_plan import (
+    MemoryItem,
+    Room,
+    Training,
+    amount,
+    offloads,
+    refusal,
+    settled,
+    single_copy,
+    table,
+    total,
+    trainer_table,
+)
+from example_trainer.model_size import size_of
+from example_trainer.modes import SingleCopy
 
 if TYPE_CHECKING:
     import torch
 
-FLOAT32 = 4  # bytes
-# bytes per weight; Adafactor's are one number per row and column
-MOMENTS = {
-    "adamw": 2 * FLOAT32,
-    "adamw_8bit": 2,
-    "adafactor": 0,
-}
 CGROUP = Path("/sys/fs/cgroup")
 
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class MemoryItem:
-    """One line of the table for one device."""
+class Ranks(Protocol):
+    """What is needed of parallel.Ranks."""
 
-    what: str
-    nbytes: int
-    shared: bool = False
+    size: int
+
+    def largest(self, values: "torch.Tensor") -> "torch.Tensor":
+        """Over ranks."""
+        ...
 
 
-def needs(
-    config: TrainerConfig, count: int, trained: int, *, halves: int = 0, shared: bool = False
-) -> list[MemoryItem]:
-    """What training takes on one device that holds `count` weights, activations apart; --kl-coef adds a frozen float32
-    copy. `trained` of the weights take gradients and moments; `halves` are bfloat16; `shared` ones are vLLM's own.
+def settled_config(config: TrainerConfig, device: "torch.device", ranks: Ranks, local_ranks: int) -> TrainerConfig:
+    """The configuration with --offload resolved, the same on every rank. Every rank calls this before it loads
+    anything. Raises TrainerError with the table and the flags that help if training does not fit.
+
+    A single copy is checked once vLLM has told what it shares (`check_single_copy`).
     """
-    mastered = 0 if _rounds(config) else halves
-    lines = [
-        MemoryItem("weights, vLLM's own" if shared else "weights in float32", FLOAT32 * count - 2 * halves, shared),
-        MemoryItem("float32 masters of bfloat16 weights", FLOAT32 * mastered),
-        MemoryItem("gradients", FLOAT32 * trained - 2 * (halves - mastered)),
-        MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * trained),
-        MemoryItem("reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
-        MemoryItem("logits, --logits-chunk-mb", 3 * (config.logits_chunk_mb << 20)),
-    ]
-    return [line for line in lines if line.nbytes]
+    if isinstance(config.bridge, SingleCopy):
+        return config.model_copy(update={"offload": "none"})
+    training = planned(config, device, ranks)
+    room = smallest_room(free_room(device, local_ranks), ranks)
+    chosen = settled(training, room)
+    for line in trainer_table(chosen, room):
+        log.info("%s", line)
+    if room.lacks(chosen) > 0:
+        raise TrainerError(refusal(chosen, room, str(device)))
+    if config.offload == "auto" and chosen.on_gpu and chosen.offload != "none":
+        passed = [training.having(offload=offload) for offload in offloads(config, True)]
+        log.info(
+            "--offload %s: without, a rank takes %s of the %s that its GPU has free",
+            chosen.offload,
+            amount(passed[0].need),
+            amount(room.device),
+        )
+    return chosen.config
 
 
-def check_model(config: TrainerConfig, device: "torch.device") -> None:
-    """Raise TrainerError if training --model-name does not fit on `device`, of which nothing is loaded yet."""
+def planned(config: TrainerConfig, device: "torch.device", ranks: Ranks) -> Training:
+    """The plan of a rank, from the model's config.json."""
     from example_trainer.model import meta_model
 
     shapes = {name: weight.shape for name, weight in meta_model(config.model_name).named_parameters()}
-    count = sum(shape.numel() for shape in shapes.values())
-    held = trained = count
-    if isinstance(config.bridge, Adapter):
-        # two matrices, [r, in] and [out, r], beside each [out, in] that the adapter is put to
-        adapted = tuple(f".{module}.weight" for module in config.bridge.target_modules)
-        trained = sum(config.bridge.r * sum(shape) for name, shape in shapes.items() if name.endswith(adapted))
-        held += trained
-    check_memory(needs(config, held, trained), config, device)
+    return Training(config, size_of(shapes), ranks.size, on_gpu=device.type == "cuda")
 
 
-def check_memory(lines: list[MemoryItem], config: TrainerConfig, device: "torch.device") -> None:
-    """Log the table. Raises TrainerError if the private part does not fit."""
-    free = available_memory()
-    if device.type == "cuda":
-        import torch
+def free_room(device: "torch.device", local_ranks: int) -> Room:
+    """What this rank may take."""
+    host = available_memory() // local_ranks
+    if device.type != "cuda":
+        return Room(host, host)
+    import torch
 
-        free = int(torch.cuda.mem_get_info(device)[0])
-    for line in memory_table(lines, device, free).splitlines():
-        log.info("%s", line)
-    private = sum(line.nbytes for line in lines if not line.shared)
-    if private > free:
-        beside = " beside the shared weights" if any(line.shared for line in lines) else ""
-        raise TrainerError(
-            f"training {config.model_name} needs {private / 1e6:.0f} MB on {device}{beside}, {free / 1e6:.0f} MB are"
-            f" free ({math.ceil((private - free) / 1e6)} MB too little): {_remedies(lines, config)}"
-        )
+    return Room(int(torch.cuda.mem_get_info(device)[0]), host)
 
 
-def memory_table(lines: list[MemoryItem], device: "torch.device", free: int) -> str:
-    """The table, and its verdict."""
-    private = sum(line.nbytes for line in lines if not line.shared)
-    rows = [
-        f"  {line.what:<40} {line.nbytes / 1e6:>12.1f} MB  {'shared' if line.shared else 'private'}" for line in lines
+def smallest_room(room: Room, ranks: Ranks) -> Room:
+    """That of the rank that has least, so that all ranks decide alike."""
+    import torch
+
+    device, host = (-ranks.largest(-torch.tensor([room.device, room.host], dtype=torch.float64))).tolist()
+    return Room(int(device), int(host))
+
+
+def check_single_copy(config: TrainerConfig, count: int, is_half: bool, device: "torch.device") -> None:
+    """Log what training `count` of vLLM's own weights takes on `device`. Raises TrainerError if it does not fit beside
+    them.
+    """
+    items = [
+        *single_copy(config, count, is_half),
+        MemoryItem("logits, --logits-chunk-mb", 3 * config.logits_chunk_mb << 20),
     ]
-    rows.append(f"  {'private in all, activations on top':<40} {private / 1e6:>12.1f} MB  of {free / 1e6:.0f} MB free")
-    return "\n".join([f"Memory on {device}:", *rows])
+    free = free_room(device, 1).device
+    for line in table(f"Memory on {device}, activations on top", items, free):
+        log.info("%s", line)
+    if (lacking := total(items) - free) > 0:
+        raise TrainerError(
+            f"training {config.model_name} needs {amount(total(items))} on {device} beside the shared weights,"
+            f" {amount(free)} are free ({amount(lacking)} too little): {_beside_vllm(config)}"
+        )
 
 
 def available_memory() -> int:
@@ -124,26 +136,25 @@ def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
         said = any(text in str(error) for text in ("out of memory", "can't allocate memory"))
         if not isinstance(error, MemoryError) and (isinstance(error, AtroposError) or not said):
             raise
+        flags = [
+            f"lower --micro-batch-tokens ({config.micro_batch_tokens}), --logits-chunk-mb ({config.logits_chunk_mb}) or"
+            f" --seq-len ({config.seq_len})",
+            "" if config.gradient_checkpointing else "add --gradient-checkpointing",
+            "" if config.offload == "all" or config.bridge.same_devices else "take a larger --offload or --fsdp-size",
+            "leave out --kl-coef" if config.kl_coef > 0 else "",
+        ]
         raise TrainerError(
-            f"out of memory: {reason(error).rstrip('.')}; lower --micro-batch-tokens ({config.micro_batch_tokens}),"
-            f" --logits-chunk-mb ({config.logits_chunk_mb}) or --seq-len ({config.seq_len})"
-            f"{'' if config.gradient_checkpointing else ', add --gradient-checkpointing'}, or {_remedies([], config)}"
+            f"out of memory: {reason(error).rstrip('.')}; {', or '.join(filter(None, flags))}"
         ) from error
 
 
-def _rounds(config: TrainerConfig) -> bool:
-    return isinstance(config.bridge, SingleCopy) and config.bridge.bf16_update == "stochastic"
-
-
-def _remedies(lines: list[MemoryItem], config: TrainerConfig) -> str:
-    shared = any(line.shared for line in lines)
-    remedies = [
-        "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)" if shared else "",
-        "" if config.optimizer == "adafactor" or config.bridge.trains_adapter else "take --optimizer adafactor",
-        "--bf16-update stochastic with a bfloat16 server" if shared and not _rounds(config) else "",
+def _beside_vllm(config: TrainerConfig) -> str:
+    stochastic = isinstance(config.bridge, SingleCopy) and config.bridge.bf16_update == "stochastic"
+    ways = [
+        "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)",
+        "" if config.optimizer == "adafactor" else "take --optimizer adafactor",
+        "" if stochastic else "--bf16-update stochastic with a bfloat16 server",
         "leave out --kl-coef (no reference model)" if config.kl_coef > 0 else "",
-        "" if config.bridge.trains_adapter or shared else "train a LoRA adapter",
         "take a smaller model",
     ]
-    *most, last = [remedy for remedy in remedies if remedy]
-    return f"{', '.join(most)} or {last}" if most else last
+    return " or ".join(filter(None, ways))

@@ -27,8 +27,6 @@ class Mode(Config, Hoisted):
 
     typed: ClassVar[str]  # what follows --weight-bridge-mode
     feeds_several: ClassVar[bool] = False  # vLLM servers at once
-    # what doctor counts with; memory in bytes per parameter
-    trainer: ClassVar[int] = 16  # float32 weights 4, gradients 4, AdamW's moments 8
     vllm_copies: ClassVar[int] = 1  # of the weights in vLLM, in the dtype that it serves
     packed_copies: ClassVar[int] = 0  # of the weights, which vLLM multiplies by on CPUs
     same_devices: ClassVar[bool] = False  # trainer and vLLM on the same GPUs
@@ -44,11 +42,6 @@ class Mode(Config, Hoisted):
         description="how new weights reach vLLM: none, reload, shared_vllm (with one of the two switches), lora_only"
         " or lora_restart; as bridge.kind: one of the kinds that the sections below name",
     )
-
-    @classmethod
-    def trainer_bytes(cls, served_bytes: int) -> int:
-        """What the trainer needs per parameter beside vLLM, which serves in a dtype of `served_bytes`."""
-        return cls.trainer
 
     @classmethod
     def shown(cls) -> str:
@@ -91,12 +84,10 @@ class Broadcast(_Session):
             "what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
         ),
     )
-    bucket_mb: int = Field(
-        16,
-        ge=1,
-        le=4096,
+    bucket_mb: int | Literal["auto"] = Field(
+        "auto",
         validation_alias="bridge_bucket_mb",
-        description="MiB per packed bucket of a broadcast",
+        description="MiB per packed bucket of a broadcast; auto is 256 over nccl and 16 over gloo",
     )
     master_addr: str = Field(
         "localhost",
@@ -114,12 +105,23 @@ class Broadcast(_Session):
         json_schema_extra={"env": "MASTER_PORT"},
     )
 
+    @field_validator("bucket_mb", mode="after")
+    @classmethod
+    def _bucket_is_bounded(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and not 1 <= value <= 4096:
+            raise ValueError("give 1 to 4096 MiB, or auto")
+        return value
+
+    def bucket_bytes(self, backend: str) -> int:
+        """Bytes of a bucket: more over NCCL, where 72 billion weights would else be thousands of messages."""
+        mb = self.bucket_mb if self.bucket_mb != "auto" else 256 if backend == "nccl" else 16
+        return mb << 20
+
 
 class SingleCopy(_Session):
     """Weight bridge: single_copy (shared_vllm --single-copy)"""
 
     typed = "shared_vllm --single-copy"
-    trainer = 12
     same_devices = True
     several_ranks = False
     switched = True
@@ -139,11 +141,6 @@ class SingleCopy(_Session):
             " float32 copy in the trainer, or by stochastic rounding without one"
         ),
     )
-
-    @classmethod
-    def trainer_bytes(cls, served_bytes: int) -> int:
-        """With float32 masters of weights that vLLM holds in half precision."""
-        return cls.trainer + (4 if served_bytes < 4 else 0)
 
     @field_validator("bf16_update", mode="before")
     @classmethod
@@ -170,7 +167,6 @@ class Reload(_Session):
 class Adapter(Mode):
     """Weight bridge: LoRA adapters (lora_only, lora_restart)"""
 
-    trainer = 5
     trains_adapter = True
 
     r: int = Field(

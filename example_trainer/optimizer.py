@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from example_trainer import host_moments
 from example_trainer.bf16 import MasteredParameter, StochasticAdamW, exact_value, write_back
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
@@ -50,7 +51,7 @@ def _make_optimizer(trained: list[nn.Parameter], config: TrainerConfig) -> Optim
                 trained, lr=config.lr, betas=config.adam_betas, eps=config.adam_eps, weight_decay=config.weight_decay
             ),
         )
-    return torch.optim.AdamW(
+    return (host_moments.AdamW if config.offload == "moments" else torch.optim.AdamW)(
         trained,
         lr=config.lr,
         betas=config.adam_betas,

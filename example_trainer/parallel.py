@@ -35,6 +35,7 @@ from atroposlib.errors import AtroposError, reading
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.memory_plan import computes_in, offloads
 from example_trainer.rank_processes import CHOSEN, INTERFACE, LOST, Place, check_ranks
 from vllm_patching.transport import address_towards, describe, host_store
 
@@ -343,18 +344,14 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
 
 
 def shards_alone(config: TrainerConfig, device: torch.device) -> bool:
-    """Whether one rank computes as several do: in bfloat16, or with weights or moments in host memory."""
-    return compute_dtype(config, device) is not torch.float32 or config.offload in ("moments", "all")
+    """Whether one rank computes as several do: in bfloat16, or with weights or moments that may be in host memory."""
+    kept = offloads(config, device.type == "cuda")
+    return compute_dtype(config, device) is not torch.float32 or "moments" in kept or "all" in kept
 
 
 def compute_dtype(config: TrainerConfig, device: torch.device) -> torch.dtype:
-    """In which the layers compute. A bit-exact run and a single copy compute as vLLM does, and an optimizer that takes
-    whole tensors in float32.
-    """
-    if config.compute_dtype == "auto":
-        own = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
-        return torch.bfloat16 if device.type == "cuda" and not own else torch.float32
-    return torch.bfloat16 if config.compute_dtype == "bfloat16" else torch.float32
+    """In which the layers compute."""
+    return torch.bfloat16 if computes_in(config, device.type == "cuda") == "bfloat16" else torch.float32
 
 
 def _mesh(device: torch.device, size: int, shard: int, timeout: timedelta) -> DeviceMesh:

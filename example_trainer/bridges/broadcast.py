@@ -189,7 +189,7 @@ class BroadcastBridge(WeightBridge):
             manifest,
             self._rendezvous,
             backend=self._backend,
-            bucket_bytes=self._mode.bucket_mb << 20,
+            bucket_bytes=self._mode.bucket_bytes(self._backend),
             lease_s=self._mode.lease_s,
         )
 

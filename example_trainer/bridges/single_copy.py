@@ -25,7 +25,7 @@ from example_trainer.bridges.base import BridgeError, Prepared, SyncReport
 from example_trainer.bridges.session import Session, SessionBridge, matching_manifest, offered_by_us, told
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
-from example_trainer.memory import check_memory, needs
+from example_trainer.memory import check_single_copy
 from example_trainer.model import check_packed_forward, meta_model
 from example_trainer.modes import SingleCopy
 from example_trainer.weights.shared import SharedWeights, StartWeights, copy_replicas, shared_tensors
@@ -148,12 +148,11 @@ def _as_parameter(bf16_update: str, storage: torch.Tensor) -> nn.Parameter:
 
 
 def _check_memory(config: TrainerConfig, buffers: list[torch.Tensor], manifest: Manifest) -> None:
+    is_half = any(tensor.dtype == "bfloat16" for tensor in manifest.tensors)
+    count = sum(math.prod(tensor.shape) for tensor in manifest.tensors)
     for device in dict.fromkeys(buffer.device for buffer in buffers):
         ranks = sum(buffer.device == device for buffer in buffers)
-        sizes = [(math.prod(tensor.shape) * ranks // manifest.tp_size, tensor.dtype) for tensor in manifest.tensors]
-        count = sum(size for size, _ in sizes)
-        halves = sum(size for size, dtype in sizes if dtype == "bfloat16")
-        check_memory(needs(config, count, count, halves=halves, shared=True), config, device)
+        check_single_copy(config, count * ranks // manifest.tp_size, is_half, device)
 
 
 def _open(worker: SharedRank) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, field_validator
 from atroposlib import flags as flag_parser
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of
-from example_trainer.gpus import visible_gpus
+from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
     Choice,
@@ -44,6 +44,7 @@ ABOUT = {
 }
 USAGE = "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]"
 SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
+PLANNED_GB = 80  # of a GPU that --gpus asks for
 BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
 LAUNCHERS_OWN = ("file", "count", "from_hub")  # of an environment's section: not for its program
 MORE = """\
@@ -98,7 +99,11 @@ class RunFlags(Config):
         None, min_length=1, description="continue this run: its name or directory, in place of RECIPE"
     )
     runs: Path = Field(RUNS, description="the folder of all runs")
-    gpus: int | None = Field(None, ge=0, le=64, description="with --dry-run: plan as if there were as many GPUs")
+    gpus: str | None = Field(
+        None,
+        pattern=r"^\d{1,2}(x\d{1,4})?$",
+        description="with --dry-run: plan as if there were as many GPUs, of 80 GB, or 8x141 for eight of 141 GB",
+    )
 
     @field_validator("dataset_path")
     @classmethod
@@ -119,6 +124,7 @@ class Asked:
     runs: Path
     resume: Path | None
     gpus: list[str]
+    gpu_bytes: int  # of one; 0 where it is not known
 
 
 @dataclass
@@ -139,7 +145,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     given = _checked(values)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
     source = _source(words.positional, resume, getattr(typed, "config", None))
-    gpus = visible_gpus(environ) if given.gpus is None else [str(index) for index in range(given.gpus)]
+    gpus, memory = planned_gpus(given.gpus) if given.gpus is not None else found_gpus(environ)
     if given.gpus is not None and "dry_run" not in typed:
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
     choice = Choice(
@@ -149,7 +155,19 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     )
     sections, content = _with_sections(words.sections, read_run(source, choice), given)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
-    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus)
+    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory)
+
+
+def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
+    """The GPUs of this machine, and the memory of one."""
+    gpus = visible_gpus(environ)
+    return gpus, gpu_bytes(gpus) if gpus else 0
+
+
+def planned_gpus(text: str) -> tuple[list[str], int]:
+    """`8x141`: the GPUs that --gpus asks for."""
+    count, _, size = text.partition("x")
+    return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * 10**9
 
 
 def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:

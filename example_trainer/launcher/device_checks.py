@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
-from atroposlib.wire.bridge import DTYPE_BYTES
+from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor_checks import Finding
-from example_trainer.launcher.machine import MIB, Gpu
-from example_trainer.launcher.memory_plan import GIB, PROCESSES
+from example_trainer.launcher.layout import Need, Placement
+from example_trainer.launcher.machine import Gpu
 from example_trainer.launcher.model_files import Model
+from example_trainer.memory_plan import GIB, MIB, PROCESSES, Room, advice, shortage, total
+from example_trainer.model_size import size_of
 from example_trainer.modes import Mode
 
 # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
@@ -69,37 +71,47 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
 def check_memory(
     available: int, mode: type[Mode], model: Model, served_dtype: str, kv_cache: int, running: bool
 ) -> Finding:
-    """A CPU's memory: weights, gradients and moments, vLLM's copies, KV cache, the processes themselves. An
-    estimate.
-    """
-    trainer = model.parameters * mode.trainer_bytes(DTYPE_BYTES[served_dtype])
-    vllm = (
-        0
-        if running
-        else model.parameters * DTYPE_BYTES[served_dtype] * (mode.vllm_copies + mode.packed_copies) + kv_cache
-    )
-    need = trainer + vllm + PROCESSES
-    shown = f"{_size(available)} available, about {_size(need)} needed (trainer {_size(trainer)}, vLLM {_size(vllm)})"
-    return _enough("memory", available, need, shown, "a smaller model, a lower VLLM_CPU_KVCACHE_SPACE, or mode lora")
+    """A CPU's memory: the trainer's by the memory plan, vLLM's copies, KV cache, the processes themselves."""
+    need = _need(mode, model, served_dtype, 0)
+    training, _ = need.training(Placement())
+    vllm = 0 if running else total(need.serving(Placement()).items(kv_cache))
+    wanted = training.need + vllm + PROCESSES
+    shown = f"{_size(available)} available, {_size(wanted)} needed (trainer {_size(training.need)}, vLLM {_size(vllm)})"
+    rest = available - vllm - PROCESSES
+    return _enough("memory", available, wanted, shown, advice(training, Room(rest, rest)))
 
 
 def check_gpu_memory(
     gpus: Sequence[Gpu], mode: type[Mode], model: Model, served_dtype: str, tensor_parallel: int, running: bool
 ) -> Finding:
-    """The fullest GPU of the layout: vLLM on the first ranks, the trainer on the next one or, single copy, on the
-    same. An estimate.
+    """vLLM on the first GPUs, the trainer's ranks on the others or, single copy, on the same; by the memory plan for
+    the GPU that has least free.
     """
-    need = [0] * len(gpus)
-    if not running:
-        for rank in range(tensor_parallel):
-            need[rank] += model.parameters * DTYPE_BYTES[served_dtype] * mode.vllm_copies // tensor_parallel
-    trainer_ranks = range(tensor_parallel) if mode.same_devices else [min(tensor_parallel, len(gpus) - 1)]
-    for rank in trainer_ranks:
-        need[rank] += model.parameters * mode.trainer_bytes(DTYPE_BYTES[served_dtype]) // len(trainer_ranks)
-    gpu, most = min(zip(gpus, need, strict=True), key=lambda pair: pair[0].free - pair[1])
-    shown = f"GPU {gpu.index} ({gpu.name}): {_size(gpu.free)} free, about {_size(most)} needed beside the KV cache"
-    # more GPUs would not help: the trainer is on one
-    return _enough("GPU memory", gpu.free, most, shown, "end what runs there, take a smaller model, or mode lora")
+    name = "GPU memory"
+    names = [str(gpu.index) for gpu in gpus]
+    same = mode.same_devices or len(names) <= tensor_parallel
+    vllm = tuple(names[:tensor_parallel])
+    placement = Placement(vllm, vllm if same else tuple(names[tensor_parallel:]))
+    least = min(gpus, key=lambda gpu: gpu.free)
+    need = _need(mode, model, served_dtype, least.free)
+    if not running and (why := need.serving_refusal(placement)):
+        return Finding("fail", name, *why)
+    training, room = need.training(placement)
+    if running and placement.is_shared:
+        room = Room(least.free, room.host)  # what vLLM takes is not free
+    if room.lacks(training) > 0:
+        where = f"GPU {', '.join(placement.trainer)} ({least.name})"
+        return Finding("fail", name, shortage(training, room, where), advice(training, room))
+    offloaded = f" with --offload {training.offload}" if training.offload != "none" else ""
+    shown = f"{_size(training.need)} for each of {training.ranks} trainer rank(s){offloaded}, {_size(room.device)} free"
+    return Finding("ok", name, shown)
+
+
+def _need(mode: type[Mode], model: Model, dtype: str, gpu: int) -> Need:
+    config = TrainerConfig.model_validate(
+        {"model_name": model.source, "bridge": {"kind": mode.model_fields["kind"].default}}
+    )
+    return Need(config, size_of(model.shapes), gpu, dtype, config.seq_len)
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:

@@ -31,9 +31,9 @@ from example_trainer.launcher import device_checks
 from example_trainer.launcher import doctor_checks as checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
 from example_trainer.launcher.machine import Gpu, Listener, find_gpus, find_listeners, installed, resolve, torch_cuda
-from example_trainer.launcher.memory_plan import GIB
 from example_trainer.launcher.model_files import read_model
 from example_trainer.memory import available_memory
+from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES, Broadcast
 
 PROG = "atropos doctor"

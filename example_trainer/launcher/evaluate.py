@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         plan = replace(plan, services=evaluation_services(plan), files=evaluation_files(plan))
         if asked.dry_run:
-            print(described(plan), end="")
+            print(described(plan, asked), end="")
             return 0
         console = PlainConsole(run_dir, SHOWN)
         console.say(f"Evaluating {plan.site.model}; everything goes to {run_dir}/")

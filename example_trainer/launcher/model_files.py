@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from example_trainer.launcher.model_size import config_file, read_config
+from example_trainer.model_size import config_file, read_config
 
 CHECKPOINT_BUFFERS = ("rotary_emb.inv_freq",)  # in old checkpoints, no parameter
 

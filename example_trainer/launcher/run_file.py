@@ -70,7 +70,12 @@ class RunFile(Config):
         None, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", description="all output goes to runs/NAME/"
     )
     model: str | None = Field(
-        None, min_length=1, description="Hugging Face id or local folder; by default the quickstart's model"
+        None,
+        min_length=1,
+        description=(
+            "Hugging Face id, local folder, or auto for the largest default model that fits the GPUs; by default the"
+            " quickstart's"
+        ),
     )
     steps: int = Field(100, ge=1, description="training steps")
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")

@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from atroposlib.extras import need
@@ -19,18 +20,26 @@ from atroposlib.wire.folders import is_sharded, needs_export
 from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
 from example_trainer.launcher.diagnosis import Diagnosis
-from example_trainer.launcher.layout import place
-from example_trainer.launcher.memory_plan import memory_plan
-from example_trainer.launcher.model_size import model_size
+from example_trainer.launcher.layout import Need, Placement, place, served_dtype
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
-from example_trainer.launcher.run_site import Site, variables, vllm_flags
+from example_trainer.launcher.run_site import Site, variables
+from example_trainer.launcher.sections import resolve_trainer
 from example_trainer.launcher.services import Plan, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.memory_plan import GIB
+from example_trainer.model_size import model_size
 
 PORTS = {"api": 8000, "vllm": 9001}
+AUTO = "auto"  # the largest of these that fits the GPUs
+MODELS = (
+    "Qwen/Qwen2.5-14B-Instruct",
+    "Qwen/Qwen2.5-7B-Instruct",
+    "Qwen/Qwen2.5-3B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+)
 
 
 def parser() -> ArgumentParser:
@@ -46,8 +55,10 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
         if asked.dry_run:
-            print(described(plan), end="")
+            print(described(plan, asked), end="")
+            expect_fit(plan, asked)
             return 0
+        expect_fit(plan, asked)
         need("trainer", prog, "torch", "matplotlib")
         need("gpu", prog, "vllm")
         status = train(asked, plan, with_bridge)
@@ -71,7 +82,6 @@ def choose_folder(asked: Asked, prefix: str = "") -> Path:
 def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
     """Model, devices and ports. A port that is not given is the next free one. Raises ConfigError, PortTaken."""
     run = asked.run
-    placement, model = place(run, asked.gpus), find_model(run.model, asked.dry_run)
     chosen = {}
     for section, default in PORTS.items():
         given = getattr(run, section).get("port")
@@ -81,7 +91,39 @@ def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
             chosen[section] = ports.require(f"--{section}-port", int(given))
         else:
             chosen[section] = ports.first_free(default)
-    return Site(run_dir, model, placement, chosen["api"], chosen["vllm"], dict(os.environ))
+    sites = [
+        Site(run_dir, model, Placement(), chosen["api"], chosen["vllm"], dict(os.environ))
+        for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
+    ]
+    placed = [replace(site, placement=place(run, asked.gpus, need_of(asked, site))) for site in sites]
+    return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def need_of(asked: Asked, site: Site) -> Need | None:
+    """What the memory plan is made of; None where the model's size or the GPUs' memory is not known."""
+    size = model_size(site.model)
+    if size is None or (asked.gpus and not asked.gpu_bytes):
+        return None
+    run = asked.run
+    config = resolve_trainer(run, asked.sections, site)
+    length = int(run.vllm.get("max_model_len") or config.seq_len)
+    share = run.vllm.get("gpu_memory_utilization")
+    dtype = served_dtype(run, bool(asked.gpus))
+    return Need(config, size, asked.gpu_bytes, dtype, length, None if share is None else float(share))
+
+
+def _fits(asked: Asked, site: Site) -> bool:
+    need = need_of(asked, site)
+    return need is not None and site.placement.on_gpus and need.fits(site.placement, without_offload=True)
+
+
+def expect_fit(plan: Plan, asked: Asked) -> None:
+    """Raise ConfigError for a run that the GPUs have no memory for."""
+    need = need_of(asked, plan.site)
+    if need is not None and (why := need.refusal(plan.site.placement)):
+        if not asked.dry_run:
+            print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
+        raise ConfigError(why)
 
 
 def ports_line(asked: Asked, site: Site) -> str:
@@ -118,18 +160,19 @@ def find_model(model: str | None, dry_run: bool) -> str:
     return model
 
 
-def described(plan: Plan) -> str:
+def described(plan: Plan, asked: Asked) -> str:
     """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
     site = plan.site
-    server = {"dtype": "float32", **vllm_flags(plan.run, site, plan.trainer.bridge)}
     shared = variables(plan.run, site)
     notes = [f"Everything goes to {site.run_dir}/", "", "Every service runs with"]
     notes += [f"  {name}={value}" for name, value in shared.items()]
     for service in plan.services:
         own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
         notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
-    memory = memory_plan(site.model, model_size(site.model), plan.trainer, server, shared, site.placement)
-    notes += ["", *memory.splitlines()]
+    need = need_of(asked, site)
+    unknown = f"Memory: not known, as neither config.json nor the name of {site.model} tells its size"
+    cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
+    notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
 
 

@@ -1,69 +1,30 @@
-"""No page names a model that the doctor's memory arithmetic refuses on 80 GB GPUs, and the table of
-docs/gpus.md is that arithmetic.
-
-`SHAPES` holds what each model's config.json says; a page that names another model must add it here.
+"""No page shows a command that the memory plan refuses on the GPUs that the command names, of 80 GB, and the tables of
+docs/gpus.md are the plan's.
 """
 
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
 
-from atroposlib.wire.bridge import DTYPE_BYTES
-from example_trainer.launcher.device_checks import check_gpu_memory, check_heads
-from example_trainer.launcher.machine import Gpu
-from example_trainer.launcher.memory_plan import GIB
-from example_trainer.launcher.model_files import Model
-from example_trainer.modes import MODES
+from atroposlib.config import resolve_config
+from atroposlib.flags import ConfigError
+from example_trainer.config import TrainerConfig
+from example_trainer.launcher import layout, train
+from example_trainer.launcher.layout import Need, Placement
+from example_trainer.memory_plan import GB, Serving, Training
+from example_trainer.model_size import PUBLISHED, model_size, published
+from tests.unit.launcher.plans import ask_for, no_processes, plan
 
+__all__ = ["no_processes"]
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-FREE = 79 * GIB  # of an idle 80 GB GPU
-
-SHAPES = {  # layers, width, feed-forward width, heads, key-value heads, vocabulary, tied embeddings
-    "Qwen/Qwen2.5-0.5B-Instruct": (24, 896, 4864, 14, 2, 151_936, True),
-    "Qwen/Qwen2.5-1.5B-Instruct": (28, 1536, 8960, 12, 2, 151_936, True),
-    "Qwen/Qwen2.5-3B-Instruct": (36, 2048, 11_008, 16, 2, 151_936, True),
-    "Qwen/Qwen2.5-7B-Instruct": (28, 3584, 18_944, 28, 4, 152_064, False),
-    "Qwen/Qwen2.5-14B-Instruct": (48, 5120, 13_824, 40, 8, 152_064, False),
-}
-FLAGS = {  # how a command line shows its mode
-    "--single-copy": "single_copy",
-    "--use-shared-memory": "broadcast",
-    "lora_restart": "lora_restart",
-    "lora_only": "lora",
-    "--enable-lora": "lora",
-    "--weight-bridge-mode none": "restart",
-    "run_gsm8k_broadcast": "broadcast",
-    "run_gsm8k_single_copy": "single_copy",
-    "run_gsm8k_lora.sh": "lora",
-    "run_gsm8k_lora_restart": "lora_restart",
-    "run_gsm8k_restart": "restart",
-    "--weight-bridge-mode reload": "reload",
-    "run_gsm8k_reload": "reload",
-}
-
-
-@cache
-def model(name: str) -> Model:
-    layers, width, feed_forward, heads, kv_heads, vocabulary, tied = SHAPES[name]
-    config = Qwen2Config(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        intermediate_size=feed_forward,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-    )
-    with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config)
-    return Model(name, {key: tuple(value.shape) for key, value in built.named_parameters()}, heads, kv_heads)
+GPU = 80 * GB
+HOST = 64 * GB  # of host memory: no command of a page needs more
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -75,51 +36,131 @@ def commands(page: Path) -> Iterator[str]:
     yield from re.findall(r"`((?:scripts/|python )[^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
-NAMED = [
-    pytest.param(command, id=f"{page.name}:{name}:{number}")
+COMMANDS = [
+    pytest.param(command, id=f"{page.name}:{number}")
     for page in PAGES
     for number, command in enumerate(commands(page))
-    for name in re.findall(r"Qwen/[\w.-]+", command)
+    if re.search(r"Qwen/[\w.-]+", command)
 ]
 
 
-def refusals(name: str, mode: str, tensor_parallel: int, gpus: int) -> list[str]:
-    layout = [Gpu(index, "80 GB", FREE) for index in range(gpus)]
-    findings = [
-        check_gpu_memory(layout, MODES[mode], model(name), "bfloat16", tensor_parallel, running=False),
-        check_heads(tensor_parallel, model(name)),
-    ]
-    return [str(finding) for finding in findings if finding.level == "fail"]
+@pytest.fixture(autouse=True)
+def host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "available_memory", lambda: HOST)
 
 
-def mode_of(command: str) -> str:
-    return next((mode for flag, mode in FLAGS.items() if flag in command), "broadcast")
+def gpus_of(words: list[str]) -> int:
+    """How many a command names."""
+    named = [word.partition("=")[2] for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")]
+    return len(named[0].split(",")) if named else 1
 
 
-@pytest.mark.parametrize("command", NAMED)
-def test_a_documented_command_fits_80_gb_gpus(command: str) -> None:
-    ranks = re.search(r"--tensor-parallel-size (\d+)", command)
-    tensor_parallel = int(ranks[1]) if ranks else 1
-    for name in re.findall(r"Qwen/[\w.-]+", command):
-        assert refusals(name, mode_of(command), tensor_parallel, gpus=tensor_parallel + 1) == [], command
+def trainer_refusal(words: list[str], argv: list[str]) -> str | None:
+    config, _ = resolve_config(TrainerConfig, argv, prog="grpo", env={})
+    return refusal_of(config, gpus_of(words))
 
 
-def test_the_arithmetic_refuses_14_billion_parameters_on_one_trainer_gpu() -> None:
-    assert "220.1 GiB needed" in refusals("Qwen/Qwen2.5-14B-Instruct", "broadcast", 2, gpus=8)[0]
+def refusal_of(config: TrainerConfig, gpus: int, tensor_parallel: int = 1) -> str | None:
+    size = model_size(config.model_name)
+    assert size is not None, config.model_name
+    same = config.bridge.same_devices
+    mine = tuple(f"trainer {index}" for index in range(gpus))
+    placement = Placement(mine if same else tuple(f"vllm {index}" for index in range(tensor_parallel)), mine)
+    need = Need(config, size, GPU, "bfloat16", 2048)
+    training, room = need.training(placement)
+    if room.lacks(training) <= 0:
+        return None
+    return need.refusal(placement) or "the trainer does not fit"
 
 
-def test_the_table_of_the_page_is_the_arithmetic() -> None:
-    page = (ROOT / "docs/gpus.md").read_text()
-    rows = re.findall(
-        r"^\| (Qwen/\S+) \| ([\d.]+) billion \| ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d.]+) GiB \|$", page, re.M
+def server_refusal(argv: list[str]) -> str | None:
+    """For broadcast, the mode that takes most; for LoRA where the server says so."""
+    flags = dict(zip(argv, [*argv[1:], ""], strict=True))
+    config = TrainerConfig.model_validate(
+        {"model_name": flags["--model"], "bridge": {"kind": "lora" if "--enable-lora" in argv else "broadcast"}}
     )
-    assert {name for name, *_ in rows} == set(SHAPES)
-    both = DTYPE_BYTES["bfloat16"] + MODES["single_copy"].trainer_bytes(DTYPE_BYTES["bfloat16"])  # vLLM's, trainer's
-    for name, billions, full, lora, single_copy in rows:
-        parameters = model(name).parameters
-        assert float(billions) == pytest.approx(parameters / 1e9, abs=0.005)
-        for shown, nbytes in ((full, MODES["broadcast"].trainer), (lora, MODES["lora"].trainer), (single_copy, both)):
-            assert float(shown) == pytest.approx(nbytes * parameters / GIB, abs=0.06), name
+    size = model_size(config.model_name)
+    assert size is not None
+    share = float(flags.get("--gpu-memory-utilization", 0.92))
+    ranks = int(flags.get("--tensor-parallel-size", 1))
+    serving = Serving(
+        config, size, "bfloat16", ranks, max_model_len=int(flags.get("--max-model-len", 2048)), share=share
+    )
+    least = serving.utilization(GPU)
+    if least is None or least < share:
+        return f"vLLM leaves no room for {serving.staging} bytes of staging: --gpu-memory-utilization {least}"
+    return None
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_documented_command_is_accepted_by_the_plan(command: str) -> None:
+    words = shlex.split(command, comments=True)
+    script = next((word for word in words if re.search(r"\.(py|sh|sbatch)$|^atropos$", word)), "")
+    argv = words[words.index(script) + 1 :] if script else []
+    if script.endswith("grpo.py"):
+        assert trainer_refusal(words, argv) is None
+    elif script.endswith("vllm_api_server.py"):
+        assert server_refusal(argv) is None
+    elif "run_gsm8k" in script or "quickstart" in script:
+        recipe = Path(script).stem.removeprefix("run_")
+        for gpus in (1, 2, 8):
+            asked = (recipe, *argv, "--gpus", str(gpus))
+            train.expect_fit(plan(*asked), ask_for(*asked))
+
+
+def test_the_plan_refuses_a_command_that_does_not_fit() -> None:
+    words = "grpo.py --model-name Qwen/Qwen2.5-14B-Instruct --weight-bridge-mode shared_vllm --use-shared-memory"
+    why = trainer_refusal([f"CUDA_VISIBLE_DEVICES=2 {words}"], words.split()[1:])
+    assert why is not None
+    assert "weights, gradients and moments in all are 236.3 GB" in why
+    assert server_refusal(["--model", "Qwen/Qwen2.5-72B-Instruct", "--tensor-parallel-size", "4"]) is not None
+
+
+GUIDE = "--weight-bridge-mode shared_vllm --use-shared-memory --training-steps 100"
+
+
+def test_the_guides_commands_are_accepted_where_host_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """14B with its trainer on GPU 2, 72B with its trainer on GPUs 4 and 5; vLLM on two and four others."""
+    for model, gpus, host, more in (("14B", 1, 240, ""), ("72B", 2, 1170, " --gradient-checkpointing")):
+        argv = f"--model-name Qwen/Qwen2.5-{model}-Instruct {GUIDE}{more}".split()
+        config, _ = resolve_config(TrainerConfig, argv, prog="grpo", env={})
+        assert refusal_of(config, gpus) is not None
+        monkeypatch.setattr(layout, "available_memory", lambda host=host: host * GB)
+        assert refusal_of(config, gpus) is None
+        monkeypatch.setattr(layout, "available_memory", lambda: HOST)
+
+
+def test_vllm_of_72_billion_on_four_gpus_must_leave_room_for_staging() -> None:
+    argv = ["--model", "Qwen/Qwen2.5-72B-Instruct", "--tensor-parallel-size", "4"]
+    assert server_refusal(argv) is not None  # as the guide has it
+    assert server_refusal([*argv, "--gpu-memory-utilization", "0.53"]) is None
+
+
+# --- the tables of docs/gpus.md ---------------------------------------------------------------------------------------
+
+
+def need_of(model: str, ranks: int, **flags: Any) -> float:
+    """GB of each rank's GPU, with --gradient-checkpointing."""
+    config = TrainerConfig.model_validate({"model_name": model, "gradient_checkpointing": True, **flags})
+    return Training(config, published(model), ranks).need / GB
+
+
+def test_the_table_of_the_page_is_the_plan() -> None:
+    broadcast = {"weight_bridge_mode": "shared_vllm", "use_shared_memory": True}
+    rows = []
+    for name in PUBLISHED:
+        shown = [f"{need_of(name, ranks, **broadcast):.0f}" for ranks in (1, 2, 4, 8)]
+        count = published(name).count / GB
+        away = f"{need_of(name, 1, offload='all', **broadcast):.0f}"
+        lora = f"{need_of(name, 1, weight_bridge_mode='lora_only'):.0f}"
+        rows.append(f"| {name} | {count:.2f} | {16 * count:.0f} | {' | '.join([*shown, away, lora])} |")
+    page = (ROOT / "docs/gpus.md").read_text()
+    missing = [row for row in rows if row not in page]
+    assert missing == [], "\n".join(rows)
+
+
+# --- the code -------------------------------------------------------------------------------------------------------
 
 
 CODE = subprocess.run(
@@ -137,14 +178,34 @@ def named_in_code() -> list[str]:
     return sorted({name for text in texts for name in re.findall(r"Qwen/[\w.-]+\w", text)})
 
 
-def test_the_recipes_defaults_are_named() -> None:
-    assert "gpu: {model: Qwen/" in (ROOT / "recipes/gsm8k.yaml").read_text()
-    assert named_in_code()
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("gpus", ["1x80", "2x80", "3x80", "8x80", "8x141"])
+@pytest.mark.parametrize("recipe", ["gsm8k", "gsm8k_lora"])
+def test_the_default_model_is_the_largest_that_fits(recipe: str, gpus: str) -> None:
+    asked = (recipe, "--gpus", gpus)
+    made = plan(*asked)
+    train.expect_fit(made, ask_for(*asked))
+    chosen = {
+        "gsm8k 1x80": "1.5B",
+        "gsm8k 2x80": "3B",
+        "gsm8k 3x80": "3B",
+        "gsm8k 8x80": "14B",
+        "gsm8k 8x141": "14B",
+        "gsm8k_lora 1x80": "7B",
+        "gsm8k_lora 2x80": "14B",
+        "gsm8k_lora 3x80": "14B",
+        "gsm8k_lora 8x80": "14B",
+        "gsm8k_lora 8x141": "14B",
+    }[f"{recipe} {gpus}"]
+    assert made.site.model == f"Qwen/Qwen2.5-{chosen}-Instruct"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("gpus", [1, 2, 8])
-def test_no_default_or_example_of_the_code_is_refused_on_80_gb_gpus(mode: str, gpus: int) -> None:
-    """On as many GPUs as the launchers take of those: two ranks of vLLM from three GPUs on."""
-    for name in named_in_code():
-        assert refusals(name, mode, 2 if gpus > 2 else 1, gpus) == [], name
+@pytest.mark.usefixtures("no_processes")
+def test_a_gpu_that_is_too_small_for_every_default_is_refused_with_the_flags_that_help() -> None:
+    asked = ("gsm8k", "--gpus", "1x24")
+    with pytest.raises(ConfigError, match=r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 35\.2 GB .*LoRA"):
+        train.expect_fit(plan(*asked), ask_for(*asked))
+
+
+def test_code_names_models_that_the_plan_knows() -> None:
+    assert [name for name in named_in_code() if model_size(name) is None] == []

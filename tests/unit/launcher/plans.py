@@ -63,8 +63,9 @@ def no_processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def on_gpus(monkeypatch: pytest.MonkeyPatch, gpus: list[str]) -> None:
-    """These are visible."""
-    monkeypatch.setattr(command_line, "visible_gpus", lambda environ: gpus)
+    """These are visible, of 80 GB each, and the one default model is the smallest."""
+    monkeypatch.setattr(command_line, "found_gpus", lambda environ: (gpus, 80 * 10**9))
+    monkeypatch.setattr(train, "MODELS", train.MODELS[-1:])
 
 
 def ask_for(*argv: str) -> Asked:

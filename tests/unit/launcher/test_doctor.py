@@ -17,8 +17,8 @@ from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.launcher import device_checks, doctor_checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
 from example_trainer.launcher.machine import MIB, Gpu, Listener
-from example_trainer.launcher.memory_plan import GIB
 from example_trainer.launcher.model_files import Model, read_model
+from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -114,11 +114,11 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (device_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
         (
             device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),
-            "3.0 GiB available, about 4.0 GiB needed",
+            "3.0 GiB available, 4.1 GiB needed",
         ),
         (
-            device_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, False),
-            "GPU 1 (H200): 10 MiB free, about 15 MiB needed",
+            device_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, True),
+            "needs 1.8 GB on GPU 1 (H200), and 11 MB are free",
         ),
         (
             device_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),

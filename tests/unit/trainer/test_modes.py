@@ -116,7 +116,7 @@ def test_the_resolved_configuration_shows_the_choice_and_is_read_again(tmp_path:
         (["--bridge.bukket-mb", "3"], "did you mean 'bridge.bucket_mb'?"),
         (
             [*BROADCAST, "--bridge-bucket-mb", "0"],
-            "bridge_bucket_mb: Input should be greater than or equal to 1 (got '0')",
+            "bridge_bucket_mb: give 1 to 4096 MiB, or auto (got '0')",
         ),
         (
             ["--weight-bridge-mode", "nccl"],

@@ -1,0 +1,81 @@
+"""AdamW whose moments lie in host memory (--offload moments), and come to the device tensor by tensor.
+
+    host (pinned)  exp_avg, exp_avg_sq ──▶ device ──fused step──▶ new values ──▶ host
+                                           of one tensor at a time
+
+Elementwise, AdamW gives each tensor the same bits whether it is stepped alone or with all others. So a run with
+--offload moments computes what one without computes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW with its name and its state, but for where that lies: checkpoints fit the one and the other."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(parameter, parameter.grad, group)
+        if any(parameter.is_cuda for group in self.param_groups for parameter in group["params"]):
+            torch.cuda.synchronize()  # the moments are on their way to the host
+
+    def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        device = _local(parameter).device
+        if not state:
+            state["step"] = torch.zeros((), device=device)
+            for name in MOMENTS:
+                state[name] = _host_like(parameter)
+        moments = [_local(state[name]).to(device, non_blocking=True) for name in MOMENTS]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [_local(parameter)],
+            [_local(gradient)],
+            moments[:1],
+            moments[1:],
+            [],
+            [state["step"]],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            fused=True,
+        )
+        for name, moment in zip(MOMENTS, moments, strict=True):
+            host = _local(state[name])
+            if host.data_ptr() != moment.data_ptr():  # on a CPU they are one
+                host.copy_(moment, non_blocking=True)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # torch would bring all moments to the device at once
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, saved in state_dict["state"].items():
+            parameter = parameters[index]
+            state = self.state[parameter]
+            state["step"] = saved["step"].to(_local(parameter).device, copy=True)
+            for name in MOMENTS:
+                state[name] = _host_like(parameter)
+                _local(state[name]).copy_(_local(saved[name]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _host_like(parameter: Tensor) -> Tensor:
+    """Zeros in host memory, page-locked where `parameter` is on a GPU, which then copies at full speed."""
+    return torch.zeros_like(parameter, device="cpu", pin_memory=_local(parameter).is_cuda, requires_grad=False)

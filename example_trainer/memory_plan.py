@@ -1,0 +1,491 @@
+"""What a run takes in memory, by arithmetic from the model's shapes, before anything is loaded.
+
+The trainer checks it before it loads, the launchers lay out GPUs by it, and `--dry-run` and the doctor print it. This
+module loads no torch.
+
+    Training ──▶ phases: what one rank's device holds at once ──▶ the fullest one ──▶ fits, or the flags that help
+             └─▶ what each rank keeps in host memory (--offload)
+
+A rank of FSDP2 keeps its rows of weights, gradients and moments in float32. On top come, phase by phase:
+
+    forward     root group (embedding, norm, head) in float32, gradient of the head, activations, a chunk of logits
+    backward    the same, activations, and of the layers: this one gathered, the next one gathered, this one's gradient,
+                and a float32 buffer in which the one before is summed over ranks
+    summing     the root group three times in float32: gathered, its gradient, the buffer in which it is summed
+    handing     the weights' bucket, three times: gathered, put together, packed
+
+tests/unit/trainer/test_memory_plan.py compares the sums with what PyTorch allocates for a sharded step, and the
+activations with what autograd saves.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from atroposlib.wire.bridge import DTYPE_BYTES
+from example_trainer.config import TrainerConfig
+from example_trainer.model_size import ModelSize
+from example_trainer.modes import MODES, Adapter, Broadcast, SingleCopy
+
+GB = 10**9
+GIB = 1 << 30
+MIB = 1 << 20
+FLOAT32 = 4  # bytes
+# bytes per weight; Adafactor's are one number per row and column
+MOMENTS = {
+    "adamw": 2 * FLOAT32,
+    "adamw_8bit": 2,
+    "adafactor": 0,
+}
+CUDA = GB  # CUDA context, NCCL's buffers, gaps of the allocator: an allowance, not measured
+PROCESSES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache, on a CPU
+VLLM_OWN = 2 * GB  # activations and CUDA graphs of vLLM beside weights and KV cache: an allowance, not measured
+UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
+SHARED_UTILIZATION = 0.4  # of a GPU's memory, for vLLM beside a trainer
+FILE_BUCKET = 256 * MIB  # of a sharded model that is written
+
+Offload = Literal["none", "moments", "all"]
+OFFLOADS: tuple[Offload, ...] = ("none", "moments", "all")  # cheapest first
+
+
+@dataclass(frozen=True)
+class MemoryItem:
+    """One line of a table."""
+
+    what: str
+    nbytes: int
+    shared: bool = False  # vLLM's own, counted there
+
+
+def total(items: Sequence[MemoryItem]) -> int:
+    """What is not counted elsewhere."""
+    return sum(item.nbytes for item in items if not item.shared)
+
+
+def computes_in(config: TrainerConfig, on_gpu: bool) -> Literal["float32", "bfloat16"]:
+    """The dtype of the layers. A bit-exact run and a single copy compute as vLLM does, and an optimizer that takes
+    whole tensors in float32.
+    """
+    if config.compute_dtype == "auto":
+        own = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
+        return "bfloat16" if on_gpu and not own else "float32"
+    return config.compute_dtype
+
+
+def offloads(config: TrainerConfig, on_gpu: bool) -> tuple[Offload, ...]:
+    """What --offload may become, cheapest first."""
+    if config.offload != "auto":
+        return (config.offload,)
+    whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
+    return OFFLOADS if on_gpu and not whole else ("none",)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What decides on the memory of a trainer rank."""
+
+    config: TrainerConfig
+    size: ModelSize
+    ranks: int = 1
+    on_gpu: bool = True
+    served: int = 2  # bytes of a weight in vLLM
+    split: int = 1  # of a single copy: vLLM's ranks
+
+    @property
+    def offload(self) -> Offload:
+        """What is in host memory; none until `auto` is resolved."""
+        return "none" if self.config.offload == "auto" else self.config.offload
+
+    @property
+    def shard(self) -> int:
+        """Ranks that share one set of weights."""
+        return min(self.config.fsdp_size or self.ranks, self.ranks)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number in the layers."""
+        return 2 if computes_in(self.config, self.on_gpu) == "bfloat16" else FLOAT32
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 takes part."""
+        return self.ranks > 1 or self.width < FLOAT32 or self.offload != "none"
+
+    @cached_property
+    def adapter(self) -> int:
+        """Weights of the adapter that is trained, if one is."""
+        bridge = self.config.bridge
+        return self.size.adapter(bridge.r, bridge.target_modules) if isinstance(bridge, Adapter) else 0
+
+    # --- what stays ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def states(self) -> dict[str, list[MemoryItem]]:
+        """Weights, gradients and moments of one rank, by where they are: `device` and `host`."""
+        config, shard = self.config, self.shard
+        if config.bridge.same_devices:
+            weights = single_copy(config, self.size.count // self.split, self.served < FLOAT32)
+            return {"device": weights, "host": []}
+        trained = self.adapter or self.size.count
+        frozen = self.size.count if self.adapter else 0
+        whole = config.sync_gradients == "last" and shard > 1
+        weights = [
+            MemoryItem("frozen weights", -(-frozen * (self.width if self.is_sharded else FLOAT32) // shard)),
+            MemoryItem("adapter in float32" if self.adapter else "weights in float32", -(-FLOAT32 * trained // shard)),
+        ]
+        gradients = MemoryItem(
+            "gradients, whole until the last micro-batch" if whole else "gradients",
+            FLOAT32 * trained if whole else -(-FLOAT32 * trained // shard),
+        )
+        moments = MemoryItem(f"moments of {config.optimizer}", -(-MOMENTS[config.optimizer] * trained // shard))
+        reference = MemoryItem(
+            "reference model for --kl-coef", -(-FLOAT32 * self.size.count // shard) if config.kl_coef > 0 else 0
+        )
+        every = [*weights, gradients, moments, reference]
+        away = {"none": [], "moments": [moments], "all": every}[self.offload]
+        return {"device": _real(item for item in every if item not in away), "host": _real(away)}
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory that a rank on a GPU keeps."""
+        return total(self.states["host"])
+
+    # --- what comes and goes ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def activations(self) -> int:
+        """Bytes that autograd saves in one micro-batch, and the largest gradients of them."""
+        layers, tokens = self.size.layers, self.config.micro_batch_tokens
+        final = tokens * self.size.hidden * (3 * FLOAT32 + 4 * FLOAT32)  # its norm; hidden states for the head, twice
+        if self.config.gradient_checkpointing:
+            return layers * self.kept_of_layer + self.of_layer + self.largest_gradients + final
+        return layers * self.of_layer + self.largest_gradients + final
+
+    @property
+    def of_layer(self) -> int:
+        """Bytes that autograd saves in one layer: what the modules of transformers 5 multiply, and packed attention.
+
+        Per token, c being the bytes of a number: two norms save their input in float32, the normed value, and what the
+        next module reads (4 + 2c each, times the width); attention the rotated queries, its output and a copy in the
+        order of heads (3c times their width), keys and values (c each), and a number per head; the feed-forward part
+        four values (c times its width): before and after the activation, the other factor, the product. A Qwen3 norms
+        queries and keys, too.
+        """
+        c, size = self.width, self.size
+        query, keys, inner = size.out("q_proj"), size.out("k_proj"), size.out("gate_proj")
+        token = 2 * (FLOAT32 + 2 * c) * size.hidden + 3 * c * query + 2 * c * keys + 4 * c * inner
+        token += FLOAT32 * (size.heads or query // 64)
+        if any(name.endswith("q_norm.weight") for name in size.shapes):
+            token += (FLOAT32 + c) * (query + keys)
+        return token * self.config.micro_batch_tokens
+
+    @property
+    def kept_of_layer(self) -> int:
+        """What is left of it by --gradient-checkpointing: its input."""
+        return self.width * self.size.hidden * self.config.micro_batch_tokens
+
+    @property
+    def largest_gradients(self) -> int:
+        """Of the feed-forward part: three of its four values."""
+        return 3 * self.width * self.size.out("gate_proj") * self.config.micro_batch_tokens
+
+    @property
+    def logits(self) -> int:
+        """Logits, their probabilities and gradient; the head's next gradient beside the sum of those before."""
+        chunk = min(
+            self.config.logits_chunk_mb * MIB, FLOAT32 * self.size.embedding[0] * self.config.micro_batch_tokens
+        )
+        return 2 * chunk + max(chunk, 0 if self.adapter else FLOAT32 * self.size.head)
+
+    @cached_property
+    def phases(self) -> dict[str, list[MemoryItem]]:
+        """What one rank's device holds at once."""
+        stays = [*self.states["device"], *([MemoryItem("CUDA and NCCL, about", CUDA)] if self.on_gpu else [])]
+        size, layer, shard = self.size, self.size.layer, self.shard
+        activations = MemoryItem("activations of one micro-batch", self.activations)
+        logits = MemoryItem("logits, --logits-chunk-mb", self.logits)
+        if not self.is_sharded or self.config.bridge.same_devices:
+            gradient = MemoryItem("a tensor's next gradient", 0 if self.adapter else FLOAT32 * size.largest)
+            return {
+                "forward pass": [*stays, activations, logits],
+                "backward pass": [*stays, activations, *_real([gradient])],
+            }
+        c = self.width
+        copied = 1 if self.offload == "all" else 0  # rows on their way from and to host memory
+        root = MemoryItem("embedding and head, gathered", FLOAT32 * (size.root + copied * size.root // shard))
+        alone = shard == 1  # then nothing is gathered from others, only cast
+        kept = not self.config.reshard_after_forward
+        every = MemoryItem("layers, gathered", c * (size.count - size.root) if kept else 0)
+        trains = 0 if self.adapter else 1
+        whole = self.config.sync_gradients == "last" and shard > 1  # then gradients are counted already
+        head = MemoryItem("gradient of the head", 0 if whole else trains * FLOAT32 * size.head)
+        gathered = (0 if kept else c * layer * (1 if alone else 2)) + copied * FLOAT32 * layer // shard
+        first = self.activations + gathered + trains * c * layer
+        later = first - (self.kept_of_layer if self.config.gradient_checkpointing else self.of_layer)
+        later += trains * FLOAT32 * layer
+        buffers = MemoryItem("layers, gathered, and their gradients", max(first, later) - self.activations)
+        forward = MemoryItem("layers, gathered", 0 if kept else c * layer * (1 if alone else 3))
+        found = {
+            "forward pass": [*stays, root, head, every, forward, activations, logits],
+            "backward pass": [*stays, root, head, every, activations, buffers],
+        }
+        if trains:
+            gradients = MemoryItem("their gradients", 0 if whole else FLOAT32 * size.root)
+            summed = MemoryItem("buffer that sums them over ranks", FLOAT32 * (size.root + copied * size.root // shard))
+            found["sum of the last gradients"] = [*stays, root, gradients, summed]
+            if self.offload == "moments":
+                moved = MemoryItem("moments of one tensor", -(-MOMENTS["adamw"] * size.largest // shard))
+                found["update"] = [*stays, moved]
+        updated = [item for item in stays if not item.what.startswith("gradients")]  # and cleared
+        found["handing over the weights"] = [*updated, MemoryItem("buckets of the bridge", 3 * self.bucket)]
+        return {name: _real(items) for name, items in found.items()}
+
+    @property
+    def bucket(self) -> int:
+        """Bytes of weights that are gathered at once to be sent or written; a tensor is never split."""
+        bridge = self.config.bridge
+        largest = self.size.largest * self.served
+        if self.adapter:
+            return FLOAT32 * self.adapter
+        if not isinstance(bridge, Broadcast):
+            return max(largest, FILE_BUCKET)
+        automatic = "nccl" if self.on_gpu else "gloo"
+        return max(largest, bridge.bucket_bytes(automatic if bridge.backend == "auto" else bridge.backend))
+
+    @property
+    def peak(self) -> str:
+        """The fullest phase."""
+        return max(self.phases, key=lambda phase: total(self.phases[phase]))
+
+    @property
+    def items(self) -> list[MemoryItem]:
+        """What a rank's device holds when it is fullest."""
+        return self.phases[self.peak]
+
+    @property
+    def need(self) -> int:
+        """Bytes of it."""
+        return total(self.items)
+
+    def having(self, **settings: object) -> "Training":
+        """The same with other settings of the configuration."""
+        return replace(self, config=self.config.model_copy(update=settings))
+
+
+def single_copy(config: TrainerConfig, count: int, is_half: bool) -> list[MemoryItem]:
+    """What training `count` weights takes on the device where vLLM has them."""
+    halves = count if is_half else 0
+    bridge = config.bridge
+    rounds = isinstance(bridge, SingleCopy) and bridge.bf16_update == "stochastic"
+    mastered = 0 if rounds else halves
+    return _real(
+        [
+            MemoryItem("weights, vLLM's own", FLOAT32 * count - 2 * halves, shared=True),
+            MemoryItem("float32 masters of bfloat16 weights", FLOAT32 * mastered),
+            MemoryItem("gradients", FLOAT32 * count - 2 * (halves - mastered)),
+            MemoryItem(f"moments of {config.optimizer}", MOMENTS[config.optimizer] * count),
+            MemoryItem("reference model for --kl-coef", FLOAT32 * count if config.kl_coef > 0 else 0),
+        ]
+    )
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Room:
+    """What is free for the trainer: bytes of each rank's device, and of host memory for each rank."""
+
+    device: int
+    host: int
+
+    def lacks(self, training: Training) -> int:
+        """Bytes too little of the one or the other; not above 0 where it fits. Without a GPU both are one memory."""
+        if not training.on_gpu:
+            return training.need + training.host - self.device
+        return max(training.need - self.device, training.host - self.host)
+
+
+def settled(training: Training, room: Room) -> Training:
+    """With --offload auto resolved: the cheapest that fits, or none where nothing does."""
+    choices = [training.having(offload=offload) for offload in offloads(training.config, training.on_gpu)]
+    return next((choice for choice in choices if room.lacks(choice) <= 0), choices[0])
+
+
+def remedies(training: Training, room: Room) -> list[str]:
+    """What makes it fit, as flags, each checked by this plan on devices with as much free memory."""
+    found = []
+    for words, changed in _changes(training):
+        for more, settings in _less_activations(training.config):
+            if room.lacks(changed.having(**settings)) <= 0:
+                found.append(" ".join(filter(None, [words, more])))
+                break
+    sizes = [words for words in found if words.startswith("--fsdp-size")]
+    return [words for words in found if words not in sizes[1:]]  # the smallest is enough
+
+
+def _changes(training: Training) -> Iterator[tuple[str, Training]]:
+    config = training.config
+    yield "", training
+    whole = config.batch_invariant or config.bridge.same_devices or config.optimizer != "adamw"
+    if training.on_gpu and not whole:
+        for size in (2, 4, 8, 16, 32, 64):
+            if size > training.shard:
+                wider = replace(training, ranks=max(size, training.ranks))
+                yield f"--fsdp-size {size} ({size} trainer GPUs)", wider.having(fsdp_size=size)
+        for offload in OFFLOADS[OFFLOADS.index(training.offload) + 1 :]:
+            yield f"--offload {offload}", training.having(offload=offload)
+    if config.sync_gradients == "last" and training.is_sharded:
+        yield "--sync-gradients each", training.having(sync_gradients="each")
+    if not config.reshard_after_forward:
+        yield "--reshard-after-forward", training.having(reshard_after_forward=True)
+    if config.kl_coef > 0:
+        yield "--kl-coef 0 (no reference model)", training.having(kl_coef=0.0)
+    if config.optimizer == "adamw" and not config.bridge.trains_adapter and not training.is_sharded:
+        yield "--optimizer adafactor", training.having(optimizer="adafactor")
+    if not config.bridge.trains_adapter and not config.bridge.same_devices:
+        lora = MODES["lora"].model_validate({})
+        yield "a LoRA adapter (--weight-bridge-mode lora_only)", training.having(bridge=lora)
+
+
+def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, object]]]:
+    yield "", {}
+    words: str = ""
+    settings: dict[str, object] = {}
+    if not config.gradient_checkpointing:
+        words, settings = "--gradient-checkpointing", {"gradient_checkpointing": True}
+        yield words, settings
+    for tokens in (1024, 512, 256):
+        if tokens < config.micro_batch_tokens:
+            yield f"{words} --micro-batch-tokens {tokens}".strip(), settings | {"micro_batch_tokens": tokens}
+
+
+def refusal(training: Training, room: Room, where: str) -> str:
+    """Why it does not fit on `where`, with the figures and the flags that help."""
+    return f"{shortage(training, room, where)}: {advice(training, room)}"
+
+
+def shortage(training: Training, room: Room, where: str) -> str:
+    """The figures of what does not fit on `where`."""
+    states = [item for place in training.states.values() for item in place]
+    needed = f"{amount(training.need)} on {where}"
+    free = f"{amount(room.device)} are free"
+    if training.on_gpu and training.host:
+        needed += f" and {amount(training.host)} of host memory"
+        free = f"{amount(room.device)} and {amount(room.host)} are free"
+    rank = f" for each of {training.ranks} trainer ranks" if training.ranks > 1 else ""
+    return (
+        f"training {training.config.model_name} needs {needed}{rank}, and {free}"
+        f" ({amount(room.lacks(training))} too little; weights, gradients and moments in all are"
+        f" {amount(total(states) * training.shard)})"
+    )
+
+
+def advice(training: Training, room: Room) -> str:
+    """The flags that help."""
+    ways = remedies(training, room)
+    return f"give {' or '.join(ways)}, or take a smaller model" if ways else "take a smaller model, or larger devices"
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What decides on the memory of a rank of vLLM."""
+
+    config: TrainerConfig
+    size: ModelSize
+    dtype: str
+    ranks: int = 1
+    on_gpu: bool = True
+    max_model_len: int = 2048
+    share: float = UTILIZATION  # of the GPU's memory, --gpu-memory-utilization
+
+    @property
+    def weights(self) -> int:
+        """Bytes of a rank's part of them, once."""
+        return self.size.count * DTYPE_BYTES[self.dtype] // self.ranks
+
+    @property
+    def staging(self) -> int:
+        """Bytes of the buffer that receives new weights, which vLLM does not know of."""
+        return self.weights * (MODES[self.config.bridge.kind].vllm_copies - 1)
+
+    @property
+    def packed(self) -> int:
+        """Bytes of the copy that it multiplies by on a CPU."""
+        return 0 if self.on_gpu else self.weights * MODES[self.config.bridge.kind].packed_copies
+
+    @property
+    def cache_of_one(self) -> int:
+        """Bytes of the KV cache of one sequence of full length: keys and values of each layer."""
+        held = max(1, self.ranks // max(1, self.size.kv_heads or self.ranks))  # ranks that hold the same heads
+        return (
+            2
+            * self.size.layers
+            * self.size.out("k_proj")
+            * DTYPE_BYTES[self.dtype]
+            * self.max_model_len
+            * held
+            // self.ranks
+        )
+
+    @property
+    def least(self) -> int:
+        """What a rank needs inside of --gpu-memory-utilization."""
+        return self.weights + self.cache_of_one + VLLM_OWN
+
+    def utilization(self, gpu: int) -> float | None:
+        """The --gpu-memory-utilization that leaves room for staging on a GPU of as many bytes; None where that is too
+        little for vLLM.
+        """
+        share = min(self.share, (gpu - self.staging - CUDA) / gpu)
+        return math.floor(100 * share) / 100 if share * gpu >= self.least else None
+
+    def items(self, cache: int) -> list[MemoryItem]:
+        """A table with `cache` bytes of KV cache."""
+        return _real(
+            [
+                MemoryItem(f"vLLM: weights in {self.dtype}", self.weights),
+                MemoryItem("vLLM: staging buffer for new weights", self.staging),
+                MemoryItem("vLLM: packed copy that it multiplies by", self.packed),
+                MemoryItem("vLLM: KV cache", cache),
+                *([MemoryItem("vLLM: activations and CUDA graphs, about", VLLM_OWN)] if self.on_gpu else []),
+            ]
+        )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def amount(nbytes: int) -> str:
+    """In GB, or MB where it is less than one."""
+    return f"{nbytes / GB:.1f} GB" if nbytes >= GB else f"{math.ceil(nbytes / 1e6)} MB"
+
+
+def table(title: str, items: Sequence[MemoryItem], free: int | None = None) -> list[str]:
+    """A line for each item, their sum, and what is free."""
+    lines = [title]
+    for item in items:
+        note = "  (vLLM's, counted there)" if item.shared else ""
+        lines.append(f"  {item.what:<46} {item.nbytes / GB:>9.3f} GB{note}")
+    lines.append(
+        f"  {'in all':<46} {total(items) / GB:>9.3f} GB" + ("" if free is None else f" of {free / GB:.3f} GB free")
+    )
+    return lines
+
+
+def trainer_table(training: Training, room: Room | None = None) -> list[str]:
+    """What each rank of the trainer takes, when its device is fullest."""
+    rank = f"each of {training.ranks} trainer ranks" if training.ranks > 1 else "the trainer"
+    lines = table(f"Memory of {rank}, fullest in: {training.peak}", training.items, room.device if room else None)
+    if training.states["host"]:
+        lines += table("  and in host memory", training.states["host"], room.host if room else None)
+    return lines
+
+
+def _real(items: Iterable[MemoryItem]) -> list[MemoryItem]:
+    return [item for item in items if item.nbytes]

@@ -1,0 +1,198 @@
+"""The size of a model without loading it: of its config.json, of a table, or of its name. Loads no torch."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+Shapes = dict[str, tuple[int, ...]]
+KNOWN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+IN_A_NAME = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)([BM])(?![a-z])", re.IGNORECASE)
+QWEN = re.compile(r"Qwen/(Qwen2\.5-[\d.]+B)(-Instruct)?")
+PUBLISHED = {  # layers, width, feed-forward width, heads, key-value heads, vocabulary, tied embeddings
+    "Qwen2.5-0.5B": (24, 896, 4864, 14, 2, 151_936, True),
+    "Qwen2.5-1.5B": (28, 1536, 8960, 12, 2, 151_936, True),
+    "Qwen2.5-3B": (36, 2048, 11_008, 16, 2, 151_936, True),
+    "Qwen2.5-7B": (28, 3584, 18_944, 28, 4, 152_064, False),
+    "Qwen2.5-14B": (48, 5120, 13_824, 40, 8, 152_064, False),
+    "Qwen2.5-32B": (64, 5120, 27_648, 40, 8, 152_064, False),
+    "Qwen2.5-72B": (80, 8192, 29_568, 64, 8, 152_064, False),
+}
+IN_A_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Its weights: how many in all, by name, and how that is known. A model of which only the name tells has the
+    shapes of the known one nearest in size.
+    """
+
+    count: int
+    shapes: Shapes
+    source: str
+    heads: int | None = None
+    kv_heads: int | None = None
+
+    @cached_property
+    def layers(self) -> int:
+        """Decoder layers."""
+        return len({found[1] for name in self.shapes if (found := IN_A_LAYER.search(name))}) or 1
+
+    @cached_property
+    def root(self) -> int:
+        """Weights outside of the layers: embedding, final norm and head."""
+        whole = sum(math.prod(shape) for shape in self.shapes.values())
+        outside = sum(math.prod(shape) for name, shape in self.shapes.items() if not IN_A_LAYER.search(name))
+        return outside * self.count // whole
+
+    @property
+    def layer(self) -> int:
+        """Weights of one layer."""
+        return max(0, self.count - self.root) // self.layers
+
+    @cached_property
+    def head(self) -> int:
+        """Weights of the head, which may be the embedding's."""
+        return math.prod(self.shapes.get("lm_head.weight") or self.embedding)
+
+    @property
+    def tied(self) -> bool:
+        return "lm_head.weight" not in self.shapes
+
+    @cached_property
+    def embedding(self) -> tuple[int, ...]:
+        """Vocabulary and width."""
+        return next((shape for name, shape in self.shapes.items() if "embed" in name), (1, 1))
+
+    @property
+    def hidden(self) -> int:
+        """The width of the residual stream."""
+        return self.embedding[-1]
+
+    @property
+    def largest(self) -> int:
+        """Weights of the largest tensor."""
+        return max(math.prod(shape) for shape in self.shapes.values())
+
+    def out(self, module: str) -> int:
+        """Features that a linear layer of a decoder layer gives; 0 where there is no such layer."""
+        return next((shape[0] for name, shape in self.shapes.items() if name.endswith(f".{module}.weight")), 0)
+
+    def adapter(self, rank: int, modules: Iterable[str]) -> int:
+        """Weights of a LoRA adapter: two matrices, [rank, in] and [out, rank], beside each [out, in]."""
+        adapted = tuple(f".{module}.weight" for module in modules)
+        return sum(rank * sum(shape) for name, shape in self.shapes.items() if name.endswith(adapted))
+
+
+def model_size(model: str) -> ModelSize | None:
+    """The size of a local folder's model, of a hub's whose config.json is on this machine or in the table; else by its
+    name. None where even that does not tell.
+    """
+    config = read_config(model)
+    shapes = weight_shapes(config) if config is not None else None
+    if config is not None and shapes is not None:
+        return _sized(shapes, config, "by its config.json")
+    if (known := QWEN.fullmatch(model)) and known[1] in PUBLISHED:
+        return published(known[1])
+    found = IN_A_NAME.search(os.path.basename(model).replace("-", " ").replace("_", " "))
+    if found is None:
+        return None
+    count = int(float(found[1]) * (10**9 if found[2].upper() == "B" else 10**6))
+    nearest = min(map(published, PUBLISHED), key=lambda size: abs(math.log(size.count / count)))
+    return ModelSize(count, nearest.shapes, "by its name")
+
+
+def published(name: str) -> ModelSize:
+    """A model of the table."""
+    layers, width, inner, heads, kv_heads, vocabulary, tied = PUBLISHED[name]
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+    }
+    return _sized(weight_shapes(config) or {}, config, "as published")
+
+
+def size_of(shapes: Mapping[str, Iterable[int]], source: str = "by its config.json") -> ModelSize:
+    """The size of a model whose shapes are known otherwise."""
+    plain = {name: tuple(shape) for name, shape in shapes.items()}
+    return ModelSize(sum(math.prod(shape) for shape in plain.values()), plain, source)
+
+
+def _sized(shapes: Shapes, config: Mapping[str, Any], source: str) -> ModelSize:
+    heads = config["num_attention_heads"]
+    count = sum(math.prod(shape) for shape in shapes.values())
+    return ModelSize(count, shapes, source, heads, config.get("num_key_value_heads") or heads)
+
+
+def read_config(model: str) -> dict[str, Any] | None:
+    """The content of config.json, where this machine has it."""
+    path = config_file(model)
+    if path is None:
+        return None
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return config | (config.get("text_config") or {})
+
+
+def config_file(model: str) -> Path | None:
+    """That of a local folder, or what the hub's cache holds of a repository."""
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        return path
+    if not HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    with suppress(ValueError):  # no name that the hub would take
+        cached = try_to_load_from_cache(model, "config.json")
+        return Path(cached) if isinstance(cached, str) else None
+    return None
+
+
+def weight_shapes(config: Mapping[str, Any]) -> Shapes | None:
+    """Names and shapes of a decoder's weights, tied ones once; None for an architecture that is not known here."""
+    if not set(config.get("architectures") or ()) & set(KNOWN):
+        return None
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    width = config.get("head_dim") or hidden // heads
+    architecture = config["architectures"][0]
+    biased = architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias"))
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+        shapes |= {
+            f"{attention}.q_proj.weight": (heads * width, hidden),
+            f"{attention}.k_proj.weight": (kv_heads * width, hidden),
+            f"{attention}.v_proj.weight": (kv_heads * width, hidden),
+            f"{attention}.o_proj.weight": (hidden, heads * width),
+            f"{mlp}.gate_proj.weight": (inner, hidden),
+            f"{mlp}.up_proj.weight": (inner, hidden),
+            f"{mlp}.down_proj.weight": (hidden, inner),
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+        }
+        if biased:
+            shapes |= {f"{attention}.{name}_proj.bias": (count * width,) for name, count in _biases(heads, kv_heads)}
+        if architecture == "Qwen3ForCausalLM":
+            shapes |= {f"{attention}.{name}_norm.weight": (width,) for name in "qk"}
+    return shapes
+
+
+def _biases(heads: int, kv_heads: int) -> tuple[tuple[str, int], ...]:
+    return (("q", heads), ("k", kv_heads), ("v", kv_heads))

@@ -1,0 +1,291 @@
+"""The size of a model without loading it, what a run of it takes, and both against what PyTorch allocates."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from example_trainer.config import TrainerConfig
+from example_trainer.memory_plan import GB, Room, Training, refusal, remedies, settled, total, trainer_table
+from example_trainer.model import prepare_for_training, rebuild_buffers
+from example_trainer.model_size import PUBLISHED, model_size, published, size_of, weight_shapes
+from example_trainer.packed_attention import PACKED_SDPA
+from example_trainer.packing import MicroBatch
+from example_trainer.policy import Policy, accumulate_gradients
+from example_trainer.shard import fsdp_modules, local, shard
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {"head_dim": 32},
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_shapes_are_those_of_transformers(architecture: str, tmp_path: Path) -> None:
+    from example_trainer.model import meta_model
+
+    model_type = architecture.removesuffix("ForCausalLM").lower()
+    config = {"architectures": [architecture], "model_type": model_type, **SMALL, **CONFIGS[architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    real = {name: tuple(weight.shape) for name, weight in meta_model(str(tmp_path)).named_parameters()}
+    assert weight_shapes(config) == real
+    size = model_size(str(tmp_path))
+    assert size is not None
+    assert size.source == "by its config.json"
+
+
+def test_a_model_that_is_not_here_tells_by_its_name() -> None:
+    for name, count in (("org/SmolLM2-135M", 135 * 10**6), ("org/llama-3-8b", 8 * 10**9)):
+        size = model_size(name)
+        assert size is not None
+        assert (size.count, size.source) == (count, "by its name")
+        assert size.root + size.layers * size.layer == pytest.approx(count, rel=1e-6)
+    known = model_size("Qwen/Qwen2.5-14B-Instruct")
+    assert known is not None
+    assert (known.source, known.layers, known.tied) == ("as published", 48, False)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("Qwen2.5-1.5B", 1.54), ("Qwen2.5-14B", 14.77), ("Qwen2.5-72B", 72.71)])
+def test_published_sizes(name: str, billions: float) -> None:
+    assert published(name).count / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_some_models_do_not_tell() -> None:
+    assert model_size("org/gpt-oss") is None
+    assert weight_shapes({"architectures": ["OtherForCausalLM"]}) is None
+
+
+# --- what fits --------------------------------------------------------------------------------------------------------
+
+
+def training(model: str, ranks: int, **flags: Any) -> Training:
+    flags = {"bridge": {"kind": "broadcast"}, **flags} if "weight_bridge_mode" not in flags else flags
+    config = TrainerConfig.model_validate({"model_name": f"Qwen/{model}-Instruct", **flags})
+    return Training(config, published(model), ranks)
+
+
+def room(device: float = 80, host: float = 64) -> Room:
+    return Room(int(device * GB), int(host * GB))
+
+
+def states(training: Training, where: str = "device") -> float:
+    """Weights, gradients and moments, in GB."""
+    return sum(item.nbytes for item in training.states[where]) / GB
+
+
+def test_14_billion_on_four_gpus_of_80_gb() -> None:
+    plan = training("Qwen2.5-14B", 4, offload="none", gradient_checkpointing=True)
+    assert states(plan) == pytest.approx(59.1, abs=0.05)
+    assert room().lacks(plan) <= 0
+    plain = training("Qwen2.5-14B", 4, offload="none")
+    assert remedies(plain, room())[0] == "--gradient-checkpointing"  # 2048 tokens of activations are 22 GB
+    assert settled(training("Qwen2.5-14B", 4), room(host=32)).offload == "moments"
+
+
+def test_14_billion_on_one_gpu_of_80_gb() -> None:
+    plan = training("Qwen2.5-14B", 1, offload="none")
+    why = refusal(plan, room(), "cuda:0")
+    assert "weights, gradients and moments in all are 236.3 GB" in why
+    assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in why
+    assert "--offload" not in why  # with 64 GB of host memory
+    assert "--offload all" in refusal(plan, room(host=240), "cuda:0")
+    found = settled(training("Qwen2.5-14B", 1), room(host=240))
+    assert found.offload == "all"
+    assert room(host=240).lacks(found) <= 0
+    assert states(found, "host") == pytest.approx(236.3, abs=0.05)
+    assert room(host=230).lacks(settled(training("Qwen2.5-14B", 1), room(host=230))) > 0
+
+
+def test_72_billion_parameters() -> None:
+    on_eight = training("Qwen2.5-72B", 8, offload="none", gradient_checkpointing=True)
+    assert states(on_eight) == pytest.approx(145.4, abs=0.05)
+    assert room().lacks(on_eight) > 0
+    host = room(host=1164 / 8)  # of each rank
+    found = settled(training("Qwen2.5-72B", 8, gradient_checkpointing=True), host)
+    assert found.offload == "all"
+    assert 8 * states(found, "host") == pytest.approx(1163.3, abs=0.5)
+    on_sixteen = training("Qwen2.5-72B", 16, offload="moments", gradient_checkpointing=True)
+    assert states(on_sixteen) == pytest.approx(36.4, abs=0.05)
+    assert room(host=37).lacks(on_sixteen) <= 0
+
+
+def test_the_guides_trainer_of_72_billion_on_two_gpus_needs_all_of_it_in_host_memory() -> None:
+    plan = training("Qwen2.5-72B", 2)
+    why = refusal(settled(plan, room(host=600)), room(host=600), "GPU 4, 5")
+    assert "weights, gradients and moments in all are 1163.3 GB" in why
+    assert "--offload all --gradient-checkpointing" in why
+    assert "--offload all" not in refusal(settled(plan, room(host=500)), room(host=500), "GPU 4, 5")
+
+
+@pytest.mark.parametrize("model", [name for name in PUBLISHED if name != "Qwen2.5-0.5B"])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_remedy_fits_and_no_smaller_size_would(model: str, ranks: int) -> None:
+    plan, free = training(model, ranks, kl_coef=0.1, offload="none"), room(host=200)
+    if free.lacks(plan) <= 0:
+        return
+    found = remedies(plan, free)
+    assert found
+    for words in found:
+        changed = plan
+        flags = words.split()
+        if "--fsdp-size" in flags:
+            size = int(flags[flags.index("--fsdp-size") + 1])
+            changed = Training(plan.config.model_copy(update={"fsdp_size": size}), plan.size, size)
+        for flag, name in (("--offload", "offload"), ("--micro-batch-tokens", "micro_batch_tokens")):
+            if flag in flags:
+                value = flags[flags.index(flag) + 1]
+                changed = changed.having(**{name: value if name == "offload" else int(value)})
+        if "--gradient-checkpointing" in flags:
+            changed = changed.having(gradient_checkpointing=True)
+        if "--kl-coef" in flags:
+            changed = changed.having(kl_coef=0.0)
+        if "LoRA" not in words:
+            assert free.lacks(changed) <= 0, words
+
+
+def test_an_adapter_costs_its_own_gradients_alone() -> None:
+    plan = training("Qwen2.5-7B", 1, weight_bridge_mode="lora_only", lora_r=16)
+    assert plan.adapter == 40_370_176
+    assert states(plan) == pytest.approx((2 * 7.6156 + 16 * 0.04037), rel=1e-3)
+    assert "embedding and head, gathered" in "\n".join(trainer_table(plan))
+
+
+def test_gradients_that_are_summed_at_the_end_are_whole() -> None:
+    each, last = (training("Qwen2.5-1.5B", 4, sync_gradients=sync, offload="none") for sync in ("each", "last"))
+    assert states(last) - states(each) == pytest.approx(4 * 1.5437 * 3 / 4, rel=1e-3)
+
+
+# --- against PyTorch --------------------------------------------------------------------------------------------------
+
+FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def model_of(family: str, dtype: torch.dtype, **sizes: int) -> PreTrainedModel:
+    config = FAMILIES[family](num_attention_heads=8, num_key_value_heads=2, head_dim=sizes["hidden_size"] // 8, **sizes)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA, dtype=dtype)  # type: ignore[no-any-return]
+
+
+def planned(model: PreTrainedModel, ranks: int = 1, **flags: Any) -> Training:
+    config = TrainerConfig.model_validate({"model_name": "m", "bridge": {"kind": "broadcast"}, **flags})
+    return Training(config, size_of({n: p.shape for n, p in model.named_parameters()}), ranks, on_gpu=False)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_what_autograd_saves(family: str, dtype: str, checkpointing: bool) -> None:
+    tokens, layers = 128, 3
+    sizes = {"num_hidden_layers": layers, "hidden_size": 128, "intermediate_size": 352, "vocab_size": 64}
+    model = model_of(family, getattr(torch, dtype), **sizes)
+    prepare_for_training(model, gradient_checkpointing=checkpointing)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+    alive = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)  # its address stays its own
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        ids = torch.arange(tokens)[None] % 64
+        model.base_model(input_ids=ids, packed_lengths=(tokens,), use_cache=False)
+    plan = planned(model, compute_dtype=dtype, micro_batch_tokens=tokens)
+    norm = tokens * 128 * (4 + plan.width)
+    kept = plan.kept_of_layer if checkpointing else plan.of_layer
+    assert layers * kept + norm == pytest.approx(sum(saved.values()), rel=0.05)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Four ranks, of which this process is the first; the others exist in name only, as nothing is communicated."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def sharded(model: PreTrainedModel, mesh: DeviceMesh, plan: Training) -> Policy:
+    prepare_for_training(model, gradient_checkpointing=plan.config.gradient_checkpointing)
+    policy = Policy(model)
+    dtype = torch.bfloat16 if plan.width == 2 else torch.float32
+    shard(policy, mesh, dtype=dtype, reshard_after_forward=plan.config.reshard_after_forward)
+    policy.to_empty(device="cpu")
+    rebuild_buffers(model, torch.device("cpu"))
+    for parameter in policy.parameters():
+        local(parameter.detach()).fill_(0.01)
+    return policy
+
+
+def row(tokens: int, vocabulary: int) -> MicroBatch:
+    ids, ones = torch.arange(tokens) % vocabulary, torch.ones(tokens)
+    return MicroBatch(
+        ids[None], torch.arange(tokens)[None], (tokens,), torch.arange(tokens), ids, ones, ones, ones, ones
+    )
+
+
+def peak_of(prof: Any) -> int:
+    """The most that was allocated at once."""
+    events = [event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("vocabulary", "flags"),
+    [
+        (8192, {"compute_dtype": "float32"}),
+        (8192, {"compute_dtype": "bfloat16", "gradient_checkpointing": True}),
+        (512, {"compute_dtype": "float32", "reshard_after_forward": False}),
+    ],
+)
+def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary: int, flags: dict[str, Any]) -> None:
+    """Of 14 to 23 million weights, four ranks; two micro-batches and an update, twice."""
+    tokens, sizes = (
+        128,
+        {"num_hidden_layers": 6, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": vocabulary},
+    )
+    with torch.device("meta"):
+        model = model_of("qwen2", torch.float32, **sizes)
+    plan = planned(model, ranks=4, offload="none", micro_batch_tokens=tokens, logits_chunk_mb=2, **flags)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        policy = sharded(model, mesh, plan)
+        optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
+        for _ in range(2):
+            for is_last in (False, True):
+                for module in fsdp_modules(policy):
+                    module.set_is_last_backward(is_last or plan.config.sync_gradients == "each")
+                    module.set_requires_gradient_sync(is_last or plan.config.sync_gradients == "each", recurse=False)
+                    module.set_reshard_after_backward(is_last or plan.config.reshard_after_forward, recurse=False)
+                accumulate_gradients(
+                    policy, row(tokens, vocabulary), lambda logprobs, entropy, chunk: logprobs.sum(), 2
+                )
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    allocated = peak_of(prof)
+    needed = max(total(items) for phase, items in plan.phases.items() if phase != "handing over the weights")
+    assert 0.87 * needed < allocated < 1.03 * needed
