@@ -49,7 +49,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
 from example_trainer.exactness import Comparison, Exactness
 from example_trainer.learner import Learner
-from example_trainer.memory import one_line_when_out_of_memory, settled_config
+from example_trainer.memory import one_line_when_out_of_memory
 from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.optimizer import expect_finite, learning_rate
@@ -77,7 +77,6 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
             device = prepare_torch(config)
             ranks = join(config, device)
         resources.callback(ranks.leave)
-        config = settled_config(config, device, ranks, Place.of_this_process().local_size)
         if not ranks.leads:
             learner = Learner(config, device, ranks)
             resources.callback(learner.close)
@@ -105,6 +104,7 @@ class Run:
         checkpoint = find_checkpoint(config.resume, config.save_path)
         if checkpoint:
             expect_same_model(checkpoint, config)
+        config = Learner(config, device, ranks).settled()
         self.config = config
         self.rejections = RejectionBudget(config.max_rejected_groups)
         self.bad_batches = BadBatches(config.on_bad_batch, config.max_bad_batches)

@@ -17,11 +17,13 @@ from example_trainer.batching import Rollout
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
+from example_trainer.memory import settled_config
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
+from example_trainer.rank_processes import Place
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
 from example_trainer.weights.gathered import gather_rows
@@ -47,6 +49,13 @@ class Learner:
         self._storage = storage
         self.comparison = Comparison()  # of the gradients computed last, over all ranks
         self._writer = ShardWriter()
+
+    @collective
+    def settled(self) -> TrainerConfig:
+        """The configuration with what memory decides, on every rank from now on. Raises TrainerError if none fits."""
+        local_ranks = Place.of_this_process().local_size
+        self._config = settled_config(self._config, self._device, self.ranks, local_ranks)
+        return self._config
 
     @collective
     def load(self, source: str) -> None:

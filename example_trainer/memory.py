@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 def settled_config(config: TrainerConfig, device: "torch.device", ranks: Ranks, local_ranks: int) -> TrainerConfig:
     """The configuration with --offload resolved, the same on every rank. Every rank calls this before it loads
-    anything. Raises TrainerError with the table and the flags that help if training does not fit.
+    anything (Learner.settled). Raises TrainerError with the table and the flags that help if training does not fit.
 
     A single copy is checked once vLLM has told what it shares (`check_single_copy`).
     """
