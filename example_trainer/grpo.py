@@ -53,7 +53,15 @@ from example_trainer.memory import one_line_when_out_of_memory
 from example_trainer.metrics import Row, open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.optimizer import expect_finite, learning_rate
-from example_trainer.parallel import ALONE, Ranks, RanksLost, ToldElsewhere, join, told_once_a_machine
+from example_trainer.parallel import (
+    ALONE,
+    Ranks,
+    RanksLost,
+    ToldElsewhere,
+    expect_the_same,
+    join,
+    told_once_a_machine,
+)
 from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
@@ -77,6 +85,7 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
             device = prepare_torch(config)
             ranks = join(config, device)
         resources.callback(ranks.leave)
+        expect_the_same(ranks, config)
         if not ranks.leads:
             learner = Learner(config, device, ranks)
             resources.callback(learner.close)

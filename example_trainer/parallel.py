@@ -301,9 +301,7 @@ def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concaten
 
 
 def join(config: TrainerConfig, device: torch.device) -> Ranks:
-    """Meet the other ranks that torchrun or rank_processes.py started, and agree that all run the same. Raises
-    TrainerError.
-    """
+    """Meet the other ranks that torchrun or rank_parent.py started. Raises TrainerError."""
     place = Place.of_this_process()
     rank, size = place.rank, place.size
     if config.trainer_ranks not in ("auto", size):
@@ -338,9 +336,30 @@ def join(config: TrainerConfig, device: torch.device) -> Ranks:
                 f"the {size} trainer ranks did not meet at {address}:{port} within {config.dist_timeout_s:g} s"
                 f" (--dist-timeout-s): {describe(error)}"
             ) from error
-    if size > 1:
-        _expect_the_same(ranks, store, config)
     return ranks
+
+
+def expect_the_same(ranks: Ranks, config: TrainerConfig) -> None:
+    """Raise TrainerError unless all ranks run the same code, on the same torch, with the same settings."""
+    if ranks.size == 1:
+        return
+    own = {"code": _digest(), "torch": torch.__version__, **json.loads(config.model_dump_json())}
+    store = ranks._store
+    if ranks.leads:
+        store.set("about", json.dumps(own))
+
+    def compare() -> None:
+        of_first = json.loads(store.get("about"))
+        if other := [name for name in own if own[name] != of_first.get(name)]:
+            name = other[0]
+            what = {"code": "another version of the code", "torch": f"torch {own[name]}, not {of_first.get(name)}"}
+            raise TrainerError(
+                f"it runs {what.get(name, f'with {name} {own[name]}, not {of_first.get(name)}')} as rank 0 does:"
+                " install the same on every machine, and give every rank the same flags and variables"
+            )
+
+    with ranks._reaching_ranks("the comparison of settings"):
+        ranks._agreed(compare)
 
 
 def shards_alone(config: TrainerConfig, device: torch.device) -> bool:
@@ -440,26 +459,6 @@ def _meet(store: dist.Store, place: Place, where: str, timeout_s: float) -> None
 
     store.set(f"here/{place.rank}", "")
     wait_for(attempt, Wait("trainer ranks", where, timeout_s, failed))
-
-
-def _expect_the_same(ranks: Ranks, store: dist.Store, config: TrainerConfig) -> None:
-    """Raise TrainerError on every rank unless all run the same code, on the same torch, with the same settings."""
-    own = {"code": _digest(), "torch": torch.__version__, **json.loads(config.model_dump_json())}
-    if ranks.leads:
-        store.set("about", json.dumps(own))
-
-    def compare() -> None:
-        of_first = json.loads(store.get("about"))
-        if other := [name for name in own if own[name] != of_first.get(name)]:
-            name = other[0]
-            what = {"code": "another version of the code", "torch": f"torch {own[name]}, not {of_first.get(name)}"}
-            raise TrainerError(
-                f"it runs {what.get(name, f'with {name} {own[name]}, not {of_first.get(name)}')} as rank 0 does:"
-                " install the same on every machine, and give every rank the same flags and variables"
-            )
-
-    with ranks._reaching_ranks("the comparison of settings"):
-        ranks._agreed(compare)
 
 
 def _digest() -> str:
