@@ -13,7 +13,7 @@ never named, and a variable for one is not empty. flags.py makes the flags and t
 
 import os
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -53,11 +53,12 @@ def load_config(
     defaults: Mapping[str, Any] | None = None,
     epilog: str = "",
     content: Mapping[str, Any] | None = None,
+    notes: Callable[[C], Sequence[str]] | None = None,
 ) -> C:
     """Resolve `config_cls` from `argv` (default: the process's own), YAML, `env` (default: os.environ) and `defaults`.
 
     Exits 0 after `--help`, `--version` or `--dry-run`, 2 on wrong input. `epilog` ends the help; `content` is that of
-    the YAML file where it was read before.
+    the YAML file where it was read before. `--dry-run` prints `notes` as comments behind the configuration.
     """
     with one_line_errors(prog):
         config, dry_run = resolve_config(
@@ -71,6 +72,7 @@ def load_config(
         )
     if dry_run:
         print(config_yaml(config), end="")
+        print("".join(f"# {note}\n" for note in (notes(config) if notes else [])), end="")
         raise SystemExit(0)
     return config
 

@@ -11,6 +11,7 @@ from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.config import TrainerConfig
+from example_trainer.memory import plan_of_run
 from example_trainer.rank_parent import run_ranks
 from example_trainer.rank_processes import Place, begin_rank, own_environment, ranks_to_start
 
@@ -25,7 +26,7 @@ def check_before_torch() -> None:
         if place.local_rank:  # rank 0 of this machine says the same
             silence.enter_context(contextlib.redirect_stderr(io.StringIO()))
             silence.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        config = load_config(TrainerConfig, prog="grpo", env=own_environment(os.environ))
+        config = load_config(TrainerConfig, prog="grpo", env=own_environment(os.environ), notes=plan_of_run)
         with one_line_errors("grpo"):
             need("trainer", "the trainer", "torch", "peft", "safetensors")
             if config.tensorboard:

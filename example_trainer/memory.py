@@ -2,6 +2,7 @@
 out all the same. Importing this module loads no torch.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from atroposlib.errors import AtroposError, reason
 from atroposlib.logs import get_logger
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
+from example_trainer.gpus import gpu_bytes, visible_gpus
 from example_trainer.memory_plan import (
     MemoryItem,
     Room,
@@ -26,8 +28,9 @@ from example_trainer.memory_plan import (
     total,
     trainer_table,
 )
-from example_trainer.model_size import size_of
+from example_trainer.model_size import model_size, size_of
 from example_trainer.modes import SingleCopy
+from example_trainer.rank_processes import Place, ranks_to_start
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +82,20 @@ def planned(config: TrainerConfig, device: "torch.device", ranks: Ranks) -> Trai
 
     shapes = {name: weight.shape for name, weight in meta_model(config.model_name).named_parameters()}
     return Training(config, size_of(shapes), ranks.size, on_gpu=device.type == "cuda")
+
+
+def plan_of_run(config: TrainerConfig) -> list[str]:
+    """What --dry-run prints: the table of a rank on this machine, without loading torch, and why it does not fit."""
+    size = model_size(config.model_name)
+    if size is None:
+        return [f"Memory: not known, as neither config.json nor the name of {config.model_name} tells its size"]
+    gpus = [] if config.device == "cpu" else visible_gpus(os.environ)
+    ranks = Place.of_this_process().size if "WORLD_SIZE" in os.environ else ranks_to_start(config) or 1
+    host = available_memory() // ranks
+    room = Room(gpu_bytes(gpus) if gpus else host, host)
+    chosen = settled(Training(config, size, ranks, on_gpu=bool(gpus)), room)
+    lines = trainer_table(chosen, room)
+    return [*lines, refusal(chosen, room, "this machine")] if room.lacks(chosen) > 0 else lines
 
 
 def free_room(device: "torch.device", local_ranks: int) -> Room:

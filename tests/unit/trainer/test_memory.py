@@ -133,3 +133,13 @@ def test_other_errors_stay_as_they_are() -> None:
         with pytest.raises(type(error)) as raised, one_line_when_out_of_memory(config()):
             raise error
         assert raised.value is error
+
+
+def test_a_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "visible_gpus", lambda environ: ["0"])
+    monkeypatch.setattr(memory, "gpu_bytes", lambda names: 80 * 10**9)
+    monkeypatch.setattr(memory, "available_memory", lambda: 64 * 10**9)
+    lines = memory.plan_of_run(config(model_name="Qwen/Qwen2.5-14B-Instruct", weight_bridge_mode="reload"))
+    assert any("of 80.000 GB free" in line for line in lines)
+    assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in lines[-1]
+    assert memory.plan_of_run(config())[0].startswith("Memory: not known")
