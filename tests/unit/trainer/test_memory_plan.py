@@ -1,5 +1,6 @@
 """The size of a model without loading it, what a run of it takes, and both against what PyTorch allocates."""
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +261,7 @@ def peak_of(prof: Any) -> int:
     [
         (8192, {"compute_dtype": "float32"}),
         (8192, {"compute_dtype": "bfloat16", "gradient_checkpointing": True}),
+        (512, {"compute_dtype": "bfloat16", "sync_gradients": "last"}),
         (512, {"compute_dtype": "float32", "reshard_after_forward": False}),
     ],
 )
@@ -272,6 +274,7 @@ def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary:
     with torch.device("meta"):
         model = model_of("qwen2", torch.float32, **sizes)
     plan = planned(model, ranks=4, offload="none", micro_batch_tokens=tokens, logits_chunk_mb=2, **flags)
+    gc.collect()  # what an earlier test has left is not freed in between
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         policy = sharded(model, mesh, plan)
         optimizer = torch.optim.AdamW(policy.parameters(), fused=True)
@@ -288,4 +291,4 @@ def test_the_plan_is_what_a_sharded_step_allocates(mesh: DeviceMesh, vocabulary:
             optimizer.zero_grad(set_to_none=True)
     allocated = peak_of(prof)
     needed = max(total(items) for phase, items in plan.phases.items() if phase != "handing over the weights")
-    assert 0.87 * needed < allocated < 1.03 * needed
+    assert 0.85 * needed < allocated <= needed
