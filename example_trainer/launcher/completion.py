@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         "environments": " ".join(folders.environment_names()),
         "runs": RUNS,
     }
-    preamble = {shell: text.format(**words) for shell, text in PREAMBLES.items()}
+    preamble = PREAMBLES[options.shell].format(**words)
     print(shtab.complete(whole_parser(), shell=options.shell, preamble=preamble))
     return 0
 
