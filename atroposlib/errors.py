@@ -13,12 +13,12 @@ raises becomes such a line where the cause is still known, by one of three conte
 Every `main` runs inside `one_line_errors`, which prints the line and exits.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 from atroposlib.logs import print_error
+from atroposlib.stderr_lines import plain_stderr
 
 MakeError = Callable[[str], Exception]  # an error class, or a function that makes an error of a line
 
@@ -74,7 +74,7 @@ def one_line_errors(prog: str, *also: type[Exception]) -> Iterator[None]:
         print_error(prog, error)
         raise SystemExit(error.exit_status if isinstance(error, AtroposError) else 1) from None
     except KeyboardInterrupt:
-        print(f"{prog}: interrupted", file=sys.stderr, flush=True)
+        print(f"{prog}: interrupted", file=plain_stderr(), flush=True)
         raise SystemExit(130) from None
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from atroposlib.logs import configure_logging, get_logger, print_error
+from atroposlib.stderr_lines import plain_stderr
 from example_trainer.rank_processes import ASKING, LOST, VARIABLE
 
 NOTICE_S = 3.0  # for the ranks to end by themselves, once one has
@@ -118,7 +119,7 @@ class _Parent:
             return first.end
         if self._asked:
             if self._asked[0] == signal.SIGINT and first.end != 128 + signal.SIGINT:
-                print("grpo: interrupted", file=sys.stderr, flush=True)  # as rank 0 had no time to say
+                print("grpo: interrupted", file=plain_stderr(), flush=True)  # as rank 0 had no time to say
             return 128 + self._asked[0]
         if first.end in (128 + signal.SIGINT, 128 + signal.SIGTERM) and not must_leave:
             return first.end
