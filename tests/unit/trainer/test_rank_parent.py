@@ -166,7 +166,7 @@ def test_a_signal_during_the_start_waits_until_ranks_can_take_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["work", "stuck"])
+@pytest.mark.parametrize("first", ["work", pytest.param("stuck", marks=pytest.mark.nightly)])
 def test_no_rank_outlives_a_killed_parent(first: str) -> None:
     ranks = Ranks(first, "stuck")
     ranks.process.kill()
