@@ -199,6 +199,7 @@ def test_an_error_of_one_rank_is_everyones_and_printed_once(drills: Drills) -> N
     assert "Traceback" not in trainer.log
 
 
+@pytest.mark.nightly
 def test_a_bug_in_one_rank_is_its_traceback(drills: Drills) -> None:
     with drilled(drills, "1 gradients ValueError") as trainer:
         trainer.ends(1)
@@ -207,6 +208,7 @@ def test_a_bug_in_one_rank_is_its_traceback(drills: Drills) -> None:
     assert trainer.log.count("Traceback") == 1
 
 
+@pytest.mark.nightly
 def test_ranks_of_other_code_are_refused(drills: Drills) -> None:
     with drilled(drills, "1 code x") as trainer:
         trainer.ends(1)
