@@ -168,8 +168,8 @@ def put_in_place(partial: Path, target: Path, on_disk: Mapping[str, FileRecord] 
 
 
 def remove_leftovers(save_path: Path) -> None:
-    """Remove half-written directories of processes that no longer run. One that had stepped aside for another, which
-    has not come, gets its name again.
+    """Remove half-written directories and files (`latest`) of processes that no longer run. A directory that had
+    stepped aside for another, which has not come, gets its name again.
     """
     remedy = "remove it by hand, then start the trainer again"
     for folder in [*save_path.glob(".*.partial-*"), *save_path.glob(".*.replaced-*")]:
@@ -183,7 +183,11 @@ def remove_leftovers(save_path: Path) -> None:
                 folder.rename(target)
         else:
             log.info("Removing %s, left by a process that has ended", folder)
-            remove_folder(folder, remedy)
+            if folder.is_dir():
+                remove_folder(folder, remedy)
+            else:
+                with reading(f"cannot remove {folder}", CheckpointError, remedy=remedy):
+                    folder.unlink()
 
 
 def remove_folder(folder: Path, remedy: str, raises: MakeError = CheckpointError) -> None:

@@ -51,6 +51,7 @@ def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(
     (tmp_path / "step_1").rename(tmp_path / f".step_1.replaced-{gone}")
     write_folder(tmp_path / "step_2", write_two_files, 100)
     (tmp_path / f".step_2.replaced-{gone}").mkdir()
+    (tmp_path / f".latest.partial-{gone}").write_text("step_")  # killed while `latest` was written
     remove_leftovers(tmp_path)
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step_1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1", "step_2"]
