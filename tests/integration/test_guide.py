@@ -52,6 +52,9 @@ def replaced(words: list[str], model: str) -> list[str]:
     for flag, value in (("--tensor-parallel-size", "1"), ("--training-steps", "1"), ("--dtype", "float32")):
         if flag in words:
             words[words.index(flag) + 1] = value
+    if "--gpu-memory-utilization" in words:  # on a CPU it would be a share of the machine's memory
+        at = words.index("--gpu-memory-utilization")
+        del words[at : at + 2]
     return words
 
 
