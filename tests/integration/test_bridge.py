@@ -173,6 +173,7 @@ def test_trainer_killed_while_vllm_commits_leaves_a_whole_version_served(server:
     assert sync_and_probe(server) <= PARITY
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_two_hundred_syncs_under_load_fail_no_request_and_leak_nothing(vllm_server: Server) -> None:
     check_two_hundred_syncs(vllm_server, start_child(vllm_server, "many"))

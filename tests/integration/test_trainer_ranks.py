@@ -51,7 +51,7 @@ def train(server: Server, folder: Path, program: list[str], drill: str = "") -> 
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("which", ["vllm_server", "vllm_server_tp2"])
+@pytest.mark.parametrize("which", ["vllm_server", pytest.param("vllm_server_tp2", marks=pytest.mark.nightly)])
 def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
