@@ -48,6 +48,7 @@ def test_killed_api_process_takes_engine_and_workers_with_it(llama_folder: Path,
 @pytest.mark.nightly
 def test_one_killed_worker_of_two_ends_the_server_and_a_new_pair_goes_on(qwen_folder: Path, tmp_path: Path) -> None:
     server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2")
+    server.generate([1, 2, 3], max_tokens=1)  # the first of a server takes seconds more than the probe waits
     with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
         assert trainer.sync_with(1) == 1
         mapped = shared_memory(server.process.pid)
@@ -59,6 +60,7 @@ def test_one_killed_worker_of_two_ends_the_server_and_a_new_pair_goes_on(qwen_fo
         assert f"http://localhost:{server.port}" in failure
         nothing_is_left(server, mapped, within_s=60)
     server = start_server(qwen_folder, tmp_path, "--tensor-parallel-size", "2", port=server.port)
+    server.generate([1, 2, 3], max_tokens=1)
     with trainer_process(str(qwen_folder), tmp_path, "--vllm-port", str(server.port)) as trainer:
         assert trainer.sync_with(1) == 1  # and the parity probe agrees
     stop_server(server)
