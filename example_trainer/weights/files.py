@@ -55,7 +55,9 @@ class WeightFiles:
             content = file.get_slice(name)
             if not self.shapes[name]:
                 return torch.as_tensor(content[...])
-            return content[start : start + length] if dim == 0 else content[:, start : start + length]  # type: ignore[no-any-return]
+            end = start + length
+            found: Tensor = content[start:end] if dim == 0 else content[:, start:end]
+            return found
 
 
 def safetensors_header(

@@ -106,7 +106,8 @@ def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))
-    metrics = batch_gradients(Policy(model), batches, LossSettings.model_construct(loss="upward"))  # type: ignore[arg-type]
+    settings = LossSettings.model_construct(loss="upward")  # type: ignore[arg-type]
+    metrics = batch_gradients(Policy(model), batches, settings)
     logprobs = torch.cat([token_logprobs(Policy(model), each, 128) for each in batches])
     advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
     assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)
