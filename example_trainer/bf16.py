@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
+
+from example_trainer.adamw import MOMENTS, step_tensor
 
 
 class MasteredParameter(nn.Parameter):
@@ -88,23 +89,8 @@ class StochasticAdamW(Optimizer):
                 exp_avg=torch.zeros_like(exact),
                 exp_avg_sq=torch.zeros_like(exact),
             )
-        beta1, beta2 = group["betas"]
-        adamw(
-            [exact],
-            [gradient.float()],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            fused=True,
-        )
+        moments = [state[name] for name in MOMENTS]
+        step_tensor(exact, gradient.float(), moments, state["step"], group)
         parameter.copy_(stochastic_round(exact) if parameter.dtype == torch.bfloat16 else exact)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from example_trainer.adamw import MOMENTS, step_tensor
+from example_trainer.shard import local
 
 
 class AdamW(torch.optim.AdamW):
@@ -31,31 +30,15 @@ class AdamW(torch.optim.AdamW):
 
     def _step_one(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        device = _local(parameter).device
+        device = local(parameter).device
         if not state:
             state["step"] = torch.zeros((), device=device)
             for name in MOMENTS:
                 state[name] = _host_like(parameter)
-        moments = [_local(state[name]).to(device, non_blocking=True) for name in MOMENTS]
-        beta1, beta2 = group["betas"]
-        adamw(
-            [_local(parameter)],
-            [_local(gradient)],
-            moments[:1],
-            moments[1:],
-            [],
-            [state["step"]],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            fused=True,
-        )
+        moments = [local(state[name]).to(device, non_blocking=True) for name in MOMENTS]
+        step_tensor(local(parameter), local(gradient), moments, state["step"], group)
         for name, moment in zip(MOMENTS, moments, strict=True):
-            host = _local(state[name])
+            host = local(state[name])
             if host.data_ptr() != moment.data_ptr():  # on a CPU they are one
                 host.copy_(moment, non_blocking=True)
 
@@ -66,16 +49,12 @@ class AdamW(torch.optim.AdamW):
         for index, saved in state_dict["state"].items():
             parameter = parameters[index]
             state = self.state[parameter]
-            state["step"] = saved["step"].to(_local(parameter).device, copy=True)
+            state["step"] = saved["step"].to(local(parameter).device, copy=True)
             for name in MOMENTS:
                 state[name] = _host_like(parameter)
-                _local(state[name]).copy_(_local(saved[name]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                local(state[name]).copy_(local(saved[name]))
 
 
 def _host_like(parameter: Tensor) -> Tensor:
     """Zeros in host memory, page-locked where `parameter` is on a GPU, which then copies at full speed."""
-    return torch.zeros_like(parameter, device="cpu", pin_memory=_local(parameter).is_cuda, requires_grad=False)
+    return torch.zeros_like(parameter, device="cpu", pin_memory=local(parameter).is_cuda, requires_grad=False)

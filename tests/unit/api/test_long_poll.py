@@ -23,7 +23,7 @@ DEADLINE_S = 20.0
 
 
 class Api:
-    """A served API and its clients. Nothing waits for the periodic look unless a test says so."""
+    """A served API and its clients. The periodic look is off unless a test turns it on."""
 
     def __init__(self, service: RolloutService, server: Server, client: httpx.AsyncClient) -> None:
         self.service, self.server, self.client = service, server, client

@@ -74,7 +74,7 @@ def refusal_of(config: TrainerConfig, gpus: int, tensor_parallel: int = 1) -> st
 
 
 def server_refusal(argv: list[str]) -> str | None:
-    """For broadcast, the mode that takes most; for LoRA where the server says so."""
+    """For broadcast, the mode that takes most; for LoRA where the server has --enable-lora."""
     flags = dict(zip(argv, [*argv[1:], ""], strict=True))
     config = TrainerConfig.model_validate(
         {"model_name": flags["--model"], "bridge": {"kind": "lora" if "--enable-lora" in argv else "broadcast"}}

@@ -182,7 +182,8 @@ FAMILIES = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 def model_of(family: str, dtype: torch.dtype, **sizes: int) -> PreTrainedModel:
     config = FAMILIES[family](num_attention_heads=8, num_key_value_heads=2, head_dim=sizes["hidden_size"] // 8, **sizes)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA, dtype=dtype)  # type: ignore[no-any-return]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED_SDPA, dtype=dtype)
+    return model
 
 
 def planned(model: PreTrainedModel, ranks: int = 1, **flags: Any) -> Training:
