@@ -30,7 +30,7 @@ from example_trainer.bridges import BridgeError, Prepared, SyncReport, WeightBri
 from example_trainer.weights.written import TrainedModel
 
 VOCAB = 97
-_SHAPE: dict[str, Any] = dict(
+SHAPE: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -49,7 +49,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }[family]
-    settings = _SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | changes
+    settings = SHAPE | {"tie_word_embeddings": False, "initializer_range": 0.3} | changes
     if family == "qwen2":
         settings.pop("head_dim")
     model: PreTrainedModel = model_class(config_class(**settings))

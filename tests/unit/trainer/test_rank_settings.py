@@ -27,17 +27,9 @@ from example_trainer.errors import TrainerError
 from example_trainer.model import ModelError
 from example_trainer.parallel import Ranks, compute_dtype, join
 from example_trainer.weights.load import sharded_model
-from tests.unit.trainer.fakes import VOCAB, model_folder, tiny_model
+from tests.unit.trainer.fakes import SHAPE, VOCAB, model_folder, tiny_model
 
 CPU = torch.device("cpu")
-SMALL: dict[str, Any] = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
 
 
 def config(model: str = "m", **settings: Any) -> TrainerConfig:
@@ -67,12 +59,12 @@ def load(folder: Path | str, ranks: Ranks) -> None:
     ("model", "says"),
     [
         (
-            lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
+            lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
             r"MixtralForCausalLM is a model with experts \(model.layers.0.mlp is a MixtralSparseMoeBlock\)",
         ),
         (
             lambda: Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+                Qwen3MoeConfig(**SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
             ),
             r"Qwen3MoeForCausalLM is a model with experts \(model.layers.0.mlp is",
         ),
@@ -92,7 +84,7 @@ def test_families_that_are_not_sharded_are_refused_by_name(alone: Ranks, tmp_pat
 
 
 def test_a_model_that_reads_images_is_refused(alone: Ranks, tmp_path: Path) -> None:
-    Qwen2VLConfig(text_config=SMALL).save_pretrained(tmp_path)
+    Qwen2VLConfig(text_config=SHAPE).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"cannot load --model-name .*Qwen2VLConfig"):
         load(tmp_path, alone)
 
@@ -119,7 +111,7 @@ def test_an_architecture_that_changes_its_logits_is_refused_when_sharded(alone: 
     from transformers import GraniteConfig, GraniteForCausalLM
 
     torch.manual_seed(0)
-    GraniteForCausalLM(GraniteConfig(**SMALL, logits_scaling=4.0, initializer_range=0.3)).save_pretrained(tmp_path)
+    GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0, initializer_range=0.3)).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="GraniteForCausalLM cannot be trained with packed sequences: its logits"):
         load(tmp_path, alone)
 
