@@ -75,7 +75,7 @@ def run_rank(work: Path) -> None:
         steps = []
         for _ in range(1 + job["steps"]):
             start = time.perf_counter()
-            loss = learner.gradients(batch.rollouts, batch.completion_tokens)["loss"]
+            loss = learner.gradients(batch.sequences, batch.completion_tokens)["loss"]
             norm = learner.clip()
             learner.update(config.lr)
             steps.append({"loss": loss, "grad_norm": norm, "wall_s": time.perf_counter() - start})

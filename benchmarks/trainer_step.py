@@ -98,7 +98,7 @@ def our_arm(work: Path, threads: int) -> None:
         batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
             Policy(model),
-            micro_batches(batch.rollouts, config.micro_batch_tokens, device),
+            micro_batches(batch.sequences, config.micro_batch_tokens, device),
             settings,
             chunk_mb=config.logits_chunk_mb,
         )
@@ -132,8 +132,8 @@ def prepare_logprobs(work: Path, threads: int) -> None:
             [1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]
         ]
         batch = make_batch([msgspec.convert(group, ScoredData)], seq_len=10**6, divide_by_std=True, policy_version=0)
-        for row, rollout in zip(group["inference_logprobs"], batch.rollouts, strict=True):
-            (micro,) = micro_batches([rollout], 1, torch.device("cpu"))
+        for row, sequence in zip(group["inference_logprobs"], batch.sequences, strict=True):
+            (micro,) = micro_batches([sequence], 1, torch.device("cpu"))
             logprobs = token_logprobs(Policy(model), micro, 128)
             noise = 0.05 * torch.randn(len(logprobs), generator=generator)
             row[group["prompt_tokens"] :] = (logprobs + noise).clamp(max=0).tolist()
@@ -152,7 +152,7 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
 
     torch.set_num_threads(threads)
     items = json.loads((work / "items.json").read_text())
-    rollouts = [(group, index) for group in items for index in range(len(group["tokens"]))]
+    sequences = [(group, index) for group in items for index in range(len(group["tokens"]))]
 
     def padded(rows: list[list[Any]], value: float, dtype: torch.dtype, left: bool) -> torch.Tensor:
         width = max(len(row) for row in rows)
@@ -162,11 +162,11 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
         )
 
     def generated() -> dict[str, torch.Tensor]:
-        prompts = [group["tokens"][i][: group["prompt_tokens"]] for group, i in rollouts]
-        completions = [group["tokens"][i][group["prompt_tokens"] :] for group, i in rollouts]
-        logprobs = [group["inference_logprobs"][i][group["prompt_tokens"] :] for group, i in rollouts]
+        prompts = [group["tokens"][i][: group["prompt_tokens"]] for group, i in sequences]
+        completions = [group["tokens"][i][group["prompt_tokens"] :] for group, i in sequences]
+        logprobs = [group["inference_logprobs"][i][group["prompt_tokens"] :] for group, i in sequences]
         advantages = [
-            (group["scores"][i] - np.mean(group["scores"])) / (np.std(group["scores"]) + 1e-4) for group, i in rollouts
+            (group["scores"][i] - np.mean(group["scores"])) / (np.std(group["scores"]) + 1e-4) for group, i in sequences
         ]
         return {
             "prompt_ids": padded(prompts, 0, torch.long, left=True),
@@ -207,7 +207,7 @@ def trl_arm(work: Path, threads: int, settings: Settings) -> None:
         bf16=settings.get("bf16", False),
         gradient_checkpointing=settings["gradient_checkpointing"],
         per_device_train_batch_size=micro,
-        gradient_accumulation_steps=len(rollouts) // micro,
+        gradient_accumulation_steps=len(sequences) // micro,
         num_generations=len(items[0]["tokens"]),
         learning_rate=LR,
         lr_scheduler_type="constant",

@@ -11,7 +11,7 @@ can be converted.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Sequence:
     """One sampled sequence, prompt and answer. Arrays are [length]."""
 
     tokens: NDArray[np.int64]
@@ -37,6 +37,7 @@ class Rollout:
     temperature: float
     top_p: float = 1.0  # of the sampler; 1 keeps all
     top_k: int = 0  # of the sampler; 0 keeps all
+    rollout: int = 0  # place in the batch of the rollout that it belongs to
 
     @property
     def trained_tokens(self) -> int:
@@ -48,16 +49,16 @@ class Rollout:
 class Batch:
     """What one optimizer step trains on, and figures of everything that was sampled for it.
 
-    The figures count all groups that can be trained on, whether or not they are among the `rollouts`;
-    `truncated_sequences` counts those of `rollouts` alone, and `zero_variance_groups` the groups without a signal.
+    The figures count all groups that can be trained on, whether or not they are among the `sequences`;
+    `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
     `rejected` holds the places of the items that cannot be trained on, with the reasons; nothing else counts them.
     `shown` is the first group that can be trained on, for people to look at.
     """
 
-    rollouts: list[Rollout]
+    sequences: list[Sequence]
     groups: int
     zero_variance_groups: int
-    sequences: int
+    sampled_sequences: int
     truncated_sequences: int
     completion_tokens: int
     reward_mean: float
@@ -69,11 +70,11 @@ class Batch:
     @property
     def trained_tokens(self) -> int:
         """Tokens that enter the loss."""
-        return sum(rollout.trained_tokens for rollout in self.rollouts)
+        return sum(sequence.trained_tokens for sequence in self.sequences)
 
 
 def make_batch(
-    items: Sequence[Item],
+    items: Iterable[Item],
     *,
     seq_len: int,
     divide_by_std: bool,
@@ -83,7 +84,7 @@ def make_batch(
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts.
 
-    Groups without a signal give rollouts only with `all_groups`, whose advantages are then 0.
+    Groups without a signal give sequences only with `all_groups`, whose advantages are then 0.
     """
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
@@ -95,7 +96,7 @@ def make_batch(
             trainable.append(item)
         except Untrainable as error:
             rejected[place] = str(error)
-    rollouts: list[Rollout] = []
+    sequences: list[Sequence] = []
     completions: list[int] = []
     scores: list[float] = []
     staleness: list[int] = []
@@ -111,13 +112,14 @@ def make_batch(
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
         if signal or all_groups:
-            rollouts += [_rollout(group, index, each, seq_len) for index, each in enumerate(advantages)]
+            first = len(scores) - len(group.scores)
+            sequences += [_sequence(group, index, each, seq_len, first) for index, each in enumerate(advantages)]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
-        rollouts=[rollout for rollout in rollouts if rollout.trained_tokens],
+        sequences=[sequence for sequence in sequences if sequence.trained_tokens],
         groups=len(trainable),
         zero_variance_groups=zero_variance,
-        sequences=len(scores),
+        sampled_sequences=len(scores),
         truncated_sequences=truncated,
         completion_tokens=sum(completions),
         reward_mean=float(np.mean(scores)) if scores else math.nan,
@@ -148,13 +150,15 @@ def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float3
     return rows
 
 
-def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int) -> Rollout:
+def _sequence(
+    item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int, first_rollout: int
+) -> Sequence:
     tokens = np.asarray(item.tokens[index][:seq_len], dtype=np.int64)
     trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
     reference = item.ref_logprobs
     assert item.inference_logprobs is not None  # checked
-    return Rollout(
+    return Sequence(
         tokens=tokens,
         trained=trained,
         sampler_logprobs=np.asarray(item.inference_logprobs[index][:seq_len], dtype=np.float32),
@@ -163,6 +167,7 @@ def _rollout(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_
         temperature=float(sampling_setting(item, index, "temperature") or 1.0),  # greedy (0) counts as 1
         top_p=float(sampling_setting(item, index, "top_p") or 1.0),
         top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
+        rollout=first_rollout + index,
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from atroposlib.logs import get_logger, say
-from example_trainer.batching import Batch, Rollout
+from example_trainer.batching import Batch, Sequence
 from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import BadBatch, TrainerError
@@ -201,7 +201,7 @@ class Exactness:
         model.save_pretrained(folder / "model")
         torch.save(
             {
-                "rollouts": [_tensors(rollout) for rollout in batch.rollouts],
+                "sequences": [_tensors(sequence) for sequence in batch.sequences],
                 "micro_batch_tokens": self._config.micro_batch_tokens,
                 "logits_chunk_mb": self._config.logits_chunk_mb,
                 "served": asdict(served),
@@ -214,24 +214,24 @@ class Exactness:
 
 def _refuse_truncation(batch: Batch, step: int) -> None:
     # vLLM's sampler on CUDA finds the tokens that they keep by one of two ways, by the size of its batch
-    for rollout in batch.rollouts:
-        if rollout.top_p < 1 or rollout.top_k:
+    for sequence in batch.sequences:
+        if sequence.top_p < 1 or sequence.top_k:
             raise NotExact(
                 f"step {step}: --batch-invariant does not cover top-p and top-k on CUDA, and a sequence came with top_p"
-                f" {rollout.top_p}, top_k {rollout.top_k}: let the environment sample without them, or drop the flag"
+                f" {sequence.top_p}, top_k {sequence.top_k}: let the environment sample without them, or drop the flag"
             )
 
 
-def _tensors(rollout: Rollout) -> dict[str, Any]:
+def _tensors(sequence: Sequence) -> dict[str, Any]:
     return {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in asdict(rollout).items()
+        for name, value in asdict(sequence).items()
     }
 
 
-def rollout_from(fields: dict[str, Any]) -> Rollout:
-    """The inverse of what `keep` stores of a rollout."""
+def sequence_from(fields: dict[str, Any]) -> Sequence:
+    """The inverse of what `keep` stores of a sequence."""
     values: dict[str, Any] = {
         name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()
     }
-    return Rollout(**values)
+    return Sequence(**values)

@@ -268,19 +268,19 @@ class Run:
         }
 
     def gradients(self, batch: Batch) -> StepMetrics | None:
-        """Put the batch's gradient into the parameters' `.grad`; None for a batch without rollouts."""
+        """Put the batch's gradient into the parameters' `.grad`; None for a batch without sequences."""
         config = self.config
         if batch.truncated_sequences:
             log.warning(
                 "%d of %d sequences exceed --seq-len %d and lost their end",
                 batch.truncated_sequences,
-                batch.sequences,
+                batch.sampled_sequences,
                 config.seq_len,
             )
-        if not batch.rollouts:
+        if not batch.sequences:
             log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
             return None
-        return self.learner.gradients(batch.rollouts, batch.completion_tokens)
+        return self.learner.gradients(batch.sequences, batch.completion_tokens)
 
     def hand_over(self, step: int, updates: bool) -> SyncReport:
         """Make the optimizer update, if there is one, and have vLLM serve the result as the next policy version."""

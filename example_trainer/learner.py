@@ -1,6 +1,6 @@
 """What a trainer computes: gradients, updates and log-probabilities, on one device or by all ranks together.
 
-    a batch's rollouts ──deal──▶ this rank's micro-batches ──▶ gradients, summed over ranks ──clip──▶ update
+    a batch's sequences ──deal──▶ this rank's micro-batches ──▶ gradients, summed over ranks ──clip──▶ update
 
 Every rank holds a Learner, over its own shards of the weights. Methods marked `collective` run on all of them when rank
 0 calls them (parallel.py). With one rank in float32 the model is whole, and nothing of FSDP2 takes part.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from atroposlib.wire.folders import SHARDS
-from example_trainer.batching import Rollout
+from example_trainer.batching import Sequence
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
@@ -81,12 +81,12 @@ class Learner:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
 
     @collective
-    def gradients(self, rollouts: list[Rollout], loss_tokens: int) -> StepMetrics:
+    def gradients(self, sequences: list[Sequence], loss_tokens: int) -> StepMetrics:
         """Put the gradient of the mean over `loss_tokens` tokens into the parameters' `.grad`."""
         comparison = Comparison()
         measured = batch_gradients(
             self._policy,
-            micro_batches(rollouts, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size),
+            micro_batches(sequences, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size),
             self._config,
             reference=self._reference,
             chunk_mb=self._config.logits_chunk_mb,

@@ -69,7 +69,7 @@ def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int |
         "reward_std": batch.reward_std,
         "completion_tokens": batch.completion_tokens,
         "trained_tokens": batch.trained_tokens,
-        "sequences": batch.sequences,
+        "sequences": batch.sampled_sequences,
         "truncated_sequences": batch.truncated_sequences,
         "groups": batch.groups,
         "zero_variance_groups": batch.zero_variance_groups,

@@ -1,13 +1,13 @@
 """Micro-batches by token budget: sequences are laid end to end in one row, so no padding is ever computed.
 
-    rollouts   [a b c d] [e f g]      micro-batch   a b c   e f      the last token predicts nothing: not fed
+    sequences  [a b c d] [e f g]      micro-batch   a b c   e f      the last token predicts nothing: not fed
     trained        c d      f g       rows            1 2     3 4    positions that predict a trained token
                                       targets         c d     f g
 
 Tokens behind the last trained one cannot influence the loss and are not fed either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from example_trainer.batching import Rollout
+from example_trainer.batching import Sequence
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MicroBatch:
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack(lengths: list[int], budget: int) -> list[list[int]]:
     """Indices of the sequences of each micro-batch. Each sum is at most `budget`; a longer sequence goes alone.
 
     This is first-fit decreasing, which needs at most 11/9 times the fewest possible micro-batches plus 6/9 (Dósa
@@ -56,7 +56,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [sorted(members) for members in bins]
 
 
-def deal(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+def deal(lengths: list[int], ranks: int, budget: int) -> list[list[list[int]]]:
     """The sequences' indices by rank and micro-batch: every index once, as many micro-batches on each rank, each of at
     most `budget` tokens unless one sequence is longer. A micro-batch is empty only where each of the others has one
     sequence.
@@ -78,7 +78,7 @@ def deal(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]
     return shares
 
 
-def _spread(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
+def _spread(lengths: list[int], count: int, budget: int) -> list[list[int]] | None:
     """`count` micro-batches of about equal size; None where some sequence then fits in none."""
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
@@ -91,7 +91,7 @@ def _spread(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] 
     return [sorted(members) for members in bins]
 
 
-def _split(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[list[int]]:
+def _split(bins: list[list[int]], count: int, lengths: list[int]) -> list[list[int]]:
     """`bins`, and of the fullest ones a sequence each, until there are `count`; empty ones when no bin has two."""
     bins = list(bins)
     while len(bins) < count:
@@ -106,69 +106,69 @@ def _split(bins: list[list[int]], count: int, lengths: Sequence[int]) -> list[li
     return bins
 
 
-def fed_length(rollout: Rollout) -> int:
+def fed_length(sequence: Sequence) -> int:
     """Tokens the model must read to predict all trained ones: all before the last of them."""
-    return int(np.flatnonzero(rollout.trained)[-1])
+    return int(np.flatnonzero(sequence.trained)[-1])
 
 
 def micro_batches(
-    rollouts: Sequence[Rollout], budget: int, device: torch.device, rank: int = 0, ranks: int = 1
+    sequences: list[Sequence], budget: int, device: torch.device, rank: int = 0, ranks: int = 1
 ) -> list[MicroBatch]:
-    """One rank's share of the rollouts, each of which has a trained token, packed into rows of at most `budget`
+    """One rank's share of the sequences, each of which has a trained token, packed into rows of at most `budget`
     tokens. Every rank has as many rows.
     """
-    lengths = [fed_length(rollout) for rollout in rollouts]
+    lengths = [fed_length(sequence) for sequence in sequences]
     shortest = min(range(len(lengths)), key=lengths.__getitem__)
     return [
         (
-            _micro_batch([rollouts[i] for i in members], device)
+            _micro_batch([sequences[i] for i in members], device)
             if members
-            else replace(_micro_batch([rollouts[shortest]], device), counted=False)
+            else replace(_micro_batch([sequences[shortest]], device), counted=False)
         )
         for members in deal(lengths, ranks, budget)[rank]
     ]
 
 
-def _micro_batch(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
-    lengths = tuple(fed_length(rollout) for rollout in rollouts)
-    trained = [np.flatnonzero(rollout.trained) for rollout in rollouts]  # positions within each sequence, from 1
+def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
+    lengths = tuple(fed_length(sequence) for sequence in sequences)
+    trained = [np.flatnonzero(sequence.trained) for sequence in sequences]  # positions within each sequence, from 1
 
-    def tensor(parts: Sequence[NDArray[np.generic]]) -> Tensor:
+    def tensor(parts: list[NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts)).to(device)
 
-    def of_trained(arrays: Sequence[NDArray[np.generic]]) -> Tensor:
+    def of_trained(arrays: list[NDArray[np.generic]]) -> Tensor:
         return tensor([array[positions] for array, positions in zip(arrays, trained, strict=True)])
 
-    def of_sampler(values: Sequence[float], dtype: type[np.generic]) -> Tensor:
+    def of_sampler(values: Iterable[float], dtype: type[np.generic]) -> Tensor:
         return of_trained(
-            [np.full(len(rollout.tokens), value, dtype) for rollout, value in zip(rollouts, values, strict=True)]
+            [np.full(len(sequence.tokens), value, dtype) for sequence, value in zip(sequences, values, strict=True)]
         )
 
     return MicroBatch(
-        input_ids=tensor([rollout.tokens[:length] for rollout, length in zip(rollouts, lengths, strict=True)])[None],
+        input_ids=tensor([sequence.tokens[:length] for sequence, length in zip(sequences, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
         lengths=lengths,
         rows=tensor(
             [start + positions - 1 for start, positions in zip(np.cumsum((0, *lengths[:-1])), trained, strict=True)]
         ),
-        targets=of_trained([rollout.tokens for rollout in rollouts]),
-        sampler_logprobs=of_trained([rollout.sampler_logprobs for rollout in rollouts]),
-        advantages=of_trained([rollout.advantages for rollout in rollouts]),
-        temperatures=of_sampler([rollout.temperature for rollout in rollouts], np.float32),
+        targets=of_trained([sequence.tokens for sequence in sequences]),
+        sampler_logprobs=of_trained([sequence.sampler_logprobs for sequence in sequences]),
+        advantages=of_trained([sequence.advantages for sequence in sequences]),
+        temperatures=of_sampler([sequence.temperature for sequence in sequences], np.float32),
         reference_logprobs=of_trained(
             [
-                np.full(len(rollout.tokens), np.nan, np.float32)
-                if rollout.reference_logprobs is None
-                else rollout.reference_logprobs
-                for rollout in rollouts
+                np.full(len(sequence.tokens), np.nan, np.float32)
+                if sequence.reference_logprobs is None
+                else sequence.reference_logprobs
+                for sequence in sequences
             ]
         ),
         truncation=(
             (
-                of_sampler([rollout.top_k for rollout in rollouts], np.int64),
-                of_sampler([rollout.top_p for rollout in rollouts], np.float32),
+                of_sampler([sequence.top_k for sequence in sequences], np.int64),
+                of_sampler([sequence.top_p for sequence in sequences], np.float32),
             )
-            if any(rollout.top_k or rollout.top_p < 1 for rollout in rollouts)
+            if any(sequence.top_k or sequence.top_p < 1 for sequence in sequences)
             else None
         ),
     )

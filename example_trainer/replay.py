@@ -16,7 +16,7 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from example_trainer.exact_model import make_exact
-from example_trainer.exactness import Comparison, rollout_from, summary
+from example_trainer.exactness import Comparison, sequence_from, summary
 from example_trainer.model import load_model
 from example_trainer.packing import micro_batches
 from example_trainer.policy import Policy, token_logprobs
@@ -37,7 +37,7 @@ def replay(file: Path) -> Comparison:
     make_exact(model, getattr(torch, state["served"]["dtype"]), state["served"]["tp_size"])
     policy, comparison = Policy(model), Comparison()
     for batch in micro_batches(
-        [rollout_from(fields) for fields in state["rollouts"]], state["micro_batch_tokens"], device
+        [sequence_from(fields) for fields in state["sequences"]], state["micro_batch_tokens"], device
     ):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(policy, batch, state["logits_chunk_mb"]))
     return comparison

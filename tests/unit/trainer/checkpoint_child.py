@@ -30,7 +30,7 @@ from example_trainer.parallel import join
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
 from example_trainer.weights.written import put_in_place
-from tests.unit.trainer.rank_child import rollouts
+from tests.unit.trainer.rank_child import sequences
 
 LONGEST_S = 40.0
 MOMENTS = ("copy", "writing", "manifest", "rename", "renamed", "pointed")
@@ -124,7 +124,7 @@ def run(job: dict[str, Any], rank: int) -> None:
 def learn(job: dict[str, Any], config: TrainerConfig, learner: Learner, saves: Saves) -> dict[str, Any]:
     losses: list[float | None] = []
     for step in range(learner.progress.step + 1, job["steps"] + 1):
-        losses.append(learner.gradients(*rollouts(step))["loss"])
+        losses.append(learner.gradients(*sequences(step))["loss"])
         learner.clip()
         learner.update(config.lr)
         if step in job["save"]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from example_trainer import policy
-from example_trainer.batching import Rollout, make_batch
+from example_trainer.batching import Sequence, make_batch
 from example_trainer.config import TrainerConfig
 from example_trainer.learner import Learner
 from example_trainer.parallel import Ranks, join
@@ -39,10 +39,10 @@ GROUPS = 4
 JOB_S = 60.0  # more than any job takes
 
 
-def rollouts(
+def sequences(
     step: int, seq_len: int = 64, groups: int = GROUPS, answers: int = 4, given: bool = False
-) -> tuple[list[Rollout], int]:
-    """A step's rollouts, of ragged lengths, and its sampled tokens. The last group has one answer fewer; with `given`,
+) -> tuple[list[Sequence], int]:
+    """A step's sequences, of ragged lengths, and its sampled tokens. The last group has one answer fewer; with `given`,
     the first comes with log-probabilities of the reference.
     """
     made = [
@@ -58,7 +58,7 @@ def rollouts(
     batch = make_batch(
         as_records(made), seq_len=seq_len, divide_by_std=True, policy_version=0, vocab_size=VOCAB, all_groups=True
     )
-    return batch.rollouts, batch.completion_tokens
+    return batch.sequences, batch.completion_tokens
 
 
 def main(job: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         at_start = trained.prompt_logprobs(prompt).tolist()
         trained.write(out / "start")  # what a probe leaves gathered cannot be written
     for step in range(job["steps"]):
-        measured = learner.gradients(*rollouts(step, **job.get("batch", {})))
+        measured = learner.gradients(*sequences(step, **job.get("batch", {})))
         norm = learner.clip()
         if job.get("probe"):
             trained.prompt_logprobs(prompt)  # must not keep weights from before the update

@@ -1,4 +1,4 @@
-"""From API items to rollouts: advantages, skipped groups, temperatures, and errors that name the item."""
+"""From API items to sequences: advantages, skipped groups, temperatures, and errors that name the item."""
 
 import re
 from typing import Any
@@ -24,7 +24,7 @@ def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0,
 
 
 def advantages_of(batch: Batch) -> list[float]:
-    return [float(rollout.advantages[-1]) for rollout in batch.rollouts]
+    return [float(sequence.advantages[-1]) for sequence in batch.sequences]
 
 
 def test_advantage_is_score_minus_mean_over_std_plus_epsilon() -> None:
@@ -50,7 +50,7 @@ def test_advantages_sum_to_zero_and_keep_the_order(scores: list[float]) -> None:
 
 def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
     batch = batch_of(item([1.0, 1.0]), item([0.0, 1.0], seed=1), item([0.0, 0.0, 0.0], seed=2))
-    assert (batch.groups, batch.zero_variance_groups, batch.sequences, len(batch.rollouts)) == (3, 2, 7, 2)
+    assert (batch.groups, batch.zero_variance_groups, batch.sampled_sequences, len(batch.sequences)) == (3, 2, 7, 2)
     assert batch.reward_mean == pytest.approx(3 / 7)
     assert batch.reward_std == pytest.approx((12 / 49) ** 0.5)
 
@@ -68,10 +68,10 @@ def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
 )
 def test_groups_without_a_signal_can_be_kept_with_advantages_of_zero(silent: dict[str, Any]) -> None:
     left_out, kept = batch_of(silent), batch_of(silent, all_groups=True)
-    assert (left_out.rollouts, left_out.trained_tokens, left_out.zero_variance_groups) == ([], 0, 1)
+    assert (left_out.sequences, left_out.trained_tokens, left_out.zero_variance_groups) == ([], 0, 1)
     assert advantages_of(kept) == [0.0] * len(silent["scores"])
     assert (kept.trained_tokens, kept.zero_variance_groups) == (kept.completion_tokens, 1)
-    figures = ("groups", "sequences", "completion_tokens", "reward_mean", "reward_std")
+    figures = ("groups", "sampled_sequences", "completion_tokens", "reward_mean", "reward_std")
     assert all(getattr(kept, name) == getattr(left_out, name) for name in figures)
 
 
@@ -99,8 +99,10 @@ def test_long_sequences_lose_their_end_and_are_counted() -> None:
     assert lengths[0] != lengths[1]
     batch = batch_of(group, seq_len=max(lengths) - 1)
     assert batch.truncated_sequences == 1
-    assert [len(rollout.tokens) for rollout in batch.rollouts] == [min(length, max(lengths) - 1) for length in lengths]
-    assert batch_of(group, seq_len=4).rollouts == []  # only prompts are left
+    assert [len(sequence.tokens) for sequence in batch.sequences] == [
+        min(length, max(lengths) - 1) for length in lengths
+    ]
+    assert batch_of(group, seq_len=4).sequences == []  # only prompts are left
 
 
 def test_completion_tokens_count_all_that_was_sampled() -> None:
@@ -122,11 +124,11 @@ def test_a_first_token_is_never_trained_even_where_the_mask_names_it() -> None:
     group["masks"] = [list(tokens) for tokens in group["tokens"]]
     group["inference_logprobs"] = [[-0.5] * len(tokens) for tokens in group["tokens"]]
     batch = batch_of(group)
-    assert [rollout.trained.tolist() for rollout in batch.rollouts] == [
+    assert [sequence.trained.tolist() for sequence in batch.sequences] == [
         [False] + [True] * (len(tokens) - 1) for tokens in group["tokens"]
     ]
     group["tokens"], group["masks"], group["inference_logprobs"] = [[5], [6]], [[5], [6]], [[-0.5], [-0.5]]
-    assert batch_of(group).rollouts == []
+    assert batch_of(group).sequences == []
 
 
 @pytest.mark.parametrize("given", [None, [[0.5], [-2.0]]], ids=["of the group", "given"])
@@ -139,7 +141,7 @@ def test_the_staleness_weight_scales_all_advantages_of_the_group(given: list[lis
     assert advantages_of(batch_of(weighted)) == plain
     weighted["group_overrides"] = {"staleness_weight": 0.0}  # it teaches nothing any more
     found = batch_of(weighted)
-    assert (found.rollouts, found.zero_variance_groups) == ([], 1)
+    assert (found.sequences, found.zero_variance_groups) == ([], 1)
 
 
 def test_one_group_s_staleness_weight_is_not_another_s() -> None:
@@ -164,7 +166,7 @@ def test_truncation_of_each_sequence_is_its_sampler_s(
     fields: dict[str, Any], expected: list[tuple[float, int]]
 ) -> None:
     batch = batch_of(item([1.0, 0.0], **fields))
-    assert [(rollout.top_p, rollout.top_k) for rollout in batch.rollouts] == expected
+    assert [(sequence.top_p, sequence.top_k) for sequence in batch.sequences] == expected
 
 
 def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
@@ -178,17 +180,17 @@ def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
     for seq_len in (longest, longest - 1, 5):
         batch = batch_of(group, seq_len=seq_len)
         assert batch.truncated_sequences == sum(len(tokens) > seq_len for tokens in group["tokens"])
-        for index, rollout in enumerate(batch.rollouts):
-            assert rollout.tokens.tolist() == group["tokens"][index][:seq_len]
-            assert rollout.trained.tolist() == [mask != -100 for mask in group["masks"][index][:seq_len]]
+        for index, sequence in enumerate(batch.sequences):
+            assert sequence.tokens.tolist() == group["tokens"][index][:seq_len]
+            assert sequence.trained.tolist() == [mask != -100 for mask in group["masks"][index][:seq_len]]
             for found, name in (
-                (rollout.sampler_logprobs, "inference_logprobs"),
-                (rollout.reference_logprobs, "ref_logprobs"),
-                (rollout.advantages, "advantages"),
+                (sequence.sampler_logprobs, "inference_logprobs"),
+                (sequence.reference_logprobs, "ref_logprobs"),
+                (sequence.advantages, "advantages"),
             ):
                 assert found is not None
                 assert found.tolist() == np.array(group[name][index][:seq_len], np.float32).tolist()
-            assert rollout.temperature == [0.5, 2.0][index]
+            assert sequence.temperature == [0.5, 2.0][index]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +206,7 @@ def test_the_arrays_of_a_sequence_are_its_own_and_are_cut_alike() -> None:
     ],
 )
 def test_temperature_comes_from_the_most_specific_place(fields: dict[str, Any], expected: float) -> None:
-    assert batch_of(item([1.0, 0.0], **fields)).rollouts[0].temperature == expected
+    assert batch_of(item([1.0, 0.0], **fields)).sequences[0].temperature == expected
 
 
 def broken(change: str) -> dict[str, Any]:
@@ -247,6 +249,6 @@ def test_a_bad_group_is_left_out_with_the_reason_and_counts_nowhere(change: str,
     batch, alone = batch_of(good, broken(change)), batch_of(good)
     assert list(batch.rejected) == [1]
     assert re.match(says, batch.rejected[1])
-    figures = ("groups", "sequences", "completion_tokens", "reward_mean", "reward_std", "trained_tokens")
+    figures = ("groups", "sampled_sequences", "completion_tokens", "reward_mean", "reward_std", "trained_tokens")
     assert [getattr(batch, name) for name in figures] == [getattr(alone, name) for name in figures]
     assert batch_of(broken(change)).groups == 0

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from example_trainer.batching import Rollout
+from example_trainer.batching import Sequence
 from example_trainer.packing import deal, micro_batches, pack
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_every_rank_makes_as_many_passes_and_no_more_than_packing_needs(
 
 @given(lengths_of_a_batch, ranks_of_a_trainer, budgets)
 def test_ranks_that_deal_by_themselves_agree(lengths: list[int], ranks: int, budget: int) -> None:
-    assert deal(lengths, ranks, budget) == deal(tuple(lengths), ranks, budget)
+    assert deal(lengths, ranks, budget) == deal(list(lengths), ranks, budget)
 
 
 @given(lengths_of_a_batch, budgets)
@@ -70,8 +70,8 @@ def test_few_passes_are_copies_and_ranks_wait_little() -> None:
     assert sum(waits) / len(waits) < 0.01
 
 
-def rollout(length: int, value: float) -> Rollout:
-    return Rollout(
+def make_sequence(length: int, value: float) -> Sequence:
+    return Sequence(
         tokens=np.full(length, 1),
         trained=np.arange(length) > 0,
         sampler_logprobs=np.full(length, value, np.float32),
@@ -83,8 +83,8 @@ def rollout(length: int, value: float) -> Rollout:
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=12), ranks_of_a_trainer, budgets)
 def test_what_ranks_count_is_every_sequence_once(lengths: list[int], ranks: int, budget: int) -> None:
-    rollouts = [rollout(length, float(place)) for place, length in enumerate(lengths)]
-    shares = [micro_batches(rollouts, budget, CPU, rank, ranks) for rank in range(ranks)]
+    sequences = [make_sequence(length, float(place)) for place, length in enumerate(lengths)]
+    shares = [micro_batches(sequences, budget, CPU, rank, ranks) for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     counted = torch.cat([batch.sampler_logprobs for share in shares for batch in share if batch.counted])
     expected = torch.cat([torch.full((length - 1,), float(place)) for place, length in enumerate(lengths)])

@@ -91,8 +91,8 @@ def exchanged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
 
 def packed_row(longest: int = 60) -> MicroBatch:
     items = [item([1.0, 0.0], seed=5, longest=longest)]
-    rollouts = make_batch(as_records(items), seq_len=2048, divide_by_std=True, policy_version=0).rollouts
-    (row,) = micro_batches(rollouts, 10_000, torch.device("cpu"))
+    sequences = make_batch(as_records(items), seq_len=2048, divide_by_std=True, policy_version=0).sequences
+    (row,) = micro_batches(sequences, 10_000, torch.device("cpu"))
     return row
 
 

@@ -67,10 +67,10 @@ def scored(model: str, seed: int) -> list[dict[str, Any]]:
     """A batch as an exact sampler of `model` would have scored it: each sequence alone."""
     group = item([1.0, 0.0, 0.0, 1.0], seed=seed, policy_versions=[[0, 0]] * 4)
     policy = exact(model)
-    for index, rollout in enumerate(batch_of([group]).rollouts):
+    for index, sequence in enumerate(batch_of([group]).sequences):
         logprobs = np.asarray(group["inference_logprobs"][index])
-        (alone,) = micro_batches([rollout], 1, torch.device("cpu"))
-        logprobs[rollout.trained] = token_logprobs(Policy(policy), alone, 1).numpy()
+        (alone,) = micro_batches([sequence], 1, torch.device("cpu"))
+        logprobs[sequence.trained] = token_logprobs(Policy(policy), alone, 1).numpy()
         group["inference_logprobs"][index] = logprobs.tolist()
     return [group]
 
@@ -112,14 +112,14 @@ def train(
 def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, **SHAPE)
     make_exact(model, dtype)
-    rollouts = batch_of([item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40)]).rollouts
-    alone = micro_batches(rollouts, 1, torch.device("cpu"))
-    (packed,) = micro_batches(rollouts, 10_000, torch.device("cpu"))
+    sequences = batch_of([item([1.0, 0.0, 2.0, 3.0], seed=3, longest=40)]).sequences
+    alone = micro_batches(sequences, 1, torch.device("cpu"))
+    (packed,) = micro_batches(sequences, 10_000, torch.device("cpu"))
     apart = sorted((one.targets.tolist(), token_logprobs(Policy(model), one, 1).tolist()) for one in alone)
     together = token_logprobs(Policy(model), packed, 8).tolist()
     found, start = [], 0
-    for rollout in rollouts:
-        end = start + rollout.trained_tokens
+    for sequence in sequences:
+        end = start + sequence.trained_tokens
         found.append((packed.targets[start:end].tolist(), together[start:end]))
         start = end
     assert sorted(found) == apart
@@ -129,7 +129,7 @@ def test_packing_does_not_change_a_bit(family: str, dtype: torch.dtype) -> None:
 def test_gradients_are_those_of_the_model_in_float64(family: str) -> None:
     model, reference = tiny_model(family, **SHAPE), tiny_model(family, **SHAPE).double()
     make_exact(model, torch.float32)
-    (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).rollouts, 10_000, torch.device("cpu"))
+    (packed,) = micro_batches(batch_of([item([1.0, 0.0], seed=5, longest=60)]).sequences, 10_000, torch.device("cpu"))
     accumulate_gradients(
         Policy(model), packed, lambda logprobs, entropy, chunk: (logprobs * packed.advantages[chunk]).mean(), 8
     )
@@ -266,8 +266,8 @@ def test_what_is_not_covered_is_refused_by_name(model: str, tmp_path: Path) -> N
         make_exact(odd, torch.float32)
 
 
-def test_rollouts_survive_being_kept() -> None:
-    rollout, *_ = batch_of([item([1.0, 0.0])]).rollouts
-    found = exactness.rollout_from(exactness._tensors(rollout))
-    assert np.array_equal(found.tokens, rollout.tokens)
-    assert found.temperature == rollout.temperature
+def test_sequences_survive_being_kept() -> None:
+    sequence, *_ = batch_of([item([1.0, 0.0])]).sequences
+    found = exactness.sequence_from(exactness._tensors(sequence))
+    assert np.array_equal(found.tokens, sequence.tokens)
+    assert found.temperature == sequence.temperature

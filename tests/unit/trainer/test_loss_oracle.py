@@ -102,7 +102,7 @@ def our_figures(
     )
     return batch_gradients(
         Policy(model),
-        micro_batches(batch.rollouts, budget, CPU),
+        micro_batches(batch.sequences, budget, CPU),
         settings,
         reference=None if reference is None else Policy(reference),
         chunk_mb=chunk_mb,
@@ -141,7 +141,7 @@ def test_the_penalties_have_their_configured_weights_however_many_groups_have_a_
     )
     figures = batch_gradients(
         Policy(trained_model("llama")),
-        micro_batches(batch.rollouts, 100, CPU),
+        micro_batches(batch.sequences, 100, CPU),
         settings,
         reference=Policy(trained_model("llama", seed=9)),
         loss_tokens=batch.completion_tokens,
@@ -182,7 +182,7 @@ def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> No
 
     def gradient(extra_tokens: int) -> Tensor:
         model = trained_model("llama")
-        batches = micro_batches(batch.rollouts, 10_000, CPU)
+        batches = micro_batches(batch.sequences, 10_000, CPU)
         batch_gradients(Policy(model), batches, LossSettings(), loss_tokens=batch.trained_tokens + extra_tokens)
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
@@ -207,7 +207,7 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
     figures = batch_gradients(
         Policy(model),
-        micro_batches(batch.rollouts, 100, CPU),
+        micro_batches(batch.sequences, 100, CPU),
         LossSettings(kl_coef=0.1),
         reference=Policy(trained_model("llama", seed=9)),
     )
@@ -221,7 +221,7 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
         batch = make_batch(as_records(groups), seq_len=64, divide_by_std=True, policy_version=0)
         figures = batch_gradients(
             Policy(model),
-            micro_batches(batch.rollouts, 1000, CPU),
+            micro_batches(batch.sequences, 1000, CPU),
             LossSettings(kl_coef=0.1),
             reference=Policy(reference),
         )
@@ -243,7 +243,7 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
             if target != -100:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-    figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio_clipped_frac"] == 0
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
@@ -271,7 +271,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
         model = trained_model("llama")
         group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
         batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-        figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
+        figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
         assert figures["pg_loss"] is not None
@@ -300,6 +300,6 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 logprobs = logits[position - 1, kept].log_softmax(0)
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
     batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
-    figures = batch_gradients(Policy(model), micro_batches(batch.rollouts, 100, CPU), LossSettings())
+    figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -105,7 +105,7 @@ def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
     batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0)
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
-    batches = micro_batches(batch.rollouts, 100, torch.device("cpu"))
+    batches = micro_batches(batch.sequences, 100, torch.device("cpu"))
     settings = LossSettings.model_construct(loss="upward")  # type: ignore[arg-type]
     metrics = batch_gradients(Policy(model), batches, settings)
     logprobs = torch.cat([token_logprobs(Policy(model), each, 128) for each in batches])

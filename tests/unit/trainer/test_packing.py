@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from example_trainer.batching import Rollout, make_batch
+from example_trainer.batching import Sequence, make_batch
 from example_trainer.model import ModelError, check_packed_forward
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import fed_length, micro_batches, pack
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 FP32_SUMS = 1e-4  # float32 sums in another order, on logits up to about 10
 
 
-def rollout(length: int, trained: list[int], **fields: Any) -> Rollout:
+def make_sequence(length: int, trained: list[int], **fields: Any) -> Sequence:
     """A sequence of `length` tokens that trains those at the places `trained`."""
     values: dict[str, Any] = dict(
         tokens=np.arange(length),
@@ -31,7 +31,7 @@ def rollout(length: int, trained: list[int], **fields: Any) -> Rollout:
         reference_logprobs=None,
         temperature=1.0,
     )
-    return Rollout(**values | fields)
+    return Sequence(**values | fields)
 
 
 @given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 80))
@@ -46,7 +46,7 @@ def test_every_sequence_is_packed_once_within_the_budget(lengths: list[int], bud
 
 @given(st.data())
 def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
-    rollouts = []
+    sequences = []
     for _ in range(data.draw(st.integers(1, 6))):
         length = data.draw(st.integers(2, 20))
         trained = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
@@ -54,8 +54,8 @@ def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
         trained[1] |= not trained.any()
         values = np.arange(length, dtype=np.float32)
         tokens = np.array(data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=length, max_size=length)))
-        rollouts.append(Rollout(tokens, trained, -values, values, None, 1.0))
-    batches = micro_batches(rollouts, data.draw(st.integers(1, 40)), CPU)
+        sequences.append(Sequence(tokens, trained, -values, values, None, 1.0))
+    batches = micro_batches(sequences, data.draw(st.integers(1, 40)), CPU)
 
     found = []
     for batch in batches:
@@ -68,12 +68,14 @@ def test_rows_select_exactly_the_trained_tokens(data: st.DataObject) -> None:
             assert row - batch.position_ids[0, row] in starts
             assert -logprob == advantage == position
             found.append((position, int(target)))
-    expected = [(int(at), int(rollout.tokens[at])) for rollout in rollouts for at in np.flatnonzero(rollout.trained)]
+    expected = [
+        (int(at), int(sequence.tokens[at])) for sequence in sequences for at in np.flatnonzero(sequence.trained)
+    ]
     assert sorted(found) == sorted(expected)
 
 
 def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
-    sequence = rollout(6, [2, 3])
+    sequence = make_sequence(6, [2, 3])
     assert fed_length(sequence) == 3
     assert micro_batches([sequence], 100, CPU)[0].input_ids.tolist() == [[0, 1, 2]]
 
@@ -92,7 +94,7 @@ def test_tokens_behind_the_last_trained_one_are_not_fed() -> None:
 def test_each_trained_token_has_the_truncation_of_its_sampler(
     first: dict[str, Any], second: dict[str, Any], expected: tuple[list[int], list[float]] | None
 ) -> None:
-    (batch,) = micro_batches([rollout(4, [2, 3], **first), rollout(3, [2], **second)], 100, CPU)
+    (batch,) = micro_batches([make_sequence(4, [2, 3], **first), make_sequence(3, [2], **second)], 100, CPU)
     if expected is None:
         assert batch.truncation is None
         return
@@ -105,7 +107,12 @@ def test_each_trained_token_has_the_truncation_of_its_sampler(
 def test_each_trained_token_has_the_settings_of_its_sequence() -> None:
     reference = np.array([0.0, -1.0, -2.0, -3.0], np.float32)
     (batch,) = micro_batches(
-        [rollout(4, [1, 3], temperature=0.5, reference_logprobs=reference), rollout(3, [1], temperature=2.0)], 100, CPU
+        [
+            make_sequence(4, [1, 3], temperature=0.5, reference_logprobs=reference),
+            make_sequence(3, [1], temperature=2.0),
+        ],
+        100,
+        CPU,
     )
     assert batch.temperatures.tolist() == [0.5, 0.5, 2.0]
     assert batch.reference_logprobs[:2].tolist() == [-1.0, -3.0]
@@ -145,10 +152,10 @@ def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str,
         divide_by_std=True,
         policy_version=0,
     )
-    (row,) = micro_batches(batch.rollouts, 1000, CPU)
+    (row,) = micro_batches(batch.sequences, 1000, CPU)
     found = packed.get_output_embeddings()(trained_hidden(packed, row))
     expected = [
-        plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.rollouts
+        plain(input_ids=torch.tensor(r.tokens)[None]).logits[0][np.flatnonzero(r.trained) - 1] for r in batch.sequences
     ]
     torch.testing.assert_close(found, torch.cat(expected), rtol=FP32_SUMS, atol=FP32_SUMS)
 
@@ -179,7 +186,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         (row,) = micro_batches(
-            make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts,
+            make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).sequences,
             1000,
             CPU,
         )
@@ -193,7 +200,9 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     (row,) = micro_batches(
-        make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).rollouts, 1000, CPU
+        make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).sequences,
+        1000,
+        CPU,
     )
     whole = token_logprobs(Policy(model), row, 128)
     pairs = [slice(start, min(start + 2, len(whole))) for start in range(0, len(whole), 2)]

@@ -15,7 +15,7 @@ from example_trainer.packing import MicroBatch, micro_batches
 from example_trainer.weights.gathered import write_safetensors
 from example_trainer.weights.source import shapes_of
 from tests.unit.trainer.fakes import model_folder
-from tests.unit.trainer.rank_child import rollouts
+from tests.unit.trainer.rank_child import sequences
 from tests.unit.trainer.rank_runs import Done, Job, largest_difference, run_jobs
 
 pytestmark = [pytest.mark.services, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -121,7 +121,7 @@ def expect_agreement(
 
 def passes(budget: int, rank: int = 0) -> list[list[MicroBatch]]:
     """A rank's micro-batches in each step of a run on two ranks."""
-    return [micro_batches(rollouts(step)[0], budget, CPU, rank, 2) for step in range(STEPS)]
+    return [micro_batches(sequences(step)[0], budget, CPU, rank, 2) for step in range(STEPS)]
 
 
 def test_the_runs_have_several_passes_a_rank_packed_ones_and_copies() -> None:
@@ -188,7 +188,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done])
 
 
 def test_a_batch_of_fewer_sequences_than_ranks_agrees(done: dict[str, Done]) -> None:
-    assert len(rollouts(0, groups=1, answers=2)[0]) == 1
+    assert len(sequences(0, groups=1, answers=2)[0]) == 1
     expect_agreement(done["few 1"], done["few 2"])
 
 

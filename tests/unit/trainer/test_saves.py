@@ -26,7 +26,7 @@ from example_trainer.weights.shards import ShardFiles
 from example_trainer.weights.written import CheckpointError
 from tests.unit.common.disk import broken_disk, expect_durable, watch_disk
 from tests.unit.trainer.fakes import model_folder
-from tests.unit.trainer.rank_child import rollouts
+from tests.unit.trainer.rank_child import sequences
 
 Make = Callable[..., tuple[Learner, Saves]]
 
@@ -66,7 +66,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def train(learner: Learner, step: int) -> float | None:
-    loss = learner.gradients(*rollouts(step))["loss"]
+    loss = learner.gradients(*sequences(step))["loss"]
     learner.clip()
     learner.update(1e-2)
     return loss
