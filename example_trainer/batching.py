@@ -38,6 +38,7 @@ class Sequence:
     top_p: float = 1.0  # of the sampler; 1 keeps all
     top_k: int = 0  # of the sampler; 0 keeps all
     rollout: int = 0  # place in the batch of the rollout that it belongs to
+    old_logprobs: NDArray[np.float32] | None = None  # under the policy before this batch's first update, if recomputed
 
     @property
     def trained_tokens(self) -> int:

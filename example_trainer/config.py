@@ -180,6 +180,18 @@ class LossSettings(Config):
         return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
 
 
+class UpdateSettings(Config):
+    """Updates"""
+
+    old_logprobs: Literal["sampler", "recomputed"] = Field(
+        "sampler",
+        description=(
+            "what probability ratios are against: the sampler's log-probabilities, or the trainer's own before the"
+            " batch's first update, which takes one more forward pass"
+        ),
+    )
+
+
 class BadDataSettings(Config):
     """Bad data"""
 
@@ -300,6 +312,7 @@ class TrainerConfig(
     ExactnessSettings,
     BadDataSettings,
     LossSettings,
+    UpdateSettings,
     OptimizationSettings,
     RankSettings,
     ModelSettings,

@@ -280,7 +280,10 @@ class Run:
         if not batch.sequences:
             log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
             return None
-        return self.learner.gradients(batch.sequences, batch.completion_tokens)
+        sequences = batch.sequences
+        if config.old_logprobs == "recomputed":
+            sequences = self.learner.with_old_logprobs(sequences)
+        return self.learner.gradients(sequences, batch.completion_tokens)
 
     def hand_over(self, step: int, updates: bool) -> SyncReport:
         """Make the optimizer update, if there is one, and have vLLM serve the result as the next policy version."""

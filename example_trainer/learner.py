@@ -20,7 +20,7 @@ from example_trainer.exactness import Comparison
 from example_trainer.memory import settled_config
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
-from example_trainer.packing import MicroBatch, micro_batches
+from example_trainer.packing import MicroBatch, micro_batches, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
 from example_trainer.rank_processes import Place
@@ -47,7 +47,7 @@ class Learner:
         self._config = config
         self._device = device
         self._storage = storage
-        self.comparison = Comparison()  # of the gradients computed last, over all ranks
+        self.comparison = Comparison()  # of the log-probabilities computed last, over all ranks
         self._writer = ShardWriter()
 
     @collective
@@ -81,12 +81,29 @@ class Learner:
             self.progress = restore(Path(checkpoint), self.optimizer, self.trained.model, self.ranks.rank)
 
     @collective
+    def with_old_logprobs(self, sequences: list[Sequence]) -> list[Sequence]:
+        """The sequences with the log-probabilities that the policy gives their trained tokens as it is now. They are
+        compared with the sampler's.
+        """
+        config, comparison = self._config, Comparison()
+        self.trained.model.eval()  # no dropout of an adapter, as in vLLM
+        for batch in self._micro_batches(sequences):
+            logprobs = token_logprobs(self._policy, batch, config.logits_chunk_mb)
+            if batch.counted:
+                comparison.add(batch.targets, batch.sampler_logprobs, logprobs)
+        self.trained.model.train()
+        reshard(self._policy)
+        self.comparison = comparison.of_all(self.ranks)
+        _, _, column = self.comparison.columns()
+        return with_old_logprobs(sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size)
+
+    @collective
     def gradients(self, sequences: list[Sequence], loss_tokens: int) -> StepMetrics:
         """Put the gradient of the mean over `loss_tokens` tokens into the parameters' `.grad`."""
         comparison = Comparison()
         measured = batch_gradients(
             self._policy,
-            micro_batches(sequences, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size),
+            self._micro_batches(sequences),
             self._config,
             reference=self._reference,
             chunk_mb=self._config.logits_chunk_mb,
@@ -159,6 +176,7 @@ class Learner:
             rows=torch.arange(len(tokens) - 1, device=self._device),
             targets=ids[1:],
             sampler_logprobs=nothing,
+            old_logprobs=nothing,
             advantages=nothing,
             temperatures=torch.ones_like(nothing),
             reference_logprobs=nothing,
@@ -173,6 +191,10 @@ class Learner:
     def gather(self, names: list[str], dtype: str) -> list[Tensor]:
         """On rank 0, each rank's rows of these parameters (weights/gathered.py)."""
         return gather_rows(self.trained.policy, names, dtype)
+
+    def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
+        """This rank's share of them."""
+        return micro_batches(sequences, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size)
 
     def _before_pass(self, is_last: bool) -> None:
         """Tell FSDP2 what becomes of gathered weights and gradients after this micro-batch."""

@@ -122,6 +122,7 @@ def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtyp
         rows=torch.arange(len(tokens), device=device),
         targets=tokens,
         sampler_logprobs=none,
+        old_logprobs=none,
         advantages=none,
         temperatures=none,
         reference_logprobs=none,

@@ -28,6 +28,7 @@ class MicroBatch:
     rows: Tensor  # [R], positions in the row whose next token is trained
     targets: Tensor  # [R], that token
     sampler_logprobs: Tensor  # [R]
+    old_logprobs: Tensor  # [R], what ratios are against: the sampler's, or recomputed before the batch's first update
     advantages: Tensor  # [R]
     temperatures: Tensor  # [R]
     reference_logprobs: Tensor  # [R], NaN where the environment gave none
@@ -129,6 +130,24 @@ def micro_batches(
     ]
 
 
+def with_old_logprobs(
+    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1
+) -> list[Sequence]:
+    """The sequences with their part of `column`: a value for each trained token, in the order in which the ranks'
+    micro-batches have them.
+    """
+    lengths = [fed_length(sequence) for sequence in sequences]
+    order = [index for share in deal(lengths, ranks, budget) for members in share for index in members]
+    found, start = list(sequences), 0
+    for index in order:
+        sequence = sequences[index]
+        old = np.full(len(sequence.tokens), np.nan, np.float32)
+        old[sequence.trained] = column[start : start + sequence.trained_tokens]
+        found[index] = replace(sequence, old_logprobs=old)
+        start += sequence.trained_tokens
+    return found
+
+
 def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
     lengths = tuple(fed_length(sequence) for sequence in sequences)
     trained = [np.flatnonzero(sequence.trained) for sequence in sequences]  # positions within each sequence, from 1
@@ -153,6 +172,12 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
         ),
         targets=of_trained([sequence.tokens for sequence in sequences]),
         sampler_logprobs=of_trained([sequence.sampler_logprobs for sequence in sequences]),
+        old_logprobs=of_trained(
+            [
+                sequence.sampler_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+                for sequence in sequences
+            ]
+        ),
         advantages=of_trained([sequence.advantages for sequence in sequences]),
         temperatures=of_sampler([sequence.temperature for sequence in sequences], np.float32),
         reference_logprobs=of_trained(

@@ -64,7 +64,7 @@ def batch_gradients(
             logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known
         ) -> Tensor:
             sampler = batch.sampler_logprobs[chunk]
-            of_policy, own = token_loss(logprobs, sampler, batch.advantages[chunk], settings)
+            of_policy, own = token_loss(logprobs, batch.old_logprobs[chunk], batch.advantages[chunk], settings)
             total, kl = with_penalties(of_policy, logprobs, entropy, None if known is None else known[chunk], settings)
             if comparison is not None and batch.counted:
                 comparison.add(batch.targets[chunk], sampler, logprobs)

@@ -13,11 +13,11 @@ class TokenLoss(Protocol):
     """A loss per token, of which a step differentiates the sum over the batch's sampled tokens."""
 
     def __call__(
-        self, logprobs: Tensor, sampler: Tensor, advantages: Tensor, settings: LossSettings, /
+        self, logprobs: Tensor, old: Tensor, advantages: Tensor, settings: LossSettings, /
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token under the current policy's `logprobs`, and the loss's own metrics by their names in
-        metrics.jsonl, whose means over the trained tokens are reported. `sampler` are the log-probabilities under the
-        policy that sampled the tokens.
+        metrics.jsonl, whose means over the trained tokens are reported. `old` are the log-probabilities that ratios
+        are against (--old-logprobs): of the policy that sampled the tokens, or of the one before the first update.
         """
 
 

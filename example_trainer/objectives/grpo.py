@@ -10,10 +10,10 @@ from example_trainer.config import LossSettings
 
 
 def token_loss(
-    logprobs: Tensor, sampler: Tensor, advantages: Tensor, settings: LossSettings
+    logprobs: Tensor, old: Tensor, advantages: Tensor, settings: LossSettings
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The clipped surrogate of each token; its metrics are the probability ratio and whether the clip silenced it."""
-    ratio = (logprobs - sampler).exp()
+    ratio = (logprobs - old).exp()
     loss, clipped = clipped_surrogate(ratio, advantages, settings.clip_eps, settings.clip_high)
     return loss, {"ratio_mean": ratio, "ratio_clipped_frac": clipped}
 

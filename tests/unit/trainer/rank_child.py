@@ -40,7 +40,7 @@ JOB_S = 60.0  # more than any job takes
 
 
 def sequences(
-    step: int, seq_len: int = 64, groups: int = GROUPS, answers: int = 4, given: bool = False
+    step: int, seq_len: int = 64, groups: int = GROUPS, answers: int = 4, given: bool = False, top_p: float = 1.0
 ) -> tuple[list[Sequence], int]:
     """A step's sequences, of ragged lengths, and its sampled tokens. The last group has one answer fewer; with `given`,
     the first comes with log-probabilities of the reference.
@@ -50,6 +50,7 @@ def sequences(
             [1.0, 0.0, 0.0, 1.0][: answers - (index == groups - 1)],
             seed=100 * step + index,
             longest=3 + 4 * index,
+            generation_params={"top_p": top_p},
         )
         for index in range(groups)
     ]
@@ -104,7 +105,13 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         at_start = trained.prompt_logprobs(prompt).tolist()
         trained.write(out / "start")  # what a probe leaves gathered cannot be written
     for step in range(job["steps"]):
-        measured = learner.gradients(*sequences(step, **job.get("batch", {})))
+        batch, tokens = sequences(step, **job.get("batch", {}))
+        if config.old_logprobs == "recomputed":
+            batch = learner.with_old_logprobs(batch)
+            learner.gradients(batch, tokens)
+            learner.clip()
+            learner.update(config.lr)
+        measured = learner.gradients(batch, tokens)
         norm = learner.clip()
         if job.get("probe"):
             trained.prompt_logprobs(prompt)  # must not keep weights from before the update

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from example_trainer.batching import Sequence, make_batch
 from example_trainer.model import ModelError, check_packed_forward
 from example_trainer.packed_attention import PACKED_SDPA
-from example_trainer.packing import fed_length, micro_batches, pack
+from example_trainer.packing import fed_length, micro_batches, pack, with_old_logprobs
 from example_trainer.policy import Policy, token_logprobs, trained_hidden
 from tests.unit.trainer.fakes import VOCAB, as_records, item, tiny_model
 
@@ -102,6 +102,21 @@ def test_each_trained_token_has_the_truncation_of_its_sampler(
     top_ks, top_ps = batch.truncation
     assert (top_ks.tolist(), top_ps.dtype) == (expected[0], torch.float32)
     assert top_ps.tolist() == pytest.approx(expected[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_recomputed_log_probabilities_go_back_to_their_tokens_from_whichever_rank_had_them(ranks: int) -> None:
+    lengths = [9, 3, 14, 6, 2, 11, 5]
+    sequences = [make_sequence(length, list(range(length // 2, length))) for length in lengths]
+    batches = [batch for rank in range(ranks) for batch in micro_batches(sequences, 12, CPU, rank, ranks)]
+    column = torch.cat([-batch.targets.float() for batch in batches if batch.counted])
+    found = with_old_logprobs(sequences, column.numpy(), 12, ranks)
+    for sequence, with_old in zip(sequences, found, strict=True):
+        assert with_old.old_logprobs is not None
+        assert (with_old.old_logprobs[sequence.trained] == -sequence.tokens[sequence.trained]).all()
+    (again,) = micro_batches(found, 100, CPU)
+    assert torch.equal(again.old_logprobs, -again.targets.float())
+    assert torch.equal(again.sampler_logprobs, torch.full_like(again.old_logprobs, -0.5))
 
 
 def test_each_trained_token_has_the_settings_of_its_sequence() -> None:

@@ -31,6 +31,7 @@ BF16 = {"compute_dtype": "bfloat16"}
 LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1e-2}
 CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
+RECOMPUTED = {"old_logprobs": "recomputed"}
 LORA_KL = {"weight_bridge_mode": "lora_restart", "kl_coef": 0.1}
 LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
 ADAPTER = "model/adapter_model.safetensors"
@@ -76,6 +77,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"penalties {ranks}": Job("llama", ranks, 3, PENALTIES, moved | {"batch": {"given": True}}),
             f"few {ranks}": Job("llama", ranks, 2, more={"batch": {"groups": 1, "answers": 2}}),
             f"clipped {ranks}": Job("llama", ranks, 3, CLIPPED),
+            f"recomputed {ranks}": Job("llama", ranks, 2, RECOMPUTED, {"batch": {"top_p": 0.8}}),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
             f"lora bfloat16 {ranks}": Job("qwen3", ranks, 2, LORA | BF16 | LORA_KL),
@@ -176,6 +178,14 @@ def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_e
     reference = two.rank(0)["reference"].values()
     assert all(abs(2 * local[0] - whole[0]) <= 1 for local, whole in reference)  # nothing of it stays gathered
     assert len(reference) == len(two.rank(0)["parameters"])
+
+
+def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, Done]) -> None:
+    """The figures are of each batch's second update, in which the ratios are against the policy before the first."""
+    one, two = done["recomputed 1"], done["recomputed 2"]
+    expect_agreement(one, two)
+    assert two.column("ratio_mean") == pytest.approx(one.column("ratio_mean"), rel=1e-5)
+    assert all(ratio != 1 and ratio == pytest.approx(1, abs=0.1) for ratio in one.column("ratio_mean"))
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:

@@ -336,6 +336,15 @@ def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> N
     assert all(torch.equal(start[key], trained[key]) for key in start)
 
 
+def test_recomputed_log_probabilities_make_the_first_update_s_ratio_one(model: str, tmp_path: Path) -> None:
+    """The sampler's are made up; what it kept of the distribution is computed in either pass."""
+    api = FakeApi(lambda n: [item([1.0, 0.0], seed=n, generation_params={"top_p": 0.7, "top_k": 9})])
+    train(model, tmp_path, api=api, training_steps=2, old_logprobs="recomputed")
+    for row in rows(tmp_path):
+        assert (row["ratio_mean"], row["ratio_clipped_frac"]) == (1.0, 0.0)
+        assert row["logprob_diff_mean"] > 0.1
+
+
 def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, kl_coef=0.1, entropy_coef=0.01, warmup_steps=0)
     kl = [row["kl"] for row in rows(tmp_path)]
