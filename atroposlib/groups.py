@@ -43,6 +43,7 @@ CHECKED_FIELDS = (
     "group_overrides",
     "overrides",
     "policy_versions",
+    "rollouts",
 )
 Location = tuple[str | int, ...]
 
@@ -74,6 +75,16 @@ def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
         _check_trainable(group, needs.vocab_size)
     elif needs.vocab_size is not None:
         _check_ids(_rows("tokens", _required(group, "tokens"), "q"), needs.vocab_size)
+    if group.get("rollouts") is not None:
+        _check_rollouts(group)
+
+
+def size_of(group: ScoredData | Mapping[str, Any]) -> int:
+    """How many rollouts a group has, which passed the check: what `group_size` and `batch_size` count."""
+    rollouts = group.rollouts if isinstance(group, ScoredData) else group.get("rollouts")
+    if rollouts is None or rollouts is UNSET:
+        return len(group.tokens if isinstance(group, ScoredData) else group["tokens"])
+    return int(rollouts[-1]) + 1
 
 
 def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
@@ -254,6 +265,31 @@ def _check_object(settings: Any, *where: str | int) -> None:
             isinstance(value, numbers.Real) and not isinstance(value, bool) and will_do(value)
         ):
             raise Untrainable(f"{shown(value)} is not {rule}", *where, name)
+
+
+def _check_rollouts(group: Mapping[str, Any]) -> None:
+    rollouts, scores = _list(group["rollouts"], "rollouts"), _required(group, "scores")
+    sequences = len(_required(group, "tokens"))
+    for name, values in (("rollouts", rollouts), ("scores", scores)):
+        expect_count(name, len(values), sequences)
+    before = 0
+    for index, (rollout, score) in enumerate(zip(rollouts, scores, strict=True)):
+        allowed = (before, before + 1) if index else (0,)
+        if isinstance(rollout, bool) or not isinstance(rollout, numbers.Integral) or rollout not in allowed:
+            raise Untrainable(
+                f"{shown(rollout)} is not {' or '.join(map(str, allowed))}; rollouts are counted from 0 in order: a "
+                "sequence has the number of the one before it, or the next",
+                "rollouts",
+                index,
+            )
+        if index and rollout == before and score != scores[index - 1]:
+            raise Untrainable(
+                f"{shown(score)} is not the {shown(scores[index - 1])} of the sequence before it, which belongs to the "
+                f"same rollout ({rollout}); give every sequence of a rollout the rollout's score",
+                "scores",
+                index,
+            )
+        before = int(rollout)
 
 
 def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:

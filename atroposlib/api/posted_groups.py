@@ -39,7 +39,8 @@ SMALL_BYTES = 65_536  # of a field that is cheap to look through
 
 _CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
 _NULL = {False: Raw(b"null"), True: Raw(b"\xc0")}
-_ITEM = [name for name in ScoredData.__struct_fields__ if name != "policy_versions"]
+_ONLY_IF_POSTED = ("policy_versions", "rollouts")  # fields that the ancestor's items did not have
+_ITEM = [name for name in ScoredData.__struct_fields__ if name not in _ONLY_IF_POSTED]
 _REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field.required]
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
@@ -179,12 +180,12 @@ class _Reader:
             values[name], present[name] = (
                 self._numbers(name, raw) if name in _NUMBERS else (self._free_form(name, raw), raw)
             )
+        for name in _ONLY_IF_POSTED:
+            if values.get(name, UNSET) is None:
+                del values[name]
         data = PostedData(**values)
-        if data.policy_versions is None:
-            data.policy_versions = UNSET
         item = {name: present.get(name, null) for name in _ITEM}
-        if data.policy_versions is not UNSET:
-            item["policy_versions"] = present["policy_versions"]
+        item |= {name: present[name] for name in _ONLY_IF_POSTED if name in values}
         return data, bytes(_CODEC[self._packed].encode(item))
 
     def _numbers(self, name: str, raw: Raw) -> tuple[Any, Raw]:

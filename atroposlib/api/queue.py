@@ -206,7 +206,7 @@ class BatchQueue(Generic[R]):
         """
         if self.registration is not None and sequences > self.registration.batch_size:
             raise GroupTooLarge(
-                f"a group of {sequences} sequences does not fit into a batch of {self.registration.batch_size}; "
+                f"a group of {sequences} rollouts does not fit into a batch of {self.registration.batch_size}; "
                 "lower the environment's group_size or raise the trainer's batch size"
             )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check, size_of
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, PostedData
 
@@ -41,7 +41,7 @@ PER_SEQUENCE = (
 )
 # Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
 SAMPLING = {"temperature", "top_p", "top_k"}
-WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "generation_params", "overrides", "group_overrides")
+WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "rollouts", "generation_params", "overrides", "group_overrides")
 
 
 # What a trainer does otherwise for a sequence or a group: temperature, top_p, set_advantage_to_zero, ...
@@ -65,6 +65,7 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
     policy_versions: list[list[int]] | None
+    rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -153,9 +154,9 @@ def rejection(
     limit.
     """
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
-    count = len(group["tokens"])
+    count = size_of(group)
     if count != expected:
-        return Rejection("of the wrong size", f"{count} sequences instead of {expected}")
+        return Rejection("of the wrong size", f"{count} rollouts instead of {expected}")
     if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
         return Rejection(EQUAL_SCORES, f"all scores are {group['scores'][0]:g}")
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)

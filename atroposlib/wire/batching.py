@@ -23,7 +23,7 @@ WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
 
 
 class Registration(Struct):
-    """A trainer and the shape of its run. `batch_size` is in sequences, `max_token_len` in tokens.
+    """A trainer and the shape of its run. `batch_size` is in rollouts, `max_token_len` in tokens.
 
     `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
     those whose batches the checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids
@@ -282,7 +282,7 @@ class EnvActivity(Struct, omit_defaults=True):
 class Activity(Struct, omit_defaults=True):
     """Who does what, and what is missing for the next batch: see `explain` in atroposlib/clients/activity.py.
 
-    `waiting` counts sequences that a batch could take. `obstacle` says why enough of them make no batch. The trainer
+    `waiting` counts rollouts that a batch could take. `obstacle` says why enough of them make no batch. The trainer
     was last heard `trainer_heard_s` ago, null after too long a silence, and last asked for a batch `asked_s` ago.
     """
 
@@ -338,7 +338,7 @@ class Evaluations(Struct):
 
 
 class Accepted(Struct, omit_defaults=True):
-    """`status` is "received", or "buffered" with the number of sequences that wait for company to fill the group
+    """`status` is "received", or "buffered" with the number of rollouts that wait for company to fill the group
     size.
     """
 
@@ -362,13 +362,14 @@ class Message(Struct):
 
 
 class ScoredData(Struct):
-    """One group of n sequences. The fields, in this order and null when absent, are the item that a trainer gets from
+    """One group of rollouts. The fields, in this order and null when absent, are the item that a trainer gets from
     /batch.
 
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
     `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
     [sequence][position][top_k]. `policy_versions` is the first and last policy version that a sequence was sampled
-    under; an item has it only if it was posted.
+    under. `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
+    sequence is a rollout of its own. An item has these two only if they were posted.
     """
 
     tokens: list[list[int]]
@@ -386,6 +387,7 @@ class ScoredData(Struct):
     distill_token_ids: list[list[list[Integer]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[tuple[Step, Step]] | UnsetType | None = UNSET
+    rollouts: list[Integer] | UnsetType | None = UNSET
 
 
 class PostedData(ScoredData, omit_defaults=True):

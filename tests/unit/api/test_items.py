@@ -27,25 +27,24 @@ OPTIONAL = {
     "distill_logprobs": [[[-1.0], [-2.0]]],
 }
 BESIDES = {"extra": [1, {"b": None}], "idempotency_key": "key"}
-VERSIONS: list[Any] = ["absent", None, [[1, 2]]]
+# absent, null, or there: these are in an item only if they were posted
+NEWER: dict[str, Any] = {"policy_versions": [[1, 2]], "rollouts": [0]}
 
 
 @given(
     st.booleans(),
     st.dictionaries(st.sampled_from(sorted(OPTIONAL)), st.booleans()),
-    st.sampled_from(VERSIONS),
+    st.dictionaries(st.sampled_from(sorted(NEWER)), st.booleans()),
     st.sets(st.sampled_from(sorted(BESIDES))),
 )
 def test_an_item_has_its_keys_once_each(
-    packed: bool, given_fields: dict[str, bool], versions: Any, besides: set[str]
+    packed: bool, given_fields: dict[str, bool], newer: dict[str, bool], besides: set[str]
 ) -> None:
     said = {name: OPTIONAL[name] if is_set else None for name, is_set in given_fields.items()}
-    said |= {} if versions == "absent" else {"policy_versions": versions}
+    said |= {name: NEWER[name] if is_set else None for name, is_set in newer.items()}
     posted = group(1, 5, **said, **{name: BESIDES[name] for name in besides})
     body = CODECS[packed].encode(posted)
-    expected = {name: posted.get(name) for name in ITEM_KEYS} | (
-        {"policy_versions": versions} if isinstance(versions, list) else {}
-    )
+    expected = {name: posted.get(name) for name in ITEM_KEYS} | {name: NEWER[name] for name in newer if newer[name]}
     (_, listed) = read_groups(CODECS[packed].encode([posted, group(1)]), packed, in_list=True)[0]
     data, item = read_group(body, packed)
     for each in (item, listed):

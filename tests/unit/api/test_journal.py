@@ -90,6 +90,19 @@ def test_a_post_repeated_after_a_restart_is_stored_once(path: Path) -> None:
         assert client.post("/scored_data", json=group(3, env_id=env_id)).json()["buffer_size"] == 6
 
 
+def test_rollouts_of_several_sequences_wait_in_the_journal_as_they_were(path: Path) -> None:
+    posted = [group(4, mark, rollouts=[0, 0, 1, 1]) for mark in range(3)]
+    with api(path) as client:
+        register(client, batch_size=4)
+        client.post("/scored_data_list", json=posted)
+    with api(path) as client:
+        batch = client.get("/batch").json()["batch"]
+        assert [(item["tokens"], item["rollouts"]) for item in batch] == [
+            (each["tokens"], [0, 0, 1, 1]) for each in posted[:2]
+        ]
+        assert client.get("/status").json()["queue_size"] == 1
+
+
 def test_packed_and_plain_groups_come_back_as_they_were(path: Path) -> None:
     import msgspec
 

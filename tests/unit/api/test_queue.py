@@ -235,7 +235,7 @@ def test_a_group_above_its_environments_size_is_queued_rather_than_kept_for_ever
 
 def test_a_group_that_no_batch_can_hold_is_refused_with_both_sizes() -> None:
     queue = started(batch_size=8)
-    with pytest.raises(GroupTooLarge, match="9 sequences does not fit into a batch of 8"):
+    with pytest.raises(GroupTooLarge, match="9 rollouts does not fit into a batch of 8"):
         queue.accept(9, None, "")
 
 

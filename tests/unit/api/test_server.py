@@ -73,7 +73,7 @@ def test_openapi_describes_every_route_and_its_body(client: TestClient) -> None:
             assert operation["description"], (method, path)
     body = document["paths"]["/scored_data"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fields = document["components"]["schemas"][body["$ref"].split("/")[-1]]["properties"]
-    assert list(fields) == [*ITEM_KEYS, "policy_versions", "idempotency_key"]
+    assert list(fields) == [*ITEM_KEYS, "policy_versions", "rollouts", "idempotency_key"]
 
 
 def test_no_web_page_may_read_replies(client: TestClient) -> None:
@@ -214,6 +214,37 @@ def test_everything_posted_comes_back_unchanged(client: TestClient) -> None:
     client.post("/scored_data", json=full)
     assert client.get("/latest_example").json() == full
     assert client.get("/batch").json() == {"batch": [full]}
+
+
+def test_rollouts_appear_only_when_posted_and_are_what_a_batch_counts(client: TestClient) -> None:
+    register(client, batch_size=5)
+    client.post("/scored_data", json=group(4, 1, rollouts=[0, 0, 1, 2], scores=[1.0, 1.0, 0.0, 0.5]))
+    assert client.get("/batch").json() == {"batch": None}
+    client.post("/scored_data", json=group(2, 2, rollouts=None))
+    first, second = client.get("/batch").json()["batch"]
+    assert (first["rollouts"], len(first["tokens"])) == ([0, 0, 1, 2], 4)
+    assert "rollouts" not in second
+
+
+def test_groups_are_buffered_by_rollouts(client: TestClient) -> None:
+    register(client, batch_size=4)
+    client.get("/batch")
+    env_id = register_env(client, 4)
+    of_one = group(3, 1, rollouts=[0, 0, 0], scores=[1.0] * 3, env_id=env_id)
+    of_three = group(4, 2, rollouts=[0, 1, 1, 2], scores=[0.0, 1.0, 1.0, 0.5], env_id=env_id)
+    assert client.post("/scored_data", json=of_one).json() == {"status": "buffered", "buffer_size": 1}
+    assert client.post("/scored_data", json=of_three).json() == {"status": "buffered", "buffer_size": 0}
+    assert [item["rollouts"] for item in client.get("/batch").json()["batch"]] == [[0, 0, 0], [0, 1, 1, 2]]
+
+
+def test_a_group_with_more_sequences_than_a_batch_has_rollouts_fits(client: TestClient) -> None:
+    register(client, batch_size=2)
+    posted = group(5, 1, rollouts=[0, 0, 0, 0, 1], scores=[1.0] * 4 + [0.0])
+    assert client.post("/scored_data", json=posted).json() == {"status": "received"}
+    assert len(client.get("/batch").json()["batch"][0]["tokens"]) == 5
+    status, location, message = refusal(client.post("/scored_data", json=group(3, rollouts=[0, 1, 2])))
+    assert (status, location) == (422, ["body", "tokens"])
+    assert "a group of 3 rollouts does not fit into a batch of 2" in message
 
 
 def test_policy_versions_appear_only_when_posted(client: TestClient) -> None:
@@ -378,6 +409,20 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(client: TestCl
         ({"inference_logprobs": [[0.0, 0.0]]}, ["inference_logprobs"], "1 entries for 2 sequences"),
         ({"policy_versions": [[0, 0]]}, ["policy_versions"], "1 entries for 2 sequences"),
         ({"policy_versions": [[0, 0], [1]]}, ["policy_versions", 1], "length 2"),
+        ({"rollouts": [0]}, ["rollouts"], "1 entries for 2 sequences"),
+        ({"rollouts": []}, ["rollouts"], "0 entries for 2 sequences"),
+        ({"rollouts": [1, 1]}, ["rollouts", 0], "1 is not 0; rollouts are counted from 0 in order"),
+        ({"rollouts": [0, 2]}, ["rollouts", 1], "2 is not 0 or 1"),
+        ({"rollouts": [0, -1]}, ["rollouts", 1], "-1 is not 0 or 1"),
+        ({"rollouts": [-1, -1]}, ["rollouts", 0], "-1 is not 0;"),
+        ({"rollouts": [0, 2**53 - 1]}, ["rollouts", 1], "9007199254740991 is not 0 or 1"),
+        ({"rollouts": [0, 2**60]}, ["rollouts", 1], "<="),
+        ({"rollouts": [0, 10**400]}, ["rollouts", 1], ""),
+        ({"rollouts": [0, 0.5]}, ["rollouts", 1], "float"),
+        ({"rollouts": [0, "x"]}, ["rollouts", 1], "str"),
+        ({"rollouts": [[0], [1]]}, ["rollouts", 0], "array"),
+        ({"rollouts": 0}, ["rollouts"], "got `int`"),
+        ({"rollouts": [0, 0], "scores": [1.0, 0.5]}, ["scores", 1], "0.5 is not the 1.0 of the sequence before it"),
         ({"messages": [[{"role": "user"}]]}, ["messages", 0, 0], "'role' and 'content'"),
         ({"messages": [None]}, ["messages", 0], "got `null`"),
         ({"tokens": [[1, "x"], [1, 2]]}, ["tokens", 0, 1], "got `str`"),
@@ -404,7 +449,7 @@ def test_a_group_larger_than_the_batch_is_refused_with_both_sizes(client: TestCl
     register(client, batch_size=8)
     status, _, message = refusal(client.post("/scored_data", json=group(9)))
     assert status == 422
-    assert "9 sequences does not fit into a batch of 8" in message
+    assert "9 rollouts does not fit into a batch of 8" in message
 
 
 def test_a_batch_that_can_never_fill_is_diagnosed_once_in_the_log(
