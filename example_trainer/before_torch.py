@@ -11,6 +11,8 @@ from atroposlib.config import load_config
 from atroposlib.errors import one_line_errors
 from atroposlib.extras import need
 from example_trainer.config import TrainerConfig
+from example_trainer.cpu_cores import expect_cores, parse_cores, shared_out
+from example_trainer.errors import TrainerError
 from example_trainer.memory import plan_of_run
 from example_trainer.rank_parent import run_ranks
 from example_trainer.rank_processes import Place, begin_rank, own_environment, ranks_to_start
@@ -34,7 +36,23 @@ def check_before_torch() -> None:
             if config.use_wandb:
                 need("wandb", "--use-wandb", "wandb")
             ranks = 0 if place.started_by_others else ranks_to_start(config)
+            take_cores(config, place, ranks)
     if place.size > 1:
         begin_rank(place)
     elif ranks:
         raise SystemExit(run_ranks(ranks, config.dist_timeout_s))
+
+
+def take_cores(config: TrainerConfig, place: Place, ranks: int) -> None:
+    """Keep this rank to its share of --cores, before torch counts them for its threads; the parent of `ranks` ranks to
+    all of them. Raises TrainerError for cores that are not there, or cannot be shared out.
+    """
+    if config.cores is None:
+        return
+    cores, sharing = parse_cores(config.cores), ranks or place.local_size
+    try:
+        expect_cores(cores, os.sched_getaffinity(0))
+        shares = shared_out(cores, sharing, f"{sharing} trainer ranks on this machine")
+    except ValueError as error:
+        raise TrainerError(f"--cores {config.cores}: {error}") from None
+    os.sched_setaffinity(0, cores if ranks else shares[place.local_rank])

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, BaseModel, Field, SecretStr, ValidationInfo, 
 
 from atroposlib.config import Config, OutputFile, in_place
 from atroposlib.names import Name
+from example_trainer.cpu_cores import parse_cores, shown_cores
 from example_trainer.inference_servers import VllmServers
 from example_trainer.modes import AnyBridge, Mode, choose
 from example_trainer.objectives import Loss
@@ -38,9 +39,21 @@ class ModelSettings(Config):
         ),
     )
     threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 leaves PyTorch's choice")
+    cores: str | None = Field(
+        None,
+        description=(
+            "CPU cores to run on, such as 0-3,8; the ranks on a machine share them out evenly, one thread per core."
+            " Default: all that the process may use"
+        ),
+    )
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass: less memory, about a third more time"
     )
+
+    @field_validator("cores")
+    @classmethod
+    def _cores_are_named(cls, value: str | None) -> str | None:
+        return None if value is None else shown_cores(parse_cores(value))
 
 
 class RankSettings(Config):

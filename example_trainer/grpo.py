@@ -356,8 +356,9 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
             " of PyTorch"
         )
     place = Place.of_this_process()
-    if config.threads or place.local_size > 1:
-        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // place.local_size))
+    if config.threads or config.cores or place.local_size > 1:
+        sharing = 1 if config.cores else place.local_size  # by --cores, each rank has its own already
+        torch.set_num_threads(config.threads or max(1, len(os.sched_getaffinity(0)) // sharing))
     torch.manual_seed(config.seed)
     if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
