@@ -26,7 +26,7 @@ from example_trainer.policy import token_logprobs
 from example_trainer.rank_processes import Place
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
-from example_trainer.weights.gathered import gather_rows
+from example_trainer.weights.gathered import RowGather
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
@@ -49,6 +49,7 @@ class Learner:
         self._storage = storage
         self.comparison = Comparison()  # of the log-probabilities computed last, over all ranks
         self._writer = ShardWriter()
+        self._rows: RowGather | None = None
 
     @collective
     def settled(self) -> TrainerConfig:
@@ -190,7 +191,9 @@ class Learner:
     @collective
     def gather(self, names: list[str], dtype: str) -> list[Tensor]:
         """On rank 0, each rank's rows of these parameters (weights/gathered.py)."""
-        return gather_rows(self.trained.policy, names, dtype)
+        if self._rows is None:
+            self._rows = RowGather(self.trained.policy)
+        return self._rows.rows(names, dtype)
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""

@@ -12,7 +12,7 @@ A rank of FSDP2 keeps its rows of weights, gradients and moments in float32. On 
     backward    the same, activations, and of the layers: this one gathered, the next one gathered, this one's gradient,
                 and a float32 buffer in which the one before is summed over ranks
     summing     the root group three times in float32: gathered, its gradient, the buffer in which it is summed
-    handing     the weights' bucket, three times: gathered, put together, packed
+    handing     the weights' bucket, three times: gathered, packed, and the one before it, which is sent
 
 tests/unit/trainer/test_memory_plan.py compares the sums with what PyTorch allocates for a sharded step, and the
 activations with what autograd saves.

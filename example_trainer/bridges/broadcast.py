@@ -95,7 +95,7 @@ class BroadcastBridge(WeightBridge):
         # several NCCL communicators of one device take turns, and so do walks that all trainer ranks make; Gloo's
         # groups are sockets of their own
         self._on_each(
-            lambda link: link.transfer(policy_version, self._source.bucket),
+            lambda link: link.transfer(policy_version, self._source.stream),
             at_once=self._backend == "gloo" and not self._source.collective,
         )
         transferred = time.perf_counter()

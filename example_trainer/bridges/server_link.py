@@ -4,8 +4,8 @@ A link fails alone: what breaks it (a dead, silent or refusing peer) ends this s
 A method that raised BridgeError is not called again; `drop` ends what is left.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 
 import torch
@@ -78,7 +78,7 @@ class ServerLink:
             self._groups = self._form_groups(offer)
             undo.pop_all()
 
-    def transfer(self, version: int, read: Callable[[Bucket], torch.Tensor]) -> None:
+    def transfer(self, version: int, read: Callable[[Sequence[Bucket]], Generator[torch.Tensor, None, None]]) -> None:
         """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
         log.info(
             "[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s,"
@@ -94,8 +94,9 @@ class ServerLink:
         go = go_key(self.session.id, self._sequence)
         with self._reaching_workers(f"policy version {version} did not reach every worker of {self.vllm.url}"):
             self._store.set(go, str(version))
-            for bucket in self._buckets:
-                self._groups.broadcast(read(bucket))
+            with closing(read(self._buckets)) as stream:
+                for packed in stream:
+                    self._groups.broadcast(packed)
             self._store.wait(acks, timedelta(seconds=self._timeout_s))
             for key in (go, *acks):  # a long run must not fill the store
                 self._store.delete_key(key)

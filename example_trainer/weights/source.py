@@ -3,13 +3,13 @@
 parameters on one device, or sharded over ranks ──bucket(b)──▶ flat uint8 [end - start] of the wire image ──▶ vLLM
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from atroposlib.wire.bridge import Bucket
+from atroposlib.wire.bridge import Bucket, WireTensor
 
 
 class WeightSource(Protocol):
@@ -31,6 +31,12 @@ class WeightSource(Protocol):
         It may be a view of the weights themselves, so nobody writes to it, and it is sent before they change.
         """
 
+    def stream(self, buckets: Sequence[Bucket]) -> Generator[Tensor, None, None]:
+        """The bytes of these buckets, in order, each of which is sent before the next is asked for. Close it when a
+        transfer fails half-way.
+        """
+        yield from map(self.bucket, buckets)
+
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter."""
@@ -39,10 +45,18 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def pack(bucket: Bucket, whole: Callable[[str], Tensor], device: torch.device) -> Tensor:
     """The bytes of a bucket, made of the `whole` tensors by name; the gaps between parameters are zero."""
-    packed = torch.zeros(bucket.end - bucket.start, dtype=torch.uint8, device=device)
+    packed = torch.empty(bucket.end - bucket.start, dtype=torch.uint8, device=device)
+    for tensor, place in places(bucket, packed):
+        place.copy_(whole(tensor.name).detach().reshape(-1))
+    return packed
+
+
+def places(bucket: Bucket, packed: Tensor) -> Iterator[tuple[WireTensor, Tensor]]:
+    """Each tensor of the bucket with its place in `packed`, flat and in its dtype; the gaps become zero."""
+    end = 0
     for tensor in bucket.tensors:
         start = tensor.offset - bucket.start
-        packed[start : start + tensor.nbytes].view(getattr(torch, tensor.dtype)).copy_(
-            whole(tensor.name).detach().reshape(-1)
-        )
-    return packed
+        packed[end:start].zero_()
+        end = start + tensor.nbytes
+        yield tensor, packed[start:end].view(getattr(torch, tensor.dtype))
+    packed[end:].zero_()

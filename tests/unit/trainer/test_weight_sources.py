@@ -1,6 +1,8 @@
 """The contract of every WeightSource: names and shapes as on the wire, tied ones once, and the bytes of each bucket."""
 
+import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Manifest, compare, lay_out
 from example_trainer.weights.flat import FlatWeights
+from example_trainer.weights.gathered import GatheredWeights
 from example_trainer.weights.shared import SharedWeights, shared_tensors
-from example_trainer.weights.source import WeightSource
+from example_trainer.weights.source import WeightSource, shapes_of
 from tests.unit.trainer.arenas import ranks_of
 from tests.unit.trainer.fakes import tiny_model
 
@@ -28,7 +31,31 @@ def shared(tp: int) -> Make:
     return make
 
 
-SOURCES = pytest.mark.parametrize("make", [flat, shared(1), shared(2), shared(4)], ids=["flat", "tp1", "tp2", "tp4"])
+def gathered(size: int) -> Make:
+    """Of ranks that hold rows as FSDP2 deals them."""
+
+    def make(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
+        held = {name: value.chunk(size) for name, value in values(model).items()}
+        memory = [torch.empty(1 << 16) for _ in range(size)]  # overwritten by each gather, as that of the ranks
+
+        def gather(names: list[str], dtype: str) -> list[Tensor]:
+            found = []
+            for rank, kept in enumerate(memory):
+                rows = [held[name][rank].flatten() for name in names if rank < len(held[name])]
+                flat = torch.cat([*rows, torch.empty(0)]).to(getattr(torch, dtype))
+                found.append(kept.view(flat.dtype)[: len(flat)].copy_(flat))
+            return found
+
+        return GatheredWeights(shapes_of(model), gather)
+
+    return make
+
+
+SOURCES = pytest.mark.parametrize(
+    "make",
+    [flat, shared(1), shared(2), shared(4), gathered(1), gathered(2), gathered(3)],
+    ids=["flat", "tp1", "tp2", "tp4", "1 rank", "2 ranks", "3 ranks"],
+)
 
 
 def served_as(model: PreTrainedModel, dtype: str) -> Manifest:
@@ -61,13 +88,31 @@ def test_buckets_in_wire_order_are_the_whole_image(make: Make, dtype: str, bucke
     manifest, before = served_as(model, dtype), values(model)
     source = make(model, manifest)
     image = torch.zeros(manifest.nbytes, dtype=torch.uint8)
-    for bucket in manifest.buckets(bucket_bytes):
-        sent = source.bucket(bucket)
+    buckets = manifest.buckets(bucket_bytes)
+    for bucket, sent in zip(buckets, source.stream(buckets), strict=True):
         assert (sent.dtype, sent.shape) == (torch.uint8, (bucket.end - bucket.start,))
         image[bucket.start : bucket.end] = sent
     for tensor in manifest.tensors:
         found = image[tensor.offset : tensor.offset + tensor.nbytes].view(getattr(torch, dtype)).view(tensor.shape)
         assert torch.equal(found, before[tensor.name].to(getattr(torch, dtype))), tensor.name
+
+
+def test_a_transfer_that_fails_leaves_no_gather_under_way() -> None:
+    model = tiny_model()
+    manifest = served_as(model, "float32")
+    begun, ended = [], []
+
+    def gather(names: list[str], dtype: str) -> list[Tensor]:
+        begun.append(names)
+        time.sleep(0.05)
+        ended.append(names)
+        return [torch.cat([values(model)[name].flatten() for name in names])]
+
+    buckets = manifest.buckets(1)
+    with closing(GatheredWeights(shapes_of(model), gather).stream(buckets)) as stream:
+        next(stream)
+    assert begun == ended
+    assert len(begun) < len(buckets)
 
 
 def test_flat_float32_buckets_are_the_parameters_memory() -> None:
