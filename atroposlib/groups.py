@@ -25,7 +25,7 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from atroposlib.wire.batching import NOT_TRAINED, ScoredData
+from atroposlib.wire.batching import CAUSES, NOT_TRAINED, ScoredData
 
 MAX_LOGPROB = 1e-3  # 0, but for rounding; 1.0 marks tokens that were not sampled
 MIN_LOGPROB = -1e4  # vLLM writes -9999 for an impossible token
@@ -44,6 +44,8 @@ CHECKED_FIELDS = (
     "overrides",
     "policy_versions",
     "rollouts",
+    "finish_reasons",
+    "failed",
 )
 Location = tuple[str | int, ...]
 
@@ -77,14 +79,23 @@ def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
         _check_ids(_rows("tokens", _required(group, "tokens"), "q"), needs.vocab_size)
     if group.get("rollouts") is not None:
         _check_rollouts(group)
+    _check_failed(group)
 
 
 def size_of(group: ScoredData | Mapping[str, Any]) -> int:
-    """How many rollouts a group has, which passed the check: what `group_size` and `batch_size` count."""
+    """How many rollouts a group was sampled with, those that failed too: what `group_size` and `batch_size` count. The
+    group has passed the check.
+    """
     rollouts = group.rollouts if isinstance(group, ScoredData) else group.get("rollouts")
     if rollouts is None or rollouts is UNSET:
-        return len(group.tokens if isinstance(group, ScoredData) else group["tokens"])
-    return int(rollouts[-1]) + 1
+        return len(group.tokens if isinstance(group, ScoredData) else group["tokens"]) + failed_rollouts(group)
+    return int(rollouts[-1]) + 1 + failed_rollouts(group)
+
+
+def failed_rollouts(group: ScoredData | Mapping[str, Any]) -> int:
+    """How many of a group's rollouts failed."""
+    failed = group.failed if isinstance(group, ScoredData) else group.get("failed")
+    return sum(failed.values()) if isinstance(failed, Mapping) else 0
 
 
 def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
@@ -123,6 +134,7 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
     _check_advantages(group, tokens)
     _check_settings(group, tokens)
     _check_versions(group, tokens)
+    _check_finish_reasons(group, tokens)
 
 
 class _Rows(NamedTuple):
@@ -244,6 +256,39 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# What else changes the distribution that is sampled from, in the words of vLLM, SGLang and transformers, and the
+# number that leaves it as it is. The trainer does not replay these: its log-probabilities would be those of another
+# distribution.
+_UNCHANGED_BY_0 = """min_p presence_penalty frequency_penalty min_tokens min_new_tokens top_a dry_multiplier mirostat
+    no_repeat_ngram_size xtc_probability"""
+_UNCHANGED_BY_1 = "repetition_penalty typical_p"
+_UNCHANGED_WITHOUT = """logit_bias bad_words bad_words_ids allowed_token_ids logits_processors custom_logit_processor
+    structured_outputs guided_decoding guided_json guided_regex guided_choice guided_grammar response_format json_schema
+    ebnf structural_tag thinking_token_budget use_beam_search"""
+NEUTRAL: dict[str, int | None] = {
+    **dict.fromkeys(_UNCHANGED_BY_0.split(), 0),
+    **dict.fromkeys(_UNCHANGED_BY_1.split(), 1),
+    **dict.fromkeys(_UNCHANGED_WITHOUT.split(), None),
+}
+NOT_REPLAYED = (
+    "changes the distribution that is sampled from, and the trainer does not replay it as it does temperature, top_p "
+    "and top_k; sample for training without it"
+)
+
+
+def not_replayed(settings: Mapping[str, Any]) -> list[str]:
+    """Names of sampling parameters in `settings` that the trainer does not replay, unless they change nothing."""
+    return [
+        name
+        for name, neutral in NEUTRAL.items()
+        if (value := settings.get(name)) is not None and not _is_empty(value) and value != neutral
+    ]
+
+
+def _is_empty(value: Any) -> bool:
+    return value is False or (isinstance(value, (str, list, tuple, Mapping)) and not value)
+
+
 def _check_settings(group: Mapping[str, Any], tokens: _Rows) -> None:
     for name in ("generation_params", "group_overrides"):
         _check_object(group.get(name), name)
@@ -259,6 +304,8 @@ def _check_object(settings: Any, *where: str | int) -> None:
         return
     if not isinstance(settings, Mapping):
         raise Untrainable(f"{shown(settings)} is not an object", *where)
+    for name in not_replayed(settings):
+        raise Untrainable(f"{shown(settings[name])}: {NOT_REPLAYED}", *where, name)
     for name, (will_do, rule) in SETTINGS.items():
         value = settings.get(name)
         if value is not None and not (
@@ -304,6 +351,27 @@ def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
         raise Untrainable(
             f"{first[index]} to {last[index]} are not a first and a last policy version", rows.name, index
         )
+
+
+def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:
+    if (given := _given(group, "finish_reasons")) is None:
+        return
+    expect_count("finish_reasons", len(given), len(tokens.lengths))
+    for index, reason in enumerate(given):
+        if not isinstance(reason, str):
+            raise Untrainable(f"{shown(reason)} is not a text", "finish_reasons", index)
+
+
+def _check_failed(group: Mapping[str, Any]) -> None:
+    if (failed := group.get("failed")) is None:
+        return
+    if not isinstance(failed, Mapping):
+        raise Untrainable(f"{shown(failed)} is not an object", "failed")
+    for cause, count in failed.items():
+        if cause not in CAUSES:
+            raise Untrainable(f"{shown(cause)} is not a cause: one of {', '.join(CAUSES)}", "failed")
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise Untrainable(f"{shown(count)} is not a number of samples", "failed", cause)
 
 
 def shown(value: Any) -> str:

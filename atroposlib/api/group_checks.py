@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from atroposlib.api.decoding import RefusedBody, shown
-from atroposlib.groups import Needs, Untrainable, check, expect_count, expect_lengths
+from atroposlib.groups import Needs, Untrainable, check, expect_count, expect_lengths, failed_rollouts
 from atroposlib.wire.batching import PostedData, ScoredData
 
 
@@ -27,11 +27,11 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
     count = len(data.tokens)
     if count == 0:
         raise RefusedBody(422, "a group needs at least one sequence", location=("tokens",), value="[]")
-    if count > max_sequences:
+    if (sampled := count + failed_rollouts(data)) > max_sequences:
         raise RefusedBody(
             422,
-            f"a group of {count} sequences; at most {max_sequences} are taken (--max-sequences)",
-            location=("tokens",),
+            f"a group of {sampled} sequences; at most {max_sequences} are taken (--max-sequences)",
+            location=("tokens",) if count > max_sequences else ("failed",),
         )
     lengths = [len(sequence) for sequence in data.tokens]
     kind = "unequal_lengths"
@@ -45,6 +45,8 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
                 expect_lengths(name, [len(inner) for inner in values], lengths)
         if isinstance(data.policy_versions, list):
             expect_count("policy_versions", len(data.policy_versions), count)
+        if isinstance(data.finish_reasons, list):
+            expect_count("finish_reasons", len(data.finish_reasons), count)
         _check_messages(data.messages or [])
         kind = "untrainable"
         check(data, needs)

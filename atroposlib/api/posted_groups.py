@@ -28,7 +28,7 @@ from atroposlib.api.decoding import (
     unreadable,
 )
 from atroposlib.groups import Location
-from atroposlib.wire.batching import PostedData, ScoredData
+from atroposlib.wire.batching import IF_POSTED, PostedData, ScoredData
 
 MAX_ARRAYS = 2**20  # of numbers, of all groups of a body: about 80 bytes of memory each
 MAX_VALUES = 2**19  # of any kind in the free-form fields of a body, which take as much, and longer to build
@@ -39,10 +39,9 @@ SMALL_BYTES = 65_536  # of a field that is cheap to look through
 
 _CODEC: dict[bool, Any] = {False: msgspec.json, True: msgspec.msgpack}
 _NULL = {False: Raw(b"null"), True: Raw(b"\xc0")}
-_ONLY_IF_POSTED = ("policy_versions", "rollouts")  # fields that the ancestor's items did not have
-_ITEM = [name for name in ScoredData.__struct_fields__ if name not in _ONLY_IF_POSTED]
+_ITEM = [name for name in ScoredData.__struct_fields__ if name not in IF_POSTED]
 _REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field.required]
-_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images")
+_FREE = ("messages", "generation_params", "overrides", "group_overrides", "images", "finish_reasons", "failed")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
 _NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}
 _NESTED = frozenset({"distill_token_ids", "distill_logprobs"})  # arrays of arrays of arrays
@@ -180,12 +179,12 @@ class _Reader:
             values[name], present[name] = (
                 self._numbers(name, raw) if name in _NUMBERS else (self._free_form(name, raw), raw)
             )
-        for name in _ONLY_IF_POSTED:
+        for name in IF_POSTED:
             if values.get(name, UNSET) is None:
                 del values[name]
         data = PostedData(**values)
         item = {name: present.get(name, null) for name in _ITEM}
-        item |= {name: present[name] for name in _ONLY_IF_POSTED if name in values}
+        item |= {name: present[name] for name in IF_POSTED if name in values}
         return data, bytes(_CODEC[self._packed].encode(item))
 
     def _numbers(self, name: str, raw: Raw) -> tuple[Any, Raw]:

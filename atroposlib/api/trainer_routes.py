@@ -67,9 +67,9 @@ async def batch(request: Request) -> Response:
     """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none
     yet.
 
-    Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions` if it was
-    posted. Before any registration the reply is an error with an empty batch. What is sent is forgotten: see
-    /batch/lease.
+    Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions`,
+    `finish_reasons` and `failed` if they were posted. Before any registration the reply is an error with an empty
+    batch. What is sent is forgotten: see /batch/lease.
     """
     service = service_of(request)
     contents = await service.pop()

@@ -4,7 +4,7 @@ The API decodes requests into these records, and its clients decode replies into
 strings, integral floats and booleans as numbers (`atroposlib/api/decoding.py`). Unknown fields are ignored.
 """
 
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -16,10 +16,16 @@ NO_LOGPROB = 1.0
 MSGPACK = "application/msgpack"
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Failures = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Step = Annotated[int, Meta(ge=0, le=2**53 - 1)]
 ReportText = Annotated[str, Meta(max_length=300)]
 Integer = Annotated[int, Meta(ge=-(2**53), le=2**53 - 1)]  # exact in every JSON reader
 WaitSeconds = Annotated[float, Meta(ge=0, le=30)]
+# Why a sample has no score: it ran out of time, a server or sandbox failed, its scorer failed, or other code did.
+Cause = Literal["timeout", "infrastructure", "scorer", "environment"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+FinishReason = Annotated[str, Meta(min_length=1, max_length=64)]
+CUT = "length"  # the finish reason of an answer that reached its limit of tokens
 
 
 class Registration(Struct):
@@ -368,8 +374,10 @@ class ScoredData(Struct):
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
     `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
     [sequence][position][top_k]. `policy_versions` is the first and last policy version that a sequence was sampled
-    under. `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
-    sequence is a rollout of its own. An item has these two only if they were posted.
+    under, `finish_reasons` why its last answer ended ("length": it was cut). `rollouts` is the number of the rollout
+    that a sequence belongs to, counted from 0 in order; without it each sequence is a rollout of its own. `failed`
+    counts the rollouts that have no score and no sequence here, by cause; in a batch each takes the place of one. An
+    item has these four only if they were posted.
     """
 
     tokens: list[list[int]]
@@ -388,6 +396,12 @@ class ScoredData(Struct):
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[tuple[Step, Step]] | UnsetType | None = UNSET
     rollouts: list[Integer] | UnsetType | None = UNSET
+    finish_reasons: list[FinishReason] | UnsetType | None = UNSET
+    failed: dict[Cause, Failures] | UnsetType | None = UNSET
+
+
+# Of ScoredData, the fields that an item has only if they were posted; the ancestor's items did not have them.
+IF_POSTED = ("policy_versions", "rollouts", "finish_reasons", "failed")
 
 
 class PostedData(ScoredData, omit_defaults=True):

@@ -11,6 +11,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.server import create_app
+from atroposlib.wire.batching import IF_POSTED
 from tests.unit.api.support import (
     ITEM_KEYS,
     api_settings,
@@ -73,7 +74,7 @@ def test_openapi_describes_every_route_and_its_body(client: TestClient) -> None:
             assert operation["description"], (method, path)
     body = document["paths"]["/scored_data"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     fields = document["components"]["schemas"][body["$ref"].split("/")[-1]]["properties"]
-    assert list(fields) == [*ITEM_KEYS, "policy_versions", "rollouts", "idempotency_key"]
+    assert list(fields) == [*ITEM_KEYS, *IF_POSTED, "idempotency_key"]
 
 
 def test_no_web_page_may_read_replies(client: TestClient) -> None:
@@ -209,8 +210,10 @@ def test_everything_posted_comes_back_unchanged(client: TestClient) -> None:
         distill_token_ids=[[[1, 2]], [[3, 4]]],
         distill_logprobs=[[[-0.1, -2.0]], [[-0.3, -1.0]]],
         policy_versions=[[3, 3], [3, 4]],
+        finish_reasons=["stop", "length"],
+        failed={"timeout": 1, "scorer": 2},
     )
-    register(client, batch_size=2)
+    register(client, batch_size=5)
     client.post("/scored_data", json=full)
     assert client.get("/latest_example").json() == full
     assert client.get("/batch").json() == {"batch": [full]}
@@ -247,13 +250,34 @@ def test_a_group_with_more_sequences_than_a_batch_has_rollouts_fits(client: Test
     assert "a group of 3 rollouts does not fit into a batch of 2" in message
 
 
-def test_policy_versions_appear_only_when_posted(client: TestClient) -> None:
+def test_fields_that_the_ancestor_did_not_know_appear_only_when_posted(client: TestClient) -> None:
     register(client, batch_size=4)
-    client.post("/scored_data", json=group(2, policy_versions=[[0, 0], [0, 1]]))
-    client.post("/scored_data", json=group(2, policy_versions=None))
+    given: dict[str, Any] = {
+        "policy_versions": [[0, 0], [0, 1]],
+        "rollouts": [0, 1],
+        "finish_reasons": ["stop", "length"],
+        "failed": {},
+    }
+    client.post("/scored_data", json=group(2, **given))
+    client.post("/scored_data", json=group(2) | dict.fromkeys(given))
     first, second = client.get("/batch").json()["batch"]
-    assert first["policy_versions"] == [[0, 0], [0, 1]]
-    assert "policy_versions" not in second
+    assert {name: first[name] for name in IF_POSTED} == given
+    assert not set(IF_POSTED) & set(second)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_failed_sample_takes_a_place_of_its_group(client: TestClient, packed: bool) -> None:
+    """Six of eight samples have a score: the group is neither buffered nor too small for its batch."""
+    register(client, batch_size=16)
+    env_id = register_env(client, group_size=8)
+    short = group(6, env_id=env_id, failed={"timeout": 1, "scorer": 1})
+    body = msgspec.msgpack.encode(short) if packed else json.dumps(short)
+    headers = {"Content-Type": "application/msgpack"} if packed else {}
+    assert client.post("/scored_data", content=body, headers=headers).json() == {"status": "received"}
+    assert client.get("/batch").json() == {"batch": None}
+    assert client.get(f"/status-env?env_id={env_id}").json()["self_queue_size"] == 1
+    client.post("/scored_data", json=group(8, env_id=env_id))
+    assert [len(each["tokens"]) for each in client.get("/batch").json()["batch"]] == [6, 8]
 
 
 def test_batches_are_delivered_oldest_first_and_counted_as_they_leave(client: TestClient) -> None:
@@ -423,6 +447,17 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(client: TestCl
         ({"rollouts": [[0], [1]]}, ["rollouts", 0], "array"),
         ({"rollouts": 0}, ["rollouts"], "got `int`"),
         ({"rollouts": [0, 0], "scores": [1.0, 0.5]}, ["scores", 1], "0.5 is not the 1.0 of the sequence before it"),
+        ({"finish_reasons": ["stop"]}, ["finish_reasons"], "1 entries for 2 sequences"),
+        ({"finish_reasons": ["stop", None]}, ["finish_reasons", 1], "got `null`"),
+        ({"finish_reasons": ["stop", "x" * 65]}, ["finish_reasons", 1], "length <= 64"),
+        ({"finish_reasons": "stop"}, ["finish_reasons"], "got `str`"),
+        ({"failed": {"bored": 1}}, ["failed"], "Invalid enum value 'bored'"),
+        ({"failed": {"timeout": -1}}, ["failed", "..."], ">= 0"),
+        ({"failed": {"timeout": True}}, ["failed", "..."], "got `bool`"),
+        ({"failed": {"timeout": 1.5}}, ["failed", "..."], "got `float`"),
+        ({"failed": {"timeout": 2**40}}, ["failed", "..."], "<= 2147483647"),
+        ({"failed": {"timeout": 70_000}}, ["failed"], "a group of 70002 sequences; at most 65536"),
+        ({"failed": 2}, ["failed"], "got `int`"),
         ({"messages": [[{"role": "user"}]]}, ["messages", 0, 0], "'role' and 'content'"),
         ({"messages": [None]}, ["messages", 0], "got `null`"),
         ({"tokens": [[1, "x"], [1, 2]]}, ["tokens", 0, 1], "got `str`"),

@@ -77,6 +77,9 @@ HARMLESS: dict[str, Callable[[Group], Group]] = {
     "advantages of zero": lambda g: g | {"advantages": [[0.0], [0.0]]},
     "equal scores": lambda g: g | {"scores": [1.0, 1.0]},
     "temperature 0": lambda g: g | {"generation_params": {"temperature": 0, "top_p": 1, "top_k": -1}},
+    "penalties that change nothing": lambda g: (
+        g | {"generation_params": {"min_p": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "logit_bias": {}}}
+    ),
 }
 # What else a conversion or a sum would trip over.
 FURTHER: dict[str, Callable[[Group], Group]] = {
@@ -89,6 +92,14 @@ FURTHER: dict[str, Callable[[Group], Group]] = {
     "top_p 2": lambda g: g | {"generation_params": {"top_p": 2.0}},
     "top_k 2^70": lambda g: g | {"generation_params": {"top_k": 2**70}},
     "top_k 1.5": lambda g: g | {"overrides": [{"top_k": 1.5}, {}]},
+    "min_p": lambda g: g | {"generation_params": {"temperature": 1.0, "min_p": 0.1}},
+    "repetition_penalty of one": lambda g: g | {"overrides": [{}, {"repetition_penalty": 1.1}]},
+    "logit_bias": lambda g: g | {"group_overrides": {"logit_bias": {"5": -100}}},
+    "finish_reasons too few": lambda g: g | {"finish_reasons": ["stop"]},
+    "finish reason a number": lambda g: g | {"finish_reasons": ["stop", 1]},
+    "failed for an unknown cause": lambda g: g | {"failed": {"bored": 1}},
+    "failed -1": lambda g: g | {"failed": {"timeout": -1}},
+    "failed a list": lambda g: g | {"failed": [1]},
     "policy version -1": lambda g: g | {"policy_versions": [[-1, 0], [0, 0]]},
     "policy versions backwards": lambda g: g | {"policy_versions": [[2, 1], [0, 0]]},
     "rollouts from 1": lambda g: g | {"rollouts": [1, 2]},
@@ -183,7 +194,7 @@ def post(url: str, *groups: Group) -> list[int]:
 @pytest.mark.parametrize("name", [*HOPELESS, *HARMLESS])
 def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: str, tmp_path: Path, name: str) -> None:
     """Posted before the trainer, when anything goes; then to the API that knows what the trainer needs."""
-    assert (len(HOPELESS), len(HARMLESS)) == (21, 7)
+    assert (len(HOPELESS), len(HARMLESS)) == (21, 8)
     with real_api() as url:
         assert post(url, good(1), good(2), good(3), shaped(name), *map(good, range(4, 9))) == [200] * 9
         with pytest.raises(KeyboardInterrupt):  # as if killed in the second step
