@@ -82,14 +82,20 @@ def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
     _check_failed(group)
 
 
+def rollouts_of(group: ScoredData | Mapping[str, Any]) -> Sequence[int]:
+    """The number of the rollout that each sequence belongs to, for a group that passed the check."""
+    if isinstance(group, ScoredData):
+        rollouts, tokens = group.rollouts, group.tokens
+    else:
+        rollouts, tokens = group.get("rollouts"), group["tokens"]
+    return range(len(tokens)) if rollouts is None or rollouts is UNSET else rollouts
+
+
 def size_of(group: ScoredData | Mapping[str, Any]) -> int:
     """How many rollouts a group was sampled with, those that failed too: what `group_size` and `batch_size` count. The
     group has passed the check.
     """
-    rollouts = group.rollouts if isinstance(group, ScoredData) else group.get("rollouts")
-    if rollouts is None or rollouts is UNSET:
-        return len(group.tokens if isinstance(group, ScoredData) else group["tokens"]) + failed_rollouts(group)
-    return int(rollouts[-1]) + 1 + failed_rollouts(group)
+    return max(rollouts_of(group), default=-1) + 1 + failed_rollouts(group)
 
 
 def failed_rollouts(group: ScoredData | Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ STD_EPS = 1e-4
 
 def group_advantages(scores: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
     """Score minus the group's mean, over its population standard deviation + 1e-4 if asked. `scores` and result:
-    [sequences].
+    [rollouts].
 
     With the deviation this is GRPO's advantage (Shao et al. 2024, arXiv 2402.03300), without it that of Dr. GRPO (Liu
     et al. 2025, arXiv 2503.20783). A group of one has no siblings: its score is its advantage.

@@ -125,7 +125,7 @@ class ApiClient:
 
         def failed(reason: str) -> ApiError:
             return ApiError(
-                f"no batch of {self._registration.batch_size} sequences from {self.url} within {timeout_s:.0f} s"
+                f"no batch of {self._registration.batch_size} rollouts from {self.url} within {timeout_s:.0f} s"
                 f" ({reason}); check that an environment is running and that its group size divides the batch, or raise"
                 " --fetch-timeout"
             )

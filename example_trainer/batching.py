@@ -3,7 +3,10 @@ it.
 
 An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
 and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
-null. A group without a signal (equal scores, or given advantages that are all zero) is counted. Its sampled tokens stay
+null. `rollouts` says which sequences belong to one rollout; without it each is one. Advantages are relative to the
+group's rollouts, whose scores count once each, and a rollout's advantage is that of all its sequences.
+
+A group without a signal (equal scores, or given advantages that are all zero) is counted. Its sampled tokens stay
 in the loss's denominator; they are computed only where the loss has a KL or entropy term. A sequence above `seq_len`
 keeps its first `seq_len` tokens and is counted. A first token cannot be trained, since nothing predicts it. A group
 that fails the check of `atroposlib/groups.py` counts as if it had not come and is named with the reason; what passes it
@@ -18,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.groups import Needs, Untrainable, check
+from atroposlib.groups import Needs, Untrainable, check, rollouts_of
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 
@@ -52,13 +55,15 @@ class Batch:
 
     The figures count all groups that can be trained on, whether or not they are among the `sequences`;
     `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
-    `rejected` holds the places of the items that cannot be trained on, with the reasons; nothing else counts them.
+    Rewards are those of rollouts. `rejected` holds the places of the items that cannot be trained on, with the reasons;
+    nothing else counts them.
     `shown` is the first group that can be trained on, for people to look at.
     """
 
     sequences: list[Sequence]
     groups: int
     zero_variance_groups: int
+    rollouts: int
     sampled_sequences: int
     truncated_sequences: int
     completion_tokens: int
@@ -99,11 +104,12 @@ def make_batch(
             rejected[place] = str(error)
     sequences: list[Sequence] = []
     completions: list[int] = []
-    scores: list[float] = []
+    scores: list[float] = []  # of rollouts
     staleness: list[int] = []
     zero_variance = truncated = 0
     for group in trainable:
-        scores += [float(score) for score in group.scores]
+        first_rollout = len(scores)
+        scores += _rollout_scores(group)
         completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in group.masks]
         staleness += [
             policy_version - int(first)
@@ -113,14 +119,17 @@ def make_batch(
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
         if signal or all_groups:
-            first = len(scores) - len(group.scores)
-            sequences += [_sequence(group, index, each, seq_len, first) for index, each in enumerate(advantages)]
+            sequences += [
+                _sequence(group, index, each, seq_len, first_rollout + rollout)
+                for index, (rollout, each) in enumerate(zip(rollouts_of(group), advantages, strict=True))
+            ]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
         sequences=[sequence for sequence in sequences if sequence.trained_tokens],
         groups=len(trainable),
         zero_variance_groups=zero_variance,
-        sampled_sequences=len(scores),
+        rollouts=len(scores),
+        sampled_sequences=len(completions),
         truncated_sequences=truncated,
         completion_tokens=sum(completions),
         reward_mean=float(np.mean(scores)) if scores else math.nan,
@@ -132,16 +141,15 @@ def make_batch(
 
 
 def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float32]]:
-    """Advantages of each sequence, [length] or [1]: the environment's where given, else group-relative."""
-    scores = np.asarray(item.scores, dtype=np.float64)
+    """Advantages of each sequence, [length] or [1]: the environment's where given, else its rollout's."""
+    scores = np.asarray(_rollout_scores(item))
     if given := item.advantages:  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):
-        rows = [
-            np.asarray([value], dtype=np.float32) for value in group_advantages(scores, divide_by_std=divide_by_std)
-        ]
+        of_rollouts = group_advantages(scores, divide_by_std=divide_by_std)
+        rows = [np.asarray([of_rollouts[rollout]], dtype=np.float32) for rollout in rollouts_of(item)]
     else:
-        rows = [np.zeros(1, dtype=np.float32) for _ in scores]
+        rows = [np.zeros(1, dtype=np.float32) for _ in item.scores]
     for index, override in enumerate(item.overrides or []):
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
@@ -151,9 +159,12 @@ def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float3
     return rows
 
 
-def _sequence(
-    item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int, first_rollout: int
-) -> Sequence:
+def _rollout_scores(item: ScoredData) -> list[float]:
+    by_rollout = dict(zip(rollouts_of(item), item.scores, strict=True))  # checked: one score each
+    return [float(score) for score in by_rollout.values()]
+
+
+def _sequence(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int, rollout: int) -> Sequence:
     tokens = np.asarray(item.tokens[index][:seq_len], dtype=np.int64)
     trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
@@ -168,7 +179,7 @@ def _sequence(
         temperature=float(sampling_setting(item, index, "temperature") or 1.0),  # greedy (0) counts as 1
         top_p=float(sampling_setting(item, index, "top_p") or 1.0),
         top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
-        rollout=first_rollout + index,
+        rollout=rollout,
     )
 
 

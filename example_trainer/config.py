@@ -110,12 +110,12 @@ class OptimizationSettings(Config):
     """Optimization"""
 
     training_steps: int = Field(10, ge=1, description="training steps in all, those before a resume included")
-    batch_size: int = Field(2, ge=1, description="sequences per accumulation slot")
+    batch_size: int = Field(2, ge=1, description="rollouts per accumulation slot")
     gradient_accumulation_steps: int = Field(
         32,
         ge=1,
         description=(
-            "slots per step: a step trains on batch_size x gradient_accumulation_steps sequences, whatever the"
+            "slots per step: a step trains on batch_size x gradient_accumulation_steps rollouts, whatever the"
             " micro-batches"
         ),
     )

@@ -375,7 +375,7 @@ def registration(config: TrainerConfig) -> Registration:
     return Registration(
         wandb_group=config.wandb_group or config.save_path.name,
         wandb_project=config.wandb_project,
-        batch_size=config.batch_size * config.gradient_accumulation_steps,  # sequences
+        batch_size=config.batch_size * config.gradient_accumulation_steps,  # rollouts
         max_token_len=config.seq_len,
         checkpoint_dir=str(config.save_path),
         save_checkpoint_interval=config.checkpoint_interval,

@@ -49,6 +49,9 @@ def sample_lines(row: dict[str, Any]) -> list[str]:
     numbers = [score for score in scores if isinstance(score, int | float)]
     if not turns or len(numbers) < len(scores):
         return []
+    rollouts = row.get("rollouts")  # of several sequences, perhaps
+    if isinstance(rollouts, list) and len(rollouts) == len(numbers):
+        numbers = list(dict(zip(map(str, rollouts), numbers, strict=True)).values())
     mean = sum(numbers) / len(numbers)
     head = f"Sample: reward {numbers[0]:.2f}, mean of its {len(numbers)} answers {mean:.2f}"
     questions = [text for role, text in turns[:-1] if role == "user"]

@@ -8,7 +8,7 @@ import pytest
 
 from example_trainer.launcher.sample_lines import FIRST_READ_BYTES, few_lines, last_row, latest_sample, sample_lines
 
-ROW = {
+ROW: dict[str, Any] = {
     "scores": [1.0, 0.0],
     "messages": [
         [{"role": "user", "content": "What is 9 * 4?"}, {"role": "assistant", "content": "It is\n\n36."}],
@@ -24,6 +24,11 @@ def test_a_sample_is_its_reward_the_question_and_the_answer() -> None:
         "    < It is",
         "    < 36.",
     ]
+
+
+def test_a_rollout_of_several_sequences_is_one_answer() -> None:
+    row = {"scores": [1.0, 1.0, 0.0], "messages": [*ROW["messages"][:1], *ROW["messages"]], "rollouts": [0, 0, 1]}
+    assert sample_lines(row) == sample_lines(ROW)
 
 
 def test_what_a_model_writes_is_not_obeyed_by_a_terminal() -> None:

@@ -55,6 +55,32 @@ def test_groups_of_equal_scores_are_counted_and_left_out() -> None:
     assert batch.reward_std == pytest.approx((12 / 49) ** 0.5)
 
 
+def test_the_sequences_of_a_rollout_share_its_score_which_counts_once() -> None:
+    together = item([1.0, 1.0, 1.0, 0.0, 0.5], rollouts=[0, 0, 0, 1, 2])
+    apart = item([1.0, 0.0, 0.5])
+    batch, expected = batch_of(apart, together, apart), batch_of(apart)
+    one, two, three = advantages_of(expected)
+    assert advantages_of(batch) == [one, two, three, one, one, one, two, three, one, two, three]
+    assert [sequence.rollout for sequence in batch.sequences] == [0, 1, 2, 3, 3, 3, 4, 5, 6, 7, 8]
+    assert (batch.rollouts, batch.sampled_sequences) == (9, 11)
+    assert (batch.reward_mean, batch.reward_std) == pytest.approx((expected.reward_mean, expected.reward_std))
+
+
+def test_a_group_of_one_rollout_keeps_its_score_in_each_of_its_sequences() -> None:
+    assert advantages_of(batch_of(item([0.5, 0.5], rollouts=[0, 0]))) == [0.5, 0.5]
+    silent = batch_of(item([1.0, 1.0, 1.0], rollouts=[0, 0, 1]))
+    assert (silent.sequences, silent.zero_variance_groups, silent.rollouts) == ([], 1, 2)
+
+
+def test_each_sequence_its_own_rollout_is_what_no_rollouts_say() -> None:
+    plain = batch_of(item([1.0, 0.0, 0.25], seed=2))
+    numbered = batch_of(item([1.0, 0.0, 0.25], seed=2, rollouts=[0, 1, 2]))
+    assert (plain.rollouts, plain.reward_std) == (numbered.rollouts, numbered.reward_std)
+    for left, right in zip(plain.sequences, numbered.sequences, strict=True):
+        assert left.advantages.tobytes() == right.advantages.tobytes()
+        assert left.rollout == right.rollout
+
+
 @pytest.mark.parametrize(
     "silent",
     [

@@ -13,7 +13,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 from example_trainer.config import TrainerConfig
 from example_trainer.metrics import TensorBoardSink, WandbSink
-from example_trainer.samples import Sample, samples_of
+from example_trainer.samples import NEXT_SEQUENCE, Sample, samples_of
 
 
 class Words:
@@ -28,6 +28,16 @@ def test_an_answer_begins_at_the_first_sampled_token_and_keeps_later_turns() -> 
     masks = [[NOT_TRAINED, NOT_TRAINED, 3, NOT_TRAINED, 5], [NOT_TRAINED, NOT_TRAINED, 6, 7, 8]]
     group = ScoredData([[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]], masks, [1.0, 0.5])
     assert samples_of(group, tokenizer) == [Sample("w1 w2", "w3 w4 w5", 1.0), Sample("w1 w2", "w6 w7 w8", 0.5)]
+
+
+def test_a_rollout_of_several_sequences_is_one_sample() -> None:
+    tokenizer: Any = Words()
+    tokens, masks = [[1, 2], [1, 3], [1, 4]], [[NOT_TRAINED, 2], [NOT_TRAINED, 3], [NOT_TRAINED, 4]]
+    group = ScoredData(tokens, masks, [1.0, 1.0, 0.0], rollouts=[0, 0, 1])
+    assert samples_of(group, tokenizer) == [
+        Sample("w1", f"w2{NEXT_SEQUENCE}w1 w3", 1.0),
+        Sample("w1", "w4", 0.0),
+    ]
 
 
 def test_nothing_sampled_is_an_empty_answer() -> None:
