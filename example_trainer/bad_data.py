@@ -69,8 +69,8 @@ class BadBatches:
         """A batch made an update."""
         self._in_row = 0
 
-    def note(self, error: BadBatch, step: int) -> None:
-        """A batch made none. Raises an error of the same kind when that ends the run."""
+    def note(self, error: BadBatch, what: str) -> None:
+        """A batch, `what` in the log, made none. Raises an error of the same kind when that ends the run."""
         self.total += 1
         self._in_row += 1
         if self._action == "stop":
@@ -79,4 +79,4 @@ class BadBatches:
             raise type(error)(
                 f"{error} ({self._in_row} batches in a row; --max-bad-batches {self._allowed})"
             ) from error
-        log.warning("Step %d makes no update, bad batch %d of at most %d: %s", step, self._in_row, self._allowed, error)
+        log.warning("%s makes no update, bad batch %d of at most %d: %s", what, self._in_row, self._allowed, error)

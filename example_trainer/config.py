@@ -196,13 +196,26 @@ class LossSettings(Config):
 class UpdateSettings(Config):
     """Updates"""
 
-    old_logprobs: Literal["sampler", "recomputed"] = Field(
-        "sampler",
+    updates_per_batch: int = Field(
+        1, ge=1, description="mini-batches that a batch is dealt to, each of which makes an optimizer update"
+    )
+    epochs: int = Field(1, ge=1, description="times that a batch is trained on before the weights are synced")
+    old_logprobs: Literal["auto", "sampler", "recomputed"] = Field(
+        "auto",
         description=(
             "what probability ratios are against: the sampler's log-probabilities, or the trainer's own before the"
-            " batch's first update, which takes one more forward pass"
+            " batch's first update, which takes one more forward pass. auto is recomputed where a batch makes several"
+            " updates, else sampler"
         ),
     )
+
+    @field_validator("old_logprobs")
+    @classmethod
+    def _several_updates_recompute(cls, value: str, info: ValidationInfo) -> str:
+        if value != "auto":
+            return value
+        several = info.data.get("updates_per_batch", 1) > 1 or info.data.get("epochs", 1) > 1
+        return "recomputed" if several else "sampler"
 
 
 class BadDataSettings(Config):
@@ -353,6 +366,16 @@ class TrainerConfig(
     def _servers_are_named(self) -> "TrainerConfig":
         if not self.vllm_servers:
             raise ValueError("--vllm-port names no port: give one, or several with commas")
+        return self
+
+    @model_validator(mode="after")
+    def _every_update_has_a_rollout(self) -> "TrainerConfig":
+        rollouts = self.batch_size * self.gradient_accumulation_steps
+        if self.updates_per_batch > rollouts:
+            raise ValueError(
+                f"--updates-per-batch {self.updates_per_batch}: a batch has {rollouts} rollouts (--batch-size x"
+                " --gradient-accumulation-steps); give at most as many updates"
+            )
         return self
 
     @model_validator(mode="after")

@@ -8,10 +8,11 @@
          └────────────── step done, policy version N now serves ◀─────────────┘
 
 Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it
-starts from. A batch makes no optimizer update if its gradient is not finite, or if it has none because no group has a
-signal and the loss no KL or entropy term. The moments stay then, but the version rises and is synced all the same:
-steps, policy versions and the environments' evaluation schedule never drift apart. Groups that cannot be trained on are
-rejected to the API and left out; a batch of nothing else is no step.
+starts from. A step makes one optimizer update, or several with --updates-per-batch and --epochs (updates.py). A batch
+makes none if its gradient is not finite, or if it has none because no group has a signal and the loss no KL or entropy
+term. The moments stay then, but the version rises and is synced all the same: steps, policy versions and the
+environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and left
+out; a batch of nothing else is no step.
 """
 
 if __name__ == "__main__":  # flags before torch, as atropos-grpo does
@@ -23,7 +24,6 @@ import example_trainer.openmp  # noqa: F401  isort: skip  before torch
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import time
@@ -46,13 +46,13 @@ from example_trainer.batching import Batch, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
-from example_trainer.errors import BadBatch, TrainerError
-from example_trainer.exactness import Comparison, Exactness
+from example_trainer.errors import TrainerError
+from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
 from example_trainer.memory import one_line_when_out_of_memory
-from example_trainer.metrics import Row, open_metrics, step_line, step_row
+from example_trainer.metrics import open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
-from example_trainer.optimizer import expect_finite, learning_rate
+from example_trainer.optimizer import learning_rate
 from example_trainer.parallel import (
     ALONE,
     Ranks,
@@ -65,7 +65,7 @@ from example_trainer.parallel import (
 from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
-from example_trainer.step import StepMetrics
+from example_trainer.updates import Plan, Updates
 from example_trainer.weights.written import remove_leftovers
 
 log = get_logger(__name__)
@@ -170,7 +170,7 @@ class Run:
         # of the untrained policy, if an environment evaluated it before it began to sample
         if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
             say(f"Before training | accuracy {100 * accuracy:.1f} %")
-        updates, measured = self.learn(batch, step)
+        updates = self.learn(batch, step)
         differentiated = time.monotonic()
         sync = self.hand_over(step, updates)
         self.api.report_step(step, sync.policy_version)
@@ -178,7 +178,7 @@ class Run:
         version = self.progress.policy_version
         row = step_row(
             batch,
-            measured,
+            updates.row(),
             sync,
             step=step,
             policy_version=version,
@@ -236,39 +236,10 @@ class Run:
                 return batch
             log.warning("No group of this batch can be trained on: fetching another")
 
-    def learn(self, batch: Batch, step: int) -> tuple[bool, Row]:
-        """Put the batch's clipped gradient into the parameters' `.grad`: whether there is one to step on, and what was
-        measured. Raises BadBatch or NotExact where the configuration says to stop.
+    def learn(self, batch: Batch, step: int) -> Updates:
+        """The step's updates, begun: the first gradient is in the parameters' `.grad`, if the batch has any. Raises
+        BadBatch or NotExact where the configuration says to stop.
         """
-        gradients = self.gradients(batch)
-        comparison = self.learner.comparison if gradients else Comparison()
-        checked: Row = {}
-        try:
-            checked = self.exactness.judge(comparison, step, batch, self.trained.model)
-            if gradients is None:
-                return False, checked
-            grad_norm = self.learner.clip()
-            expect_finite(grad_norm)
-            loss = gradients["loss"]
-            if loss is None or not math.isfinite(loss):
-                raise BadBatch(
-                    f"the loss is {loss}; the weights were left as they are. "
-                    "Check the sampler's log-probabilities and the advantages of the environments"
-                )
-        except BadBatch as error:
-            self.bad_batches.note(error, step)
-            self.learner.discard()
-            return False, checked
-        self.bad_batches.note_update()
-        return True, {
-            **gradients,
-            **checked,
-            "grad_norm": grad_norm,
-            "lr": learning_rate(self.config, step, self.progress.updates),
-        }
-
-    def gradients(self, batch: Batch) -> StepMetrics | None:
-        """Put the batch's gradient into the parameters' `.grad`; None for a batch without sequences."""
         config = self.config
         if batch.truncated_sequences:
             log.warning(
@@ -279,24 +250,31 @@ class Run:
             )
         if not batch.sequences:
             log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
-            return None
-        sequences = batch.sequences
-        if config.old_logprobs == "recomputed":
-            sequences = self.learner.with_old_logprobs(sequences)
-        return self.learner.gradients(sequences, batch.completion_tokens)
+        updates = Updates(
+            self.learner,
+            self.bad_batches,
+            Plan(
+                config.updates_per_batch,
+                config.epochs,
+                recomputed=config.old_logprobs == "recomputed",
+                seed=config.seed,
+                step=step,
+                rate=learning_rate(config, step, self.progress.updates),
+            ),
+        )
+        updates.begin(batch, partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model))
+        return updates
 
-    def hand_over(self, step: int, updates: bool) -> SyncReport:
-        """Make the optimizer update, if there is one, and have vLLM serve the result as the next policy version."""
-        rate = learning_rate(self.config, step, self.progress.updates)
+    def hand_over(self, step: int, updates: Updates) -> SyncReport:
+        """Make the optimizer updates, if there are any, and have vLLM serve the result as the next policy version."""
         self.progress = replace(
             self.progress,
             step=step,
             policy_version=self.progress.policy_version + 1,
-            updates=self.progress.updates + updates,
             leases=list(self.api.holding),
         )
-        change = partial(self.learner.update, rate) if updates else keep_weights
-        sync = self.bridge.sync(self.progress.policy_version, change)
+        sync = self.bridge.sync(self.progress.policy_version, updates.make)
+        self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
         if sync.policy_version == self.progress.policy_version and not self.proven:
             check_parity(self.bridge, self.config)
             self.proven = True

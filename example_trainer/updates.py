@@ -1,0 +1,160 @@
+"""The optimizer updates of one step: a batch is dealt to mini-batches, anew in each epoch, and each makes an update.
+
+    --updates-per-batch 2 --epochs 2
+
+    rollouts a..f ──deal──▶ [a c f] [b d e]   [b c e] [a d f]
+                               │       │         │       │
+                               ▼       ▼         ▼       ▼
+                            update  update    update  update ──▶ one sync, one policy version
+
+`begin` computes the first gradient while vLLM generates. `make` is what the bridge runs where weights may change: with
+a single copy, while generation is paused.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from example_trainer.bad_data import BadBatches
+from example_trainer.batching import Batch, Sequence
+from example_trainer.errors import BadBatch
+from example_trainer.exactness import Comparison
+from example_trainer.learner import Learner
+from example_trainer.metrics import Row
+from example_trainer.optimizer import expect_finite
+from example_trainer.step import StepMetrics
+
+# a later update would count what the earlier ones changed
+BEFORE_ANY_UPDATE = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a step updates. The seed and the step decide how the batch is dealt."""
+
+    updates_per_batch: int = 1
+    epochs: int = 1
+    recomputed: bool = False  # old log-probabilities
+    seed: int = 0
+    step: int = 1
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What one update trains on. `loss_tokens` is what its mean divides by."""
+
+    sequences: list[Sequence]
+    loss_tokens: int
+
+
+def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
+    """The mini-batches of a step in their order, none of them empty. Sequences of one rollout stay together.
+
+    Each divides by its own tokens. Sampled tokens that are not computed, of groups without a signal, are spread over
+    the mini-batches in proportion: together they count as in one update.
+    """
+    if not batch.sequences:
+        return []
+    if plan.updates_per_batch == 1:
+        return [MiniBatch(batch.sequences, batch.completion_tokens)] * plan.epochs
+    rollouts = sorted({sequence.rollout for sequence in batch.sequences})
+    dealt = []
+    for epoch in range(plan.epochs):
+        order = np.random.default_rng((plan.seed, plan.step, epoch)).permutation(rollouts)
+        for part in np.array_split(order, min(plan.updates_per_batch, len(rollouts))):
+            members = set(part.tolist())
+            sequences = [sequence for sequence in batch.sequences if sequence.rollout in members]
+            trained = sum(sequence.trained_tokens for sequence in sequences)
+            share = round(trained * batch.completion_tokens / batch.trained_tokens)
+            dealt.append(MiniBatch(sequences, share))
+    return dealt
+
+
+class Updates:
+    """The updates of one step: call `begin`, then `make`. A bad mini-batch makes none, the others still do.
+
+    `judge` says what the comparison with the sampler, before any update, means for the whole batch; it raises BadBatch
+    for one that must not be trained on.
+    """
+
+    def __init__(self, learner: Learner, bad_batches: BadBatches, plan: Plan) -> None:
+        self._learner = learner
+        self._bad_batches = bad_batches
+        self._plan = plan
+        self._mini_batches: list[MiniBatch] = []
+        self._first_is_good = False
+        self._checked: Row = {}
+        self._measured: list[Row] = []
+        self.made = 0
+
+    def begin(self, batch: Batch, judge: Callable[[Comparison], Row]) -> None:
+        """Judge the batch and compute the first gradient. Raises BadBatch or NotExact where the configuration says to
+        stop.
+        """
+        learner, comparison = self._learner, None
+        if batch.sequences and self._plan.recomputed:
+            batch = replace(batch, sequences=learner.with_old_logprobs(batch.sequences))
+            comparison = learner.comparison
+        mini_batches = deal_updates(batch, self._plan)
+        measured = self._gradients(mini_batches[0]) if mini_batches else None
+        try:
+            self._checked = judge(comparison or (learner.comparison if mini_batches else Comparison()))
+        except BadBatch as error:
+            self._bad_batches.note(error, self._name(0, 1))
+            learner.discard()
+            return
+        self._mini_batches = mini_batches
+        self._first_is_good = measured is not None and self._is_good(measured, 0)
+
+    def make(self) -> None:
+        """Make the updates. Raises BadBatch where the configuration says to stop."""
+        for place, mini_batch in enumerate(self._mini_batches):
+            if self._first_is_good if place == 0 else self._is_good(self._gradients(mini_batch), place):
+                self._learner.update(self._plan.rate)
+                self.made += 1
+
+    def row(self) -> Row:
+        """What was measured: figures of the updates' losses and gradients only if one was made."""
+        return {**merged(self._measured), **self._checked, **({"lr": self._plan.rate} if self._measured else {})}
+
+    def _gradients(self, mini_batch: MiniBatch) -> StepMetrics:
+        return self._learner.gradients(mini_batch.sequences, mini_batch.loss_tokens)
+
+    def _is_good(self, measured: StepMetrics, place: int) -> bool:
+        """Clip the gradient, and whether it can be stepped on; if not, it is dropped."""
+        try:
+            grad_norm = self._learner.clip()
+            expect_finite(grad_norm)
+            loss = measured["loss"]
+            if loss is None or not math.isfinite(loss):
+                raise BadBatch(
+                    f"the loss is {loss}; the weights were left as they are. "
+                    "Check the sampler's log-probabilities and the advantages of the environments"
+                )
+        except BadBatch as error:
+            self._bad_batches.note(error, self._name(place, len(self._mini_batches)))
+            self._learner.discard()
+            return False
+        self._bad_batches.note_update()
+        self._measured.append({**measured, "grad_norm": grad_norm, "grad_norm_max": grad_norm})
+        return True
+
+    def _name(self, place: int, count: int) -> str:
+        return f"Step {self._plan.step}" + (f", update {place + 1} of {count}," if count > 1 else "")
+
+
+def merged(rows: list[Row]) -> Row:
+    """One row of several updates': means, of `_max` the largest, of the disagreement with the sampler the first."""
+    if len(rows) <= 1:
+        return rows[0] if rows else {}
+
+    def value(name: str, found: list[float]) -> float:
+        if name in BEFORE_ANY_UPDATE:
+            return found[0]
+        return max(found) if name.endswith("_max") else sum(found) / len(found)
+
+    columns = {name: [figure for row in rows if (figure := row[name]) is not None] for name in rows[0]}
+    return {name: value(name, found) if found else None for name, found in columns.items()}
