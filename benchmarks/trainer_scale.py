@@ -71,11 +71,11 @@ def run_rank(work: Path) -> None:
         learner.load(config.model_name)
         learner.begin("")
         items = [ScoredData(**item) for item in job["items"]]
-        batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
+        batch = make_batch(items, seq_len=config.seq_len, policy_version=0)
         steps = []
         for _ in range(1 + job["steps"]):
             start = time.perf_counter()
-            loss = learner.gradients(batch.sequences, batch.completion_tokens)["loss"]
+            loss = learner.gradients(batch.sequences, batch.loss_divisor)["loss"]
             norm = learner.clip()
             learner.update(config.lr)
             steps.append({"loss": loss, "grad_norm": norm, "wall_s": time.perf_counter() - start})

@@ -95,7 +95,7 @@ def our_arm(work: Path, threads: int) -> None:
     settings = LossSettings(clip_eps=CLIP)
     for _ in sys.stdin:
         start, cpu = time.perf_counter(), time.process_time()
-        batch = make_batch(items, seq_len=config.seq_len, divide_by_std=True, policy_version=0)
+        batch = make_batch(items, seq_len=config.seq_len, policy_version=0)
         figures = batch_gradients(
             Policy(model),
             micro_batches(batch.sequences, config.micro_batch_tokens, device),
@@ -131,7 +131,7 @@ def prepare_logprobs(work: Path, threads: int) -> None:
         group["inference_logprobs"] = [
             [1.0] * group["prompt_tokens"] + [-1.0] * (len(t) - group["prompt_tokens"]) for t in group["tokens"]
         ]
-        batch = make_batch([msgspec.convert(group, ScoredData)], seq_len=10**6, divide_by_std=True, policy_version=0)
+        batch = make_batch([msgspec.convert(group, ScoredData)], seq_len=10**6, policy_version=0)
         for row, sequence in zip(group["inference_logprobs"], batch.sequences, strict=True):
             (micro,) = micro_batches([sequence], 1, torch.device("cpu"))
             logprobs = token_logprobs(Policy(model), micro, 128)

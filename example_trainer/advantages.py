@@ -3,20 +3,28 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from example_trainer.objectives import Advantage
+
 STD_EPS = 1e-4
 
 
-def group_advantages(scores: NDArray[np.float64], *, divide_by_std: bool) -> NDArray[np.float64]:
-    """Score minus the group's mean, over its population standard deviation + 1e-4 if asked. `scores` and result:
-    [rollouts].
+def group_advantages(scores: NDArray[np.float64], how: Advantage) -> NDArray[np.float64]:
+    """How much better than its siblings each answer is. `scores` and result: [rollouts].
 
-    With the deviation this is GRPO's advantage (Shao et al. 2024, arXiv 2402.03300), without it that of Dr. GRPO (Liu
-    et al. 2025, arXiv 2503.20783). A group of one has no siblings: its score is its advantage.
+        group_std    score less the mean, over the population standard deviation + 1e-4: GRPO (Shao et al. 2024, arXiv
+                     2402.03300, section 4.1.2)
+        group_mean   score less the mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, equation 2)
+        rloo         score less the mean of the others, n / (n - 1) times as much: RLOO (Ahmadian et al. 2024, arXiv
+                     2402.14740, equation 8)
+
+    A group of one has no siblings: its score is its advantage.
     """
     if len(scores) == 1:
         return scores.copy()
     centred: NDArray[np.float64] = scores - scores.mean()
-    return centred / np.float64(scores.std() + STD_EPS) if divide_by_std else centred
+    if how == "rloo":
+        return centred * (len(scores) / (len(scores) - 1))
+    return centred / np.float64(scores.std() + STD_EPS) if how == "group_std" else centred
 
 
 def has_signal(scores: NDArray[np.float64]) -> bool:

@@ -24,7 +24,11 @@ from numpy.typing import NDArray
 from atroposlib.groups import Needs, Untrainable, check, rollouts_of
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
+from example_trainer.averaging import token_weights
+from example_trainer.config import LossSettings
+from example_trainer.objectives import Advantage
 
+PLAIN = LossSettings()
 Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
 
 
@@ -42,6 +46,7 @@ class Sequence:
     top_k: int = 0  # of the sampler; 0 keeps all
     rollout: int = 0  # place in the batch of the rollout that it belongs to
     old_logprobs: NDArray[np.float32] | None = None  # under the policy before this batch's first update, if recomputed
+    weight: float = 1.0  # of each trained token in the mean that the step minimises (averaging.py)
 
     @property
     def trained_tokens(self) -> int:
@@ -67,6 +72,7 @@ class Batch:
     sampled_sequences: int
     truncated_sequences: int
     completion_tokens: int
+    loss_divisor: int
     reward_mean: float
     reward_std: float
     staleness_mean: float | None
@@ -83,14 +89,13 @@ def make_batch(
     items: Iterable[Item],
     *,
     seq_len: int,
-    divide_by_std: bool,
     policy_version: int,
+    loss: LossSettings = PLAIN,
     vocab_size: int | None = None,
-    all_groups: bool = False,
 ) -> Batch:
     """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts.
 
-    Groups without a signal give sequences only with `all_groups`, whose advantages are then 0.
+    Groups without a signal give sequences only where the loss has a KL or entropy term; their advantages are 0.
     """
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
@@ -106,22 +111,26 @@ def make_batch(
     completions: list[int] = []
     scores: list[float] = []  # of rollouts
     staleness: list[int] = []
-    zero_variance = truncated = 0
+    zero_variance = truncated = divisor = 0
     for group in trainable:
         first_rollout = len(scores)
         scores += _rollout_scores(group)
-        completions += [int((np.asarray(mask) != NOT_TRAINED).sum()) for mask in group.masks]
+        tokens = np.array([(np.asarray(mask) != NOT_TRAINED).sum() for mask in group.masks], np.int64)
+        completions += tokens.tolist()
+        rollouts = np.array(rollouts_of(group))
+        weights, share = token_weights(tokens, rollouts, loss.loss_mean, loss.loss_constant or seq_len)
+        divisor += share
         staleness += [
             policy_version - int(first)
             for first, _last in (group.policy_versions if isinstance(group.policy_versions, list) else [])
         ]
-        advantages = _advantages(group, divide_by_std)
+        advantages = _advantages(group, loss.advantage)
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
-        if signal or all_groups:
+        if signal or loss.has_penalties:
             sequences += [
-                _sequence(group, index, each, seq_len, first_rollout + rollout)
-                for index, (rollout, each) in enumerate(zip(rollouts_of(group), advantages, strict=True))
+                _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
+                for index, (rollout, each, weight) in enumerate(zip(rollouts, advantages, weights, strict=True))
             ]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
@@ -132,6 +141,7 @@ def make_batch(
         sampled_sequences=len(completions),
         truncated_sequences=truncated,
         completion_tokens=sum(completions),
+        loss_divisor=divisor,
         reward_mean=float(np.mean(scores)) if scores else math.nan,
         reward_std=float(np.std(scores)) if scores else math.nan,
         staleness_mean=float(np.mean(staleness)) if staleness else None,
@@ -140,13 +150,13 @@ def make_batch(
     )
 
 
-def _advantages(item: ScoredData, divide_by_std: bool) -> list[NDArray[np.float32]]:
+def _advantages(item: ScoredData, how: Advantage) -> list[NDArray[np.float32]]:
     """Advantages of each sequence, [length] or [1]: the environment's where given, else its rollout's."""
     scores = np.asarray(_rollout_scores(item))
     if given := item.advantages:  # environments send [] for "none"
         rows = [np.asarray(row, dtype=np.float32) for row in given]
     elif has_signal(scores):
-        of_rollouts = group_advantages(scores, divide_by_std=divide_by_std)
+        of_rollouts = group_advantages(scores, how)
         rows = [np.asarray([of_rollouts[rollout]], dtype=np.float32) for rollout in rollouts_of(item)]
     else:
         rows = [np.zeros(1, dtype=np.float32) for _ in item.scores]
@@ -164,7 +174,9 @@ def _rollout_scores(item: ScoredData) -> list[float]:
     return [float(score) for score in by_rollout.values()]
 
 
-def _sequence(item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int, rollout: int) -> Sequence:
+def _sequence(
+    item: ScoredData, index: int, advantages: NDArray[np.float32], seq_len: int, rollout: int, weight: float
+) -> Sequence:
     tokens = np.asarray(item.tokens[index][:seq_len], dtype=np.int64)
     trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
@@ -180,6 +192,7 @@ def _sequence(item: ScoredData, index: int, advantages: NDArray[np.float32], seq
         top_p=float(sampling_setting(item, index, "top_p") or 1.0),
         top_k=max(0, int(sampling_setting(item, index, "top_k") or 0)),
         rollout=rollout,
+        weight=weight,
     )
 
 

@@ -18,7 +18,17 @@ from atroposlib.names import Name
 from example_trainer.cpu_cores import parse_cores, shown_cores
 from example_trainer.inference_servers import VllmServers
 from example_trainer.modes import AnyBridge, Mode, choose
-from example_trainer.objectives import Loss
+from example_trainer.objectives import (
+    OBJECTIVES,
+    PRESETS,
+    Advantage,
+    Algorithm,
+    Importance,
+    Kl,
+    Level,
+    LossMean,
+    Ratio,
+)
 
 M = TypeVar("M", bound=Mode)
 
@@ -169,18 +179,108 @@ class OptimizationSettings(Config):
 class LossSettings(Config):
     """Loss"""
 
-    loss: Loss = Field("grpo", description="what a step minimises: a file of example_trainer/objectives")
+    algorithm: Algorithm = Field(
+        "grpo", description="presets of the flags below, any of which overrides its preset; --dry-run shows the result"
+    )
+    advantage: Advantage = Field(
+        "group_std",
+        description=(
+            "score less the group's mean, over the group's standard deviation + 1e-4 (group_std) or as it is"
+            " (group_mean); or less the mean of the other answers (rloo)"
+        ),
+    )
+    ratio: Ratio = Field(
+        "token",
+        description=(
+            "probability ratio to the old policy: each token's own, or of its whole sequence, as geometric mean of"
+            " the tokens' ratios (sequence_mean) or as their product (sequence_sum)"
+        ),
+    )
+    objective: str = Field(
+        "clip",
+        description=(
+            f"what a step minimises of ratio and advantage: {', '.join(OBJECTIVES)}, or the import path of a function"
+        ),
+    )
     clip_eps: float = Field(
-        0.2, ge=0, lt=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]"
+        0.2, ge=0, le=1, description="probability ratios are clipped to [1 - clip_eps, 1 + clip_eps]"
     )
     clip_eps_high: float | None = Field(None, ge=0, description="upper clip distance where it differs from clip_eps")
+    dual_clip: float = Field(
+        3.0,
+        ge=0,
+        description="a token with a negative advantage costs at most this times its absolute value; 0 is no bound",
+    )
+    log_ratio_limit: float = Field(
+        20.0, gt=0, le=80, description="nats to which log-probability ratios are clamped before exp"
+    )
+    loss_mean: LossMean = Field(
+        "token",
+        description=(
+            "mean over all sampled tokens; over rollouts, of each one's mean (sequence); or the sum over tokens by"
+            " rollouts x --loss-constant (constant)"
+        ),
+    )
+    loss_constant: int | None = Field(
+        None, ge=1, description="tokens by which --loss-mean constant divides each rollout; default --seq-len"
+    )
+    importance: Importance = Field(
+        "none",
+        description=(
+            "what becomes of tokens whose probability differs between sampler and trainer: their loss is multiplied by"
+            " the bounded ratio (truncate), or dropped outside the bounds (mask)"
+        ),
+    )
+    importance_level: Level = Field("token", description="whose ratio that is: each token's, or its sequence's product")
+    importance_bounds: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] = Field(
+        (0.5, 2.0), description="lowest and highest ratio of --importance"
+    )
+    off_policy_mask: float = Field(
+        0.0,
+        ge=0,
+        description=(
+            "drop sequences with a negative advantage whose tokens have lost more than this many nats on average since"
+            " they were sampled; 0 drops none"
+        ),
+    )
     kl_coef: float = Field(
-        0.0, ge=0, description="weight of the k3 KL to the start model; above 0 keeps a frozen copy in memory"
+        0.0, ge=0, description="weight of the KL to the start model; above 0 keeps a frozen copy in memory"
+    )
+    kl: Kl = Field("k3", description="estimate of that KL")
+    kl_in: Literal["loss", "reward"] = Field(
+        "loss", description="whether that KL is a term of the loss, or taken off each token's advantage"
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    advantage_std: bool = Field(
-        True, description="divide group-relative advantages by the group's standard deviation + 1e-4"
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_presets(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {**PRESETS.get(str(values.get("algorithm")), {}), **values}
+
+    @field_validator("objective")
+    @classmethod
+    def _objective_is_known(cls, value: str) -> str:
+        if value not in OBJECTIVES and not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)+", value):
+            raise ValueError(f"give {', '.join(OBJECTIVES)}, or an import path such as my_package.my_module.my_loss")
+        return value
+
+    @field_validator("dual_clip")
+    @classmethod
+    def _dual_clip_is_above_the_clip(cls, value: float, info: ValidationInfo) -> float:
+        low, high = info.data.get("clip_eps", 0.0), info.data.get("clip_eps_high")
+        least = 1 + (low if high is None else high)
+        if 0 < value < least and info.data.get("objective") == "clip":
+            raise ValueError(f"give at least {least:g}, where the upper clip is, or 0 for no bound")
+        return value
+
+    @field_validator("importance_bounds")
+    @classmethod
+    def _bounds_are_in_order(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not value[0] <= 1 <= value[1]:
+            raise ValueError("give the lower bound, at most 1, then the upper one, at least 1")
+        return value
 
     @property
     def has_penalties(self) -> bool:
@@ -191,6 +291,12 @@ class LossSettings(Config):
     def clip_high(self) -> float:
         """The upper clip distance: the lower one unless given."""
         return self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+
+    @property
+    def needs_whole_sequences(self) -> bool:
+        """Whether a token's loss depends on the log-probabilities of its whole sequence."""
+        corrected = self.importance != "none" and self.importance_level == "sequence"
+        return self.ratio != "token" or corrected or self.off_policy_mask > 0
 
 
 class UpdateSettings(Config):

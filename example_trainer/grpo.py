@@ -52,6 +52,7 @@ from example_trainer.learner import Learner
 from example_trainer.memory import one_line_when_out_of_memory
 from example_trainer.metrics import open_metrics, step_line, step_row
 from example_trainer.model_card import write_model_card
+from example_trainer.objectives.base import load_objective
 from example_trainer.optimizer import learning_rate
 from example_trainer.parallel import (
     ALONE,
@@ -83,6 +84,7 @@ def run(config: TrainerConfig, prepare: Prepare | None = None) -> None:
     with one_line_when_out_of_memory(config), contextlib.ExitStack() as resources:
         with told_once_a_machine():
             device = prepare_torch(config)
+            load_objective(config.objective)
             ranks = join(config, device)
         resources.callback(ranks.leave)
         expect_the_same(ranks, config)
@@ -226,10 +228,9 @@ class Run:
             batch = make_batch(
                 self.api.fetch_batch(self.config.fetch_timeout),
                 seq_len=self.config.seq_len,
-                divide_by_std=self.config.advantage_std,
+                loss=self.config,
                 policy_version=self.progress.policy_version,
                 vocab_size=self.vocab_size,
-                all_groups=self.config.has_penalties,
             )
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if batch.groups:
@@ -257,6 +258,7 @@ class Run:
                 config.updates_per_batch,
                 config.epochs,
                 recomputed=config.old_logprobs == "recomputed",
+                loss_mean=config.loss_mean,
                 seed=config.seed,
                 step=step,
                 rate=learning_rate(config, step, self.progress.updates),

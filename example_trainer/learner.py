@@ -99,8 +99,8 @@ class Learner:
         return with_old_logprobs(sequences, column.numpy(), config.micro_batch_tokens, self.ranks.size)
 
     @collective
-    def gradients(self, sequences: list[Sequence], loss_tokens: int) -> StepMetrics:
-        """Put the gradient of the mean over `loss_tokens` tokens into the parameters' `.grad`."""
+    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> StepMetrics:
+        """Put the gradient of the tokens' weighted losses over `loss_divisor` into the parameters' `.grad`."""
         comparison = Comparison()
         measured = batch_gradients(
             self._policy,
@@ -108,7 +108,7 @@ class Learner:
             self._config,
             reference=self._reference,
             chunk_mb=self._config.logits_chunk_mb,
-            loss_tokens=loss_tokens,
+            loss_divisor=loss_divisor,
             comparison=comparison,
             ranks=self.ranks,
             before_pass=self._before_pass,
@@ -179,6 +179,7 @@ class Learner:
             sampler_logprobs=nothing,
             old_logprobs=nothing,
             advantages=nothing,
+            weights=nothing,
             temperatures=torch.ones_like(nothing),
             reference_logprobs=nothing,
         )

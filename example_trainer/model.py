@@ -124,6 +124,7 @@ def check_packed_forward(policy: Policy, device: torch.device, dtype: torch.dtyp
         sampler_logprobs=none,
         old_logprobs=none,
         advantages=none,
+        weights=none,
         temperatures=none,
         reference_logprobs=none,
     )

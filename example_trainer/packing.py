@@ -30,11 +30,13 @@ class MicroBatch:
     sampler_logprobs: Tensor  # [R]
     old_logprobs: Tensor  # [R], what ratios are against: the sampler's, or recomputed before the batch's first update
     advantages: Tensor  # [R]
+    weights: Tensor  # [R], what each token counts in the mean (averaging.py)
     temperatures: Tensor  # [R]
     reference_logprobs: Tensor  # [R], NaN where the environment gave none
     truncation: tuple[Tensor, Tensor] | None = (
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
+    recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
 
 
@@ -178,7 +180,9 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
                 for sequence in sequences
             ]
         ),
+        recomputed=any(sequence.old_logprobs is not None for sequence in sequences),
         advantages=of_trained([sequence.advantages for sequence in sequences]),
+        weights=of_sampler([sequence.weight for sequence in sequences], np.float32),
         temperatures=of_sampler([sequence.temperature for sequence in sequences], np.float32),
         reference_logprobs=of_trained(
             [

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from example_trainer.packing import MicroBatch
 
 ChunkLoss = Callable[[Tensor, Tensor, slice], Tensor]
+See = Callable[[Tensor], None]
 
 
 class _LogprobsAndEntropy(torch.autograd.Function):
@@ -116,17 +117,26 @@ class Policy(nn.Module):
         self.model = model
 
     def forward(
-        self, batch: MicroBatch, chunk_mb: int, chunk_loss: ChunkLoss | None = None
+        self, batch: MicroBatch, chunk_mb: int, chunk_loss: ChunkLoss | None = None, see: See | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the trained tokens [R] and None; or, with `chunk_loss`, the hidden states [R, d] and
-        the loss's gradient for them, the head's own gradient being added already.
+        the loss's gradient for them, the head's own gradient being added already. `see` gets all log-probabilities [R]
+        before the first chunk's loss, by a pass of the head without gradient.
         """
         hidden = trained_hidden(self.model, batch)
         head = self.model.get_output_embeddings()
+
+        def logprobs_of(states: Tensor) -> Tensor:
+            chunks = _chunks(len(states), head, chunk_mb)
+            return torch.cat([_of_chunk(batch, head(states[chunk]), chunk)[0] for chunk in chunks])
+
         if chunk_loss is None:
-            chunks = _chunks(len(hidden), head, chunk_mb)
-            return torch.cat([_of_chunk(batch, head(hidden[chunk]), chunk)[0] for chunk in chunks]), None
-        cut = hidden.detach().requires_grad_()
+            return logprobs_of(hidden), None
+        cut = hidden.detach()
+        if see is not None:
+            with torch.no_grad():
+                see(logprobs_of(cut))
+        cut.requires_grad_()
         for chunk in _chunks(len(cut), head, chunk_mb):
             logprobs, entropy = _of_chunk(batch, head(cut[chunk]), chunk)
             chunk_loss(logprobs, entropy, chunk).backward()
@@ -145,10 +155,13 @@ def token_logprobs(policy: Policy, batch: MicroBatch, chunk_mb: int) -> Tensor:
     return cast(Tensor, policy(batch, chunk_mb)[0])
 
 
-def accumulate_gradients(policy: Policy, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int) -> None:
+def accumulate_gradients(
+    policy: Policy, batch: MicroBatch, chunk_loss: ChunkLoss, chunk_mb: int, see: See | None = None
+) -> None:
     """Add the gradient of the summed `chunk_loss(logprobs, entropy, chunk)` to the parameters' `.grad`.
 
-    `chunk` says which of the R trained tokens the two [chunk] tensors belong to; the result is a scalar.
+    `chunk` says which of the R trained tokens the two [chunk] tensors belong to; the result is a scalar. `see` is given
+    the log-probabilities of all R before.
     """
-    hidden, gradient = policy(batch, chunk_mb, chunk_loss)
+    hidden, gradient = policy(batch, chunk_mb, chunk_loss, see)
     hidden.backward(gradient)

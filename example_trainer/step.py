@@ -1,10 +1,9 @@
-"""The gradient of one batch: every micro-batch adds its share of one mean over all sampled tokens, so accumulation is
-exact.
+"""The gradient of one batch: every micro-batch adds its share of one weighted mean over all sampled tokens, so
+accumulation is exact.
 
-The mean is over tokens, not over sequences first: a long answer weighs more than a short one (DAPO's token-level
-loss, Yu et al. 2025, arXiv 2503.14476). Groups of equal scores count in the mean. Their policy gradient is zero, so
-they are not computed unless the loss has a KL or entropy term. A batch in which few groups still teach something
-therefore takes a proportionally small step, not a full one on their noise alone.
+What each token counts is decided with the batch (averaging.py). Groups of equal scores count in the divisor. Their
+policy gradient is zero, so they are not computed unless the loss has a KL or entropy term. A batch in which few groups
+still teach something therefore takes a proportionally small step, not a full one on their noise alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from example_trainer.config import LossSettings
 from example_trainer.exactness import Comparison
-from example_trainer.objectives.base import k3, load_loss, with_penalties
+from example_trainer.objectives.base import LARGEST, kl_estimate, load_objective
+from example_trainer.objectives.terms import TokenTerms
 from example_trainer.packing import MicroBatch
 from example_trainer.parallel import ALONE, Ranks
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
@@ -29,17 +29,18 @@ def batch_gradients(
     *,
     reference: Policy | None = None,
     chunk_mb: int = 128,
-    loss_tokens: int | None = None,
+    loss_divisor: float | None = None,
     comparison: Comparison | None = None,
     ranks: Ranks = ALONE,
     before_pass: Callable[[bool], None] = lambda is_last: None,
 ) -> StepMetrics:
-    """Add the gradient of the mean token loss of all `batches` to the parameters' `.grad`; nothing is updated.
+    """Add the gradient of the weighted token losses of all `batches`, over `loss_divisor`, to the parameters' `.grad`;
+    nothing is updated.
 
-    The result was measured before the update: the mean loss, KL to the reference model (None without one), entropy,
-    differences from the sampler's log-probabilities, and the metrics that the loss names itself.
+    The result was measured before the update: the loss, KL to the reference model (None without one), entropy,
+    differences from the sampler's log-probabilities, and the metrics that the objective names itself.
 
-    `loss_tokens` is what the mean divides by: the batch's sampled tokens, by default those trained here.
+    `loss_divisor` is that of the batch (averaging.py), by default the tokens trained here.
     `comparison` is told every token's two log-probabilities.
 
     With several `ranks` the batches are this rank's share, and the result is of all; every rank calls this, with as
@@ -48,10 +49,10 @@ def batch_gradients(
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
     tokens = int(ranks.sum(torch.tensor(sum(len(batch.rows) for batch in batches if batch.counted))))
-    loss_tokens = loss_tokens or tokens
-    token_loss = load_loss(settings.loss)
+    loss_divisor = loss_divisor or tokens
+    token_loss = load_objective(settings.objective)
     sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
-    largest = torch.zeros((), device=batches[0].input_ids.device)  # difference of two log-probabilities
+    largest: dict[str, Tensor] = {}
     # a forward pass of the reference is every rank's, or nobody's
     asks = settings.kl_coef > 0 and bool(ranks.largest(torch.tensor(any(_unknown(batch) for batch in batches))))
     for index, batch in enumerate(batches):
@@ -59,34 +60,46 @@ def batch_gradients(
         known = None
         if settings.kl_coef > 0:
             known = _reference_logprobs(batch, reference, chunk_mb, asks and (ranks.size > 1 or _unknown(batch)))
+        terms = TokenTerms(batch, known, token_loss, settings)
 
         def chunk_loss(
-            logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, known: Tensor | None = known
+            logprobs: Tensor, entropy: Tensor, chunk: slice, batch: MicroBatch = batch, terms: TokenTerms = terms
         ) -> Tensor:
-            sampler = batch.sampler_logprobs[chunk]
-            of_policy, own = token_loss(logprobs, batch.old_logprobs[chunk], batch.advantages[chunk], settings)
-            total, kl = with_penalties(of_policy, logprobs, entropy, None if known is None else known[chunk], settings)
+            sampler, weights = batch.sampler_logprobs[chunk], batch.weights[chunk]
+            total, of_policy, own = terms(logprobs, entropy, chunk)
+            total = total * weights
             if comparison is not None and batch.counted:
                 comparison.add(batch.targets[chunk], sampler, logprobs)
             with torch.no_grad():
-                measured = {"loss": total, "pg_loss": of_policy, "entropy": entropy, **own}
-                if kl is not None:
-                    measured["kl"] = kl
                 difference = (logprobs - sampler).abs()
-                measured |= {"logprob_diff_mean": difference, "sampler_kl": k3(sampler, logprobs)}
+                measured = {
+                    "loss": total,
+                    "pg_loss": of_policy * weights,
+                    "entropy": entropy,
+                    **own,
+                    "logprob_diff_mean": difference,
+                    "logprob_diff_max": difference,
+                    "sampler_kl": kl_estimate(sampler, logprobs, "k3", settings.log_ratio_limit),
+                }
                 for name, term in measured.items():
-                    sums[name] = sums.get(name, 0.0) + (term if batch.counted else torch.zeros_like(term)).sum().float()
-                if batch.counted:
-                    torch.maximum(largest, difference.max(), out=largest)
-            return total.sum() / loss_tokens if batch.counted else 0 * logprobs.sum()
+                    if name.endswith(LARGEST):
+                        found = term.max() if batch.counted else term.new_full((), -torch.inf)
+                        largest[name] = torch.maximum(largest[name], found) if name in largest else found
+                    else:
+                        found = (term if batch.counted else torch.zeros_like(term)).sum().float()
+                        sums[name] = sums.get(name, 0.0) + found
+            return total.sum() / loss_divisor if batch.counted else 0 * logprobs.sum()
 
-        accumulate_gradients(policy, batch, chunk_loss, chunk_mb)
-    # `loss` and `pg_loss` are means over all sampled tokens, the others over the trained ones
+        accumulate_gradients(
+            policy, batch, chunk_loss, chunk_mb, see=terms.see if settings.needs_whole_sequences else None
+        )
+    # `loss` and `pg_loss` are the batch's weighted means, the others means over the trained tokens
     means: StepMetrics = {
-        name: total / (loss_tokens if name in ("loss", "pg_loss") else tokens)
+        name: total / (loss_divisor if name in ("loss", "pg_loss") else tokens)
         for name, total in zip(sums, ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)
     }
-    return {"kl": None} | means | {"logprob_diff_max": ranks.largest(largest).item()}
+    highest = dict(zip(largest, ranks.largest(torch.stack(list(largest.values()))).tolist(), strict=True))
+    return {"kl": None} | means | highest
 
 
 def _unknown(batch: MicroBatch) -> bool:

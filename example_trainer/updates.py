@@ -23,6 +23,7 @@ from example_trainer.errors import BadBatch
 from example_trainer.exactness import Comparison
 from example_trainer.learner import Learner
 from example_trainer.metrics import Row
+from example_trainer.objectives import LossMean
 from example_trainer.optimizer import expect_finite
 from example_trainer.step import StepMetrics
 
@@ -37,6 +38,7 @@ class Plan:
     updates_per_batch: int = 1
     epochs: int = 1
     recomputed: bool = False  # old log-probabilities
+    loss_mean: LossMean = "token"
     seed: int = 0
     step: int = 1
     rate: float = 0.0
@@ -44,22 +46,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """What one update trains on. `loss_tokens` is what its mean divides by."""
+    """What one update trains on. `loss_divisor` is what its mean divides by."""
 
     sequences: list[Sequence]
-    loss_tokens: int
+    loss_divisor: float
 
 
 def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
     """The mini-batches of a step in their order, none of them empty. Sequences of one rollout stay together.
 
-    Each divides by its own tokens. Sampled tokens that are not computed, of groups without a signal, are spread over
-    the mini-batches in proportion: together they count as in one update.
+    Each divides by its own part of the batch's divisor. What is not computed, of groups without a signal, is spread
+    over the mini-batches in proportion: together it counts as in one update.
     """
     if not batch.sequences:
         return []
     if plan.updates_per_batch == 1:
-        return [MiniBatch(batch.sequences, batch.completion_tokens)] * plan.epochs
+        return [MiniBatch(batch.sequences, batch.loss_divisor)] * plan.epochs
     rollouts = sorted({sequence.rollout for sequence in batch.sequences})
     dealt = []
     for epoch in range(plan.epochs):
@@ -68,8 +70,9 @@ def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
             members = set(part.tolist())
             sequences = [sequence for sequence in batch.sequences if sequence.rollout in members]
             trained = sum(sequence.trained_tokens for sequence in sequences)
-            share = round(trained * batch.completion_tokens / batch.trained_tokens)
-            dealt.append(MiniBatch(sequences, share))
+            by_tokens = plan.loss_mean == "token"
+            part, whole = (trained, batch.trained_tokens) if by_tokens else (len(members), len(rollouts))
+            dealt.append(MiniBatch(sequences, part * batch.loss_divisor / whole))
     return dealt
 
 
@@ -121,7 +124,7 @@ class Updates:
         return {**merged(self._measured), **self._checked, **({"lr": self._plan.rate} if self._measured else {})}
 
     def _gradients(self, mini_batch: MiniBatch) -> StepMetrics:
-        return self._learner.gradients(mini_batch.sequences, mini_batch.loss_tokens)
+        return self._learner.gradients(mini_batch.sequences, mini_batch.loss_divisor)
 
     def _is_good(self, measured: StepMetrics, place: int) -> bool:
         """Clip the gradient, and whether it can be stepped on; if not, it is dropped."""

@@ -1,50 +1,73 @@
-"""What every loss is made of. Pure functions: values in, values out; tensors are [tokens] and float32."""
+"""What every objective is made of. Pure functions: values in, values out; tensors are [tokens] and float32."""
 
 import importlib
+import pkgutil
+from types import ModuleType
 from typing import Protocol, cast
 
 from torch import Tensor
 
 from example_trainer.config import LossSettings
-from example_trainer.objectives import Loss
+from example_trainer.errors import TrainerError
+from example_trainer.objectives import OBJECTIVES, Kl
+
+LARGEST = "_max"  # how the name of a metric ends whose largest value is reported, not its mean
 
 
 class TokenLoss(Protocol):
-    """A loss per token, of which a step differentiates the sum over the batch's sampled tokens."""
+    """A loss per token, of which a step differentiates the weighted sum over the batch's sampled tokens."""
 
     def __call__(
-        self, logprobs: Tensor, old: Tensor, advantages: Tensor, settings: LossSettings, /
+        self, logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, settings: LossSettings, /
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of each token under the current policy's `logprobs`, and the loss's own metrics by their names in
-        metrics.jsonl, whose means over the trained tokens are reported. `old` are the log-probabilities that ratios
-        are against (--old-logprobs): of the policy that sampled the tokens, or of the one before the first update.
+        """The loss of each token under the current policy's `logprobs`, and the objective's own metrics by their names
+        in metrics.jsonl: the mean over the trained tokens, or the largest where the name ends in `_max`.
+
+        `log_ratio` is the log of the current policy's probability over the old one's, as --ratio defines it, within
+        ± log_ratio_limit; gradients pass through it as through `logprobs`.
         """
 
 
-def load_loss(name: Loss) -> TokenLoss:
-    """The loss of that name (objectives/NAME.py)."""
-    return cast(TokenLoss, importlib.import_module(f"example_trainer.objectives.{name}").token_loss)
+def load_objective(name: str) -> TokenLoss:
+    """The objective of that name (objectives/NAME.py), or of that import path: a function, or a module with a function
+    `token_loss`. Raises TrainerError.
+    """
+    if name in OBJECTIVES:
+        return cast(TokenLoss, importlib.import_module(f"example_trainer.objectives.{name}").token_loss)
+    try:
+        found = pkgutil.resolve_name(name)
+        if isinstance(found, ModuleType):
+            found = found.token_loss
+    except (ImportError, AttributeError) as error:
+        raise TrainerError(
+            f"--objective {name}: {error}. Give the import path of a function, or of a module with a function"
+            " token_loss; PYTHONPATH says where to look"
+        ) from error
+    if not callable(found):
+        raise TrainerError(f"--objective {name} is no function, but of type {type(found).__name__}")
+    return cast(TokenLoss, found)
 
 
-def with_penalties(
-    policy: Tensor, logprobs: Tensor, entropy: Tensor, reference: Tensor | None, settings: LossSettings
-) -> tuple[Tensor, Tensor | None]:
-    """The loss plus `kl_coef` times the KL to `reference`, minus `entropy_coef` times the entropy; and that KL."""
-    total, kl = policy, None
-    if settings.kl_coef > 0:
-        if reference is None:
-            raise ValueError("kl_coef > 0 needs reference log-probabilities")
-        kl = k3(logprobs, reference)
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: Kl, limit: float) -> Tensor:
+    """An estimate of KL(policy || reference) on tokens that the policy sampled. `limit` bounds the log-ratio.
+
+    Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html. k1 is unbiased and may be
+    negative, k2 is biased and never negative, k3 is unbiased and never negative.
+    """
+    log_ratio = (reference - logprobs).clamp(-limit, limit)
+    if kind == "k1":
+        return -log_ratio
+    return log_ratio.square() / 2 if kind == "k2" else log_ratio.exp() - log_ratio - 1
+
+
+def with_penalties(policy: Tensor, kl: Tensor | None, entropy: Tensor, settings: LossSettings) -> Tensor:
+    """The loss plus `kl_coef` times the KL to the start model, if it is in the loss, minus `entropy_coef` times the
+    entropy.
+    """
+    total = policy
+    if settings.kl_coef > 0 and settings.kl_in == "loss":
+        assert kl is not None
         total = total + settings.kl_coef * kl
     if settings.entropy_coef > 0:
         total = total - settings.entropy_coef * entropy
-    return total, kl
-
-
-def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """The k3 estimate of KL(policy || reference) on sampled tokens: never negative, unbiased on-policy.
-
-    Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
-    """
-    log_ratio = reference - logprobs
-    return log_ratio.exp() - log_ratio - 1
+    return total

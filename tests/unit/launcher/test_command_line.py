@@ -73,12 +73,12 @@ def test_a_model_may_stand_alone() -> None:
 @pytest.mark.usefixtures("no_processes")
 def test_a_sections_flag_is_the_programs_own() -> None:
     made = plan(
-        *"arithmetic --trainer.lr 1e-3 --trainer.no-advantage-std --bridge.bucket-mb 8".split(),
+        *"arithmetic --trainer.lr 1e-3 --trainer.advantage group_mean --bridge.bucket-mb 8".split(),
         *"--api.max_body_mb=7 --env.group_size 16 --env.openai.timeout 30 --vllm.enforce_eager".split(),
         *"--vllm.max_model_len 512".split(),
     )
     assert made.trainer.lr == 1e-3
-    assert made.trainer.advantage_std is False
+    assert made.trainer.advantage == "group_mean"
     assert made.trainer.mode(Broadcast).bucket_mb == 8
     environment = made.environments["env"].resolved
     assert environment["env"]["group_size"] == 16

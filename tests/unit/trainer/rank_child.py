@@ -26,8 +26,8 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 from example_trainer import policy
-from example_trainer.batching import Sequence, make_batch
-from example_trainer.config import TrainerConfig
+from example_trainer.batching import PLAIN, Sequence, make_batch
+from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.learner import Learner
 from example_trainer.parallel import Ranks, join
 from example_trainer.rank_processes import VARIABLE
@@ -40,10 +40,16 @@ JOB_S = 60.0  # more than any job takes
 
 
 def sequences(
-    step: int, seq_len: int = 64, groups: int = GROUPS, answers: int = 4, given: bool = False, top_p: float = 1.0
+    step: int,
+    seq_len: int = 64,
+    groups: int = GROUPS,
+    answers: int = 4,
+    given: bool = False,
+    loss: LossSettings = PLAIN,
+    top_p: float = 1.0,
 ) -> tuple[list[Sequence], int]:
-    """A step's sequences, of ragged lengths, and its sampled tokens. The last group has one answer fewer; with `given`,
-    the first comes with log-probabilities of the reference.
+    """A step's sequences, of ragged lengths, and the divisor of their losses. The last group has one answer fewer;
+    with `given`, the first comes with log-probabilities of the reference.
     """
     made = [
         item(
@@ -56,10 +62,8 @@ def sequences(
     ]
     if given:
         made[0]["ref_logprobs"] = [[-1.5] * len(tokens) for tokens in made[0]["tokens"]]
-    batch = make_batch(
-        as_records(made), seq_len=seq_len, divide_by_std=True, policy_version=0, vocab_size=VOCAB, all_groups=True
-    )
-    return batch.sequences, batch.completion_tokens
+    batch = make_batch(as_records(made), seq_len=seq_len, policy_version=0, vocab_size=VOCAB, loss=loss)
+    return batch.sequences, batch.loss_divisor
 
 
 def main(job: dict[str, Any]) -> None:
@@ -105,7 +109,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
         at_start = trained.prompt_logprobs(prompt).tolist()
         trained.write(out / "start")  # what a probe leaves gathered cannot be written
     for step in range(job["steps"]):
-        batch, tokens = sequences(step, **job.get("batch", {}))
+        batch, tokens = sequences(step, loss=config, **job.get("batch", {}))
         if config.old_logprobs == "recomputed":
             batch = learner.with_old_logprobs(batch)
             learner.gradients(batch, tokens)

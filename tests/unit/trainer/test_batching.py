@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.batching import Batch, make_batch
+from example_trainer.config import LossSettings
 from tests.unit.trainer.fakes import as_records, item
 
 
@@ -17,9 +18,8 @@ def batch_of(*items: dict[str, Any], seq_len: int = 64, policy_version: int = 0,
     return make_batch(
         as_records(items),
         seq_len=seq_len,
-        divide_by_std=True,
         policy_version=policy_version,
-        all_groups=all_groups,
+        loss=LossSettings(entropy_coef=0.01 if all_groups else 0),
     )
 
 
@@ -29,12 +29,12 @@ def advantages_of(batch: Batch) -> list[float]:
 
 def test_advantage_is_score_minus_mean_over_std_plus_epsilon() -> None:
     scores = np.array([1.0, 0.0, 0.0, 0.0])
-    assert group_advantages(scores, divide_by_std=False).tolist() == [0.75, -0.25, -0.25, -0.25]
-    assert group_advantages(scores, divide_by_std=True)[0] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4), rel=1e-12)
+    assert group_advantages(scores, "group_mean").tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(scores, "group_std")[0] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4), rel=1e-12)
 
 
 def test_a_group_of_one_keeps_its_score() -> None:
-    assert group_advantages(np.array([0.5]), divide_by_std=True).tolist() == [0.5]
+    assert group_advantages(np.array([0.5]), "group_std").tolist() == [0.5]
     assert has_signal(np.array([0.5]))
     assert not has_signal(np.array([0.0]))
 
@@ -42,7 +42,7 @@ def test_a_group_of_one_keeps_its_score() -> None:
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16))
 def test_advantages_sum_to_zero_and_keep_the_order(scores: list[float]) -> None:
     array = np.array(scores)
-    advantages = group_advantages(array, divide_by_std=True)
+    advantages = group_advantages(array, "group_std")
     assert advantages.sum() == pytest.approx(0, abs=1e-6)
     order = np.argsort(array, kind="stable")
     assert (np.diff(advantages[order]) >= 0).all()

@@ -91,7 +91,7 @@ def exchanged(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -
 
 def packed_row(longest: int = 60) -> MicroBatch:
     items = [item([1.0, 0.0], seed=5, longest=longest)]
-    sequences = make_batch(as_records(items), seq_len=2048, divide_by_std=True, policy_version=0).sequences
+    sequences = make_batch(as_records(items), seq_len=2048, policy_version=0).sequences
     (row,) = micro_batches(sequences, 10_000, torch.device("cpu"))
     return row
 
@@ -292,7 +292,7 @@ def test_what_is_not_covered_on_a_gpu_is_refused_by_name(monkeypatch: pytest.Mon
 
 def test_truncated_sampling_is_refused_on_a_gpu_by_name() -> None:
     group = item([1.0, 0.0], generation_params={"top_p": 0.9})
-    batch = make_batch(as_records([group]), seq_len=2048, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=2048, policy_version=0)
     with pytest.raises(
         exactness.NotExact, match=r"step 3: .* top-p and top-k on CUDA, and a sequence came with top_p 0.9, top_k 0"
     ):

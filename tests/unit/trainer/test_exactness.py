@@ -60,7 +60,7 @@ def exact(name: str) -> Any:
 
 
 def batch_of(items: list[dict[str, Any]]) -> Any:
-    return make_batch(as_records(items), seq_len=2048, divide_by_std=True, policy_version=0)
+    return make_batch(as_records(items), seq_len=2048, policy_version=0)
 
 
 def scored(model: str, seed: int) -> list[dict[str, Any]]:

@@ -97,16 +97,14 @@ def trained_model(family: str, **changes: Any) -> PreTrainedModel:
 def our_figures(
     model: PreTrainedModel, reference: PreTrainedModel | None, settings: LossSettings, budget: int, chunk_mb: int = 128
 ) -> StepMetrics:
-    batch = make_batch(
-        as_records(items()), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
-    )
+    batch = make_batch(as_records(items()), seq_len=64, loss=settings, policy_version=0)
     return batch_gradients(
         Policy(model),
         micro_batches(batch.sequences, budget, CPU),
         settings,
         reference=None if reference is None else Policy(reference),
         chunk_mb=chunk_mb,
-        loss_tokens=batch.completion_tokens,
+        loss_divisor=batch.loss_divisor,
     )
 
 
@@ -118,7 +116,7 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
         trained_model(family, seed=9, tie_word_embeddings=tied),
     )
     exact, exact_reference = float64_twin(model, tmp_path / "model"), float64_twin(reference, tmp_path / "reference")
-    settings = LossSettings(clip_eps=0.2, clip_eps_high=0.3, kl_coef=0.1, entropy_coef=0.01)
+    settings = LossSettings(clip_eps=0.2, clip_eps_high=0.3, dual_clip=0, kl_coef=0.1, entropy_coef=0.01)
 
     figures = our_figures(model, reference, settings, budget=30)
     expected = naive_loss(exact, exact_reference, items(), 0.2, 0.3, 0.1, 0.01)
@@ -136,15 +134,13 @@ def test_loss_and_gradient_equal_a_float64_computation(family: str, tied: bool, 
 def test_the_penalties_have_their_configured_weights_however_many_groups_have_a_signal(scores: list[float]) -> None:
     groups = [item([1.0, 1.0, 1.0], seed=1), item(scores, seed=2)]
     settings = LossSettings(kl_coef=0.1, entropy_coef=0.01)
-    batch = make_batch(
-        as_records(groups), seq_len=64, divide_by_std=True, policy_version=0, all_groups=settings.has_penalties
-    )
+    batch = make_batch(as_records(groups), seq_len=64, loss=settings, policy_version=0)
     figures = batch_gradients(
         Policy(trained_model("llama")),
         micro_batches(batch.sequences, 100, CPU),
         settings,
         reference=Policy(trained_model("llama", seed=9)),
-        loss_tokens=batch.completion_tokens,
+        loss_divisor=batch.loss_divisor,
     )
     loss, policy, kl, entropy = (figures[key] or 0.0 for key in ("loss", "pg_loss", "kl", "entropy"))
     assert kl > 0.1
@@ -178,12 +174,12 @@ def test_gradient_is_the_same_in_one_micro_batch_or_many_and_in_small_logit_chun
 
 
 def test_tokens_of_groups_without_a_signal_shrink_the_step_in_proportion() -> None:
-    batch = make_batch(as_records(items()), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records(items()), seq_len=64, policy_version=0)
 
     def gradient(extra_tokens: int) -> Tensor:
         model = trained_model("llama")
         batches = micro_batches(batch.sequences, 10_000, CPU)
-        batch_gradients(Policy(model), batches, LossSettings(), loss_tokens=batch.trained_tokens + extra_tokens)
+        batch_gradients(Policy(model), batches, LossSettings(), loss_divisor=batch.trained_tokens + extra_tokens)
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
         return grad
@@ -204,7 +200,7 @@ def test_reference_logprobs_of_the_environment_replace_the_reference_model() -> 
         logprobs = model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
         gaps = [given[at] - logprobs[at - 1, target].item() for at, target in enumerate(mask) if target != -100]
         expected += [math.exp(gap) - gap - 1 for gap in gaps]
-    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
     figures = batch_gradients(
         Policy(model),
         micro_batches(batch.sequences, 100, CPU),
@@ -218,7 +214,7 @@ def test_given_and_computed_reference_logprobs_mix_in_one_micro_batch() -> None:
     model, reference = trained_model("llama"), trained_model("llama", seed=9)
 
     def kl(*groups: dict[str, Any]) -> float:
-        batch = make_batch(as_records(groups), seq_len=64, divide_by_std=True, policy_version=0)
+        batch = make_batch(as_records(groups), seq_len=64, policy_version=0)
         figures = batch_gradients(
             Policy(model),
             micro_batches(batch.sequences, 1000, CPU),
@@ -242,7 +238,7 @@ def test_mean_of_ratios_is_one_when_the_sampler_was_this_very_policy() -> None:
         for position, target in enumerate(group["masks"][index]):
             if target != -100:
                 group["inference_logprobs"][index][position] = logprobs[position - 1, target].item()
-    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
     figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)
     assert figures["ratio_clipped_frac"] == 0
@@ -270,7 +266,7 @@ def test_the_staleness_weight_scales_the_loss_and_the_step() -> None:
     def policy_loss_and_gradient(weight: float | None) -> tuple[float, Tensor]:
         model = trained_model("llama")
         group = item([1.0, 0.0], seed=1, group_overrides={"staleness_weight": weight})
-        batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
+        batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
         figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
         grad = model.get_output_embeddings().weight.grad
         assert isinstance(grad, Tensor)
@@ -299,7 +295,7 @@ def test_a_truncating_sampler_of_this_very_policy_has_ratios_of_one(settings: di
                 kept = sorted({*kept, target})
                 logprobs = logits[position - 1, kept].log_softmax(0)
                 group["inference_logprobs"][index][position] = logprobs[kept.index(target)].item()
-    batch = make_batch(as_records([group]), seq_len=64, divide_by_std=True, policy_version=0)
+    batch = make_batch(as_records([group]), seq_len=64, policy_version=0)
     figures = batch_gradients(Policy(model), micro_batches(batch.sequences, 100, CPU), LossSettings())
     assert figures["logprob_diff_max"] == pytest.approx(0, abs=1e-5)
     assert figures["ratio_mean"] == pytest.approx(1.0, abs=1e-5)

@@ -1,19 +1,19 @@
 """Loss terms on numbers worked out by hand."""
 
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 
 from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
-from example_trainer import objectives
 from example_trainer.batching import make_batch
 from example_trainer.config import LossSettings, TrainerConfig
-from example_trainer.objectives import Loss
-from example_trainer.objectives.base import k3, load_loss, with_penalties
-from example_trainer.objectives.grpo import clipped_surrogate
+from example_trainer.errors import TrainerError
+from example_trainer.objectives import OBJECTIVES
+from example_trainer.objectives.base import kl_estimate, load_objective
+from example_trainer.objectives.clip import clipped_surrogate
+from example_trainer.objectives.terms import TokenTerms
 from example_trainer.packed_attention import PACKED_SDPA
 from example_trainer.packing import micro_batches
 from example_trainer.policy import Policy, logprobs_and_entropy, token_logprobs
@@ -51,15 +51,16 @@ def test_upper_clip_distance_is_its_own() -> None:
 
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0])
-    assert k3(logprobs, torch.tensor([-1.0, -3.0, -0.2])).tolist() == pytest.approx(
+    assert kl_estimate(logprobs, torch.tensor([-1.0, -3.0, -0.2]), "k3", 20).tolist() == pytest.approx(
         [0.0, 0.135335283 + 2 - 1, 2.225540928 - 0.8 - 1]
     )
 
 
 def test_kl_without_a_reference_is_refused() -> None:
-    one = torch.ones(1)
+    batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, policy_version=0)
+    (row,) = micro_batches(batch.sequences, 100, torch.device("cpu"))
     with pytest.raises(ValueError, match="reference"):
-        with_penalties(-one, -one, one, None, LossSettings(kl_coef=0.1))
+        TokenTerms(row, None, load_objective("clip"), LossSettings(kl_coef=0.1))
 
 
 def test_fused_logprobs_and_entropy_have_the_gradients_of_their_formulas() -> None:
@@ -86,37 +87,50 @@ def test_fused_logprobs_and_entropy_have_the_gradients_of_their_formulas() -> No
     torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", get_args(Loss))
-def test_every_loss_of_the_flag_gives_a_loss_and_its_metrics_per_token(name: Loss) -> None:
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_gives_a_loss_and_its_metrics_per_token(name: str) -> None:
     ones = torch.ones(3)
-    loss, metrics = load_loss(name)(-ones, -ones, ones, LossSettings(loss=name))
+    loss, metrics = load_objective(name)(-ones, 0 * ones, ones, LossSettings(objective=name))
     assert {value.shape for value in (loss, *metrics.values())} == {(3,)}
 
 
-def test_a_loss_is_one_file_and_a_name_and_brings_its_own_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("path", ["upward.token_loss", "upward"])
+def test_an_objective_of_an_import_path_brings_its_own_metrics(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As CONTRIBUTING.md tells a stranger to add one; the name itself is checked by the flag's type."""
-    (tmp_path / "upward.py").write_text(
-        "def token_loss(logprobs, sampler, advantages, settings):\n"
-        "    return -2 * advantages * logprobs, {'drift': logprobs - sampler}\n"
+    """As CONTRIBUTING.md tells a stranger to add one."""
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "upward.py").write_text(
+        "def token_loss(logprobs, log_ratio, advantages, settings):\n"
+        "    return -2 * advantages * logprobs, {'drift': log_ratio, 'drift_max': log_ratio}\n"
     )
-    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
-    batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batch = make_batch(as_records([item([1.0, 0.0])]), seq_len=64, policy_version=0)
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     batches = micro_batches(batch.sequences, 100, torch.device("cpu"))
-    settings = LossSettings.model_construct(loss="upward")  # type: ignore[arg-type]
+    config = ["--model", "m", "--objective", f"strange.{path}"]
+    settings, _ = resolve_config(TrainerConfig, config, prog="grpo", env={})
     metrics = batch_gradients(Policy(model), batches, settings)
     logprobs = torch.cat([token_logprobs(Policy(model), each, 128) for each in batches])
     advantages, sampler = batches[0].advantages, batches[0].sampler_logprobs
     assert metrics["loss"] == metrics["pg_loss"] == pytest.approx((-2 * advantages * logprobs).mean().item(), rel=1e-5)
     assert metrics["drift"] == pytest.approx((logprobs - sampler).mean().item(), rel=1e-5)
+    assert metrics["drift_max"] == pytest.approx((logprobs - sampler).max().item(), rel=1e-5)
     assert "ratio_mean" not in metrics
     assert metrics["kl"] is None
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_an_unknown_loss_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"loss: .*'grpo'"):
-        resolve_config(TrainerConfig, ["--model", "m", "--loss", "gpro"], prog="grpo", env={})
+def test_a_mistyped_objective_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"objective: give clip, cispo, or an import path"):
+        resolve_config(TrainerConfig, ["--model", "m", "--objective", "clop"], prog="grpo", env={})
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("no_such_package.loss", "No module named"), ("json.loss", "no attribute 'loss'"), ("sys.maxsize", "of type int")],
+)
+def test_an_objective_that_is_not_there_is_one_line(path: str, reason: str) -> None:
+    with pytest.raises(TrainerError, match=reason):
+        load_objective(path)

@@ -242,7 +242,7 @@ def sharded(model: PreTrainedModel, mesh: DeviceMesh, plan: Training) -> Policy:
 def row(tokens: int, vocabulary: int) -> MicroBatch:
     ids, ones = torch.arange(tokens) % vocabulary, torch.ones(tokens)
     return MicroBatch(
-        ids[None], torch.arange(tokens)[None], (tokens,), torch.arange(tokens), ids, ones, ones, ones, ones, ones
+        ids[None], torch.arange(tokens)[None], (tokens,), torch.arange(tokens), ids, ones, ones, ones, ones, ones, ones
     )
 
 

@@ -67,6 +67,7 @@ def test_one_process_trains_as_it_always_did(family: str, tmp_path: Path) -> Non
                 gradient_accumulation_steps=1,
                 training_steps=3,
                 lr=1e-3,
+                dual_clip=0,  # these random log-probabilities have ratios beyond any bound
                 micro_batch_tokens=40,
                 logits_chunk_mb=1,
                 checkpoint_interval=0,

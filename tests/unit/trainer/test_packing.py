@@ -164,7 +164,6 @@ def test_packed_logits_equal_each_sequence_alone(family: str, changes: dict[str,
     batch = make_batch(
         as_records([item([1.0, 0.0, 0.5], longest=20), item([0.0, 1.0], seed=7)]),
         seq_len=64,
-        divide_by_std=True,
         policy_version=0,
     )
     (row,) = micro_batches(batch.sequences, 1000, CPU)
@@ -201,7 +200,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         (row,) = micro_batches(
-            make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).sequences,
+            make_batch(as_records([item([1.0, 0.0])]), seq_len=64, policy_version=0).sequences,
             1000,
             CPU,
         )
@@ -215,7 +214,7 @@ def test_logprobs_without_gradient_do_not_depend_on_the_chunk_size(monkeypatch: 
     model = tiny_model()
     model.set_attn_implementation(PACKED_SDPA)
     (row,) = micro_batches(
-        make_batch(as_records([item([1.0, 0.0])]), seq_len=64, divide_by_std=True, policy_version=0).sequences,
+        make_batch(as_records([item([1.0, 0.0])]), seq_len=64, policy_version=0).sequences,
         1000,
         CPU,
     )

@@ -90,7 +90,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
         "big": Job("big", 2, 0, more={"unchecked": True}),
     }
     for name, job in jobs.items():
-        settings = {"micro_batch_tokens": BUDGET} | dict(job.settings or {})
+        settings = {"micro_batch_tokens": BUDGET, "dual_clip": 0} | dict(job.settings or {})
         more = {"chunk_rows": 5} | dict(job.more or {})
         jobs[name] = Job(models[job.model], job.ranks, job.steps, settings, more)
     return run_jobs(jobs, folder)

@@ -33,7 +33,7 @@ def answers(*chosen: int) -> list[dict[str, Any]]:
 
 
 def batch_of(groups: list[dict[str, Any]]) -> Batch:
-    return make_batch(as_records(groups), seq_len=64, divide_by_std=True, policy_version=0)
+    return make_batch(as_records(groups), seq_len=64, policy_version=0)
 
 
 def of_rollouts(rollouts: list[int], silent_tokens: int = 0) -> Batch:
@@ -42,7 +42,7 @@ def of_rollouts(rollouts: list[int], silent_tokens: int = 0) -> Batch:
         make_sequence(place + 2, list(range(1, place + 2)), rollout=rollout) for place, rollout in enumerate(rollouts)
     ]
     batch = batch_of(answers(0))
-    return replace(batch, sequences=made, completion_tokens=silent_tokens + sum(each.trained_tokens for each in made))
+    return replace(batch, sequences=made, loss_divisor=silent_tokens + sum(each.trained_tokens for each in made))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_each_epoch_has_every_sequence_once_and_no_rollout_is_cut(
         owners = [{each.rollout for each in part.sequences} for part in parts]
         assert sum(map(len, owners)) == len(set(rollouts))
         assert max(map(len, owners)) - min(map(len, owners)) <= 1
-        assert all(part.loss_tokens == sum(each.trained_tokens for each in part.sequences) for part in parts)
+        assert all(part.loss_divisor == sum(each.trained_tokens for each in part.sequences) for part in parts)
 
 
 def test_the_seed_and_the_step_decide_how_a_batch_is_dealt() -> None:
@@ -83,8 +83,16 @@ def test_the_seed_and_the_step_decide_how_a_batch_is_dealt() -> None:
 def test_tokens_without_a_signal_shrink_every_update_in_proportion() -> None:
     batch = of_rollouts([0, 1, 2, 3], silent_tokens=30)
     parts = deal_updates(batch, Plan(updates_per_batch=2))
-    assert [part.loss_tokens for part in parts] == [4 * sum(s.trained_tokens for s in part.sequences) for part in parts]
-    assert sum(part.loss_tokens for part in parts) == batch.completion_tokens
+    assert [part.loss_divisor for part in parts] == [
+        4 * sum(s.trained_tokens for s in part.sequences) for part in parts
+    ]
+    assert sum(part.loss_divisor for part in parts) == batch.loss_divisor
+
+
+def test_means_over_rollouts_are_dealt_by_rollouts() -> None:
+    batch = replace(of_rollouts([0, 1, 1, 2]), loss_divisor=6)  # three more rollouts have no signal
+    parts = deal_updates(batch, Plan(updates_per_batch=2, loss_mean="sequence"))
+    assert [part.loss_divisor for part in parts] == [4, 2]
 
 
 def test_two_updates_and_two_epochs_are_four_optimizer_steps_and_one_sync(
@@ -159,8 +167,8 @@ class FakeLearner(Learner):
         self.did: list[str] = []
         self.comparison = Comparison()
 
-    def gradients(self, sequences: list[Sequence], loss_tokens: int) -> StepMetrics:
-        return {"loss": float(loss_tokens), "kl": None}
+    def gradients(self, sequences: list[Sequence], loss_divisor: float) -> StepMetrics:
+        return {"loss": float(loss_divisor), "kl": None}
 
     def clip(self) -> float:
         return self._norms.pop(0)

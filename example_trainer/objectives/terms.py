@@ -1,0 +1,94 @@
+"""The loss of a micro-batch's tokens, put together from the chosen parts, chunk by chunk of the head."""
+
+import torch
+from torch import Tensor
+
+from example_trainer.config import LossSettings
+from example_trainer.objectives.base import TokenLoss, kl_estimate, with_penalties
+from example_trainer.objectives.corrections import importance_weights, too_far_off_policy
+from example_trainer.objectives.ratios import Sequences, log_ratios, of_sequences
+from example_trainer.packing import MicroBatch
+
+Metrics = dict[str, Tensor]
+
+
+class TokenTerms:
+    """What step.py calls for each chunk of one micro-batch: the loss of each token, and metrics of each token by name.
+
+    `see` comes before the first chunk where the settings need whole sequences. `reference` [R] are log-probabilities
+    under the start model, None where there is no KL term.
+    """
+
+    def __init__(
+        self, batch: MicroBatch, reference: Tensor | None, token_loss: TokenLoss, settings: LossSettings
+    ) -> None:
+        if reference is None and settings.kl_coef > 0:
+            raise ValueError("kl_coef > 0 needs reference log-probabilities")
+        self._batch = batch
+        self._old = batch.old_logprobs
+        self._recomputed = batch.recomputed
+        self._reference = reference
+        self._token_loss = token_loss
+        self._settings = settings
+        self._ratio: tuple[Tensor, Tensor] | None = None  # of sequences: log-ratio and slope, [R] each
+        self._importance: Tensor | None = None  # log of the sequences' importance, [R]
+        self._lost: Tensor | None = None  # mean of sampler's less current log-probability, [R]
+
+    def see(self, now: Tensor) -> None:
+        """All current log-probabilities [R] of the micro-batch, without gradient."""
+        settings, batch = self._settings, self._batch
+        sequences = Sequences(batch.rows, batch.lengths)
+        if settings.ratio != "token":
+            self._ratio = of_sequences(now - self._old, sequences, settings.ratio)
+        if settings.importance != "none" and settings.importance_level == "sequence":
+            self._importance = sequences.sum((self._old if self._recomputed else now) - batch.sampler_logprobs)
+        if settings.off_policy_mask:
+            self._lost = sequences.mean(batch.sampler_logprobs - now)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor, chunk: slice) -> tuple[Tensor, Tensor, Metrics]:
+        """The loss of each token of the chunk, its part that is the policy's, and the metrics."""
+        settings = self._settings
+        kl = self._kl(logprobs, chunk)
+        advantages = self._batch.advantages[chunk]
+        if kl is not None and settings.kl_in == "reward":
+            advantages = advantages - settings.kl_coef * kl
+        of_sequence = None if self._ratio is None else (self._ratio[0][chunk], self._ratio[1][chunk])
+        log_ratio = log_ratios(logprobs, self._old[chunk], settings.log_ratio_limit, of_sequence)
+        policy, metrics = self._token_loss(logprobs, log_ratio, advantages, settings)
+        policy, corrected = self._corrected(policy, logprobs.detach(), chunk)
+        metrics = {"ratio_max": log_ratio.detach().exp(), **metrics, **corrected}
+        if kl is not None:
+            metrics["kl"] = kl.detach()
+        return with_penalties(policy, kl, entropy, settings), policy, metrics
+
+    def _kl(self, logprobs: Tensor, chunk: slice) -> Tensor | None:
+        """Of the current policy, with gradient; in the reward of the old one, which earned it."""
+        settings = self._settings
+        if self._reference is None:
+            return None
+        measured = logprobs if settings.kl_in == "loss" else self._old[chunk]
+        return kl_estimate(measured, self._reference[chunk], settings.kl, settings.log_ratio_limit)
+
+    def _corrected(self, policy: Tensor, now: Tensor, chunk: slice) -> tuple[Tensor, Metrics]:
+        """The policy loss after --importance and --off-policy-mask. Tokens that are dropped stay in the mean."""
+        settings, sampler = self._settings, self._batch.sampler_logprobs[chunk]
+        metrics: Metrics = {}
+        dropped = torch.zeros_like(now, dtype=torch.bool)
+        if settings.importance != "none":
+            log_weights = (
+                (self._old[chunk] if self._recomputed else now) - sampler
+                if self._importance is None
+                else self._importance[chunk]
+            )
+            weights, acted = importance_weights(log_weights, not self._recomputed, settings)
+            policy = policy * weights
+            if settings.importance == "mask":
+                dropped = acted
+            else:
+                metrics["importance_truncated_frac"] = acted
+        if self._lost is not None:
+            far = too_far_off_policy(self._batch.advantages[chunk], self._lost[chunk], settings.off_policy_mask)
+            policy, dropped = torch.where(far, 0.0, policy), dropped | far
+        if settings.importance == "mask" or self._lost is not None:
+            metrics["importance_masked_frac"] = dropped
+        return policy, metrics
