@@ -71,8 +71,8 @@ def deal_updates(batch: Batch, plan: Plan) -> list[MiniBatch]:
             sequences = [sequence for sequence in batch.sequences if sequence.rollout in members]
             trained = sum(sequence.trained_tokens for sequence in sequences)
             by_tokens = plan.loss_mean == "token"
-            part, whole = (trained, batch.trained_tokens) if by_tokens else (len(members), len(rollouts))
-            dealt.append(MiniBatch(sequences, part * batch.loss_divisor / whole))
+            own, whole = (trained, batch.trained_tokens) if by_tokens else (len(members), len(rollouts))
+            dealt.append(MiniBatch(sequences, own * batch.loss_divisor / whole))
     return dealt
 
 
