@@ -121,13 +121,12 @@ class CalculatorEnv(QuestionEnv):
                 if result is None or turn + 1 == self.config.max_turns:
                     break
                 messages.append({"role": self.config.tool_role, "content": result})
-            # One node, in which each turn extended the one before; the last of several if the template rewrites earlier
-            # turns.
-            node = managed.get_state()["nodes"][-1]
+            # one in which each turn extended the one before, or several if the template rewrites earlier turns
+            sequences = managed.get_state()["nodes"]
         turns = [message["content"] for message in messages if message["role"] == "assistant"]
         if self.config.thinking_mode:  # of each turn, or what the last one thinks would hide the calls before it
             turns = [turn.rpartition(END_OF_THOUGHTS)[2] for turn in turns]
-        return Rollout("".join(turns), messages, node)
+        return Rollout("".join(turns), messages, sequences)
 
     async def _tool_result(self, text: str) -> str | None:
         if "<tool_call>" not in text:

@@ -44,7 +44,7 @@ from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.waits import wait_for_peer
-from atroposlib.groups import Needs
+from atroposlib.groups import Needs, rollouts_of
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import EnvStatus
@@ -192,7 +192,7 @@ class Environment(ABC):
 
     @property
     def derived_batch_size(self) -> int:
-        """Sequences of each batch that this environment may fill."""
+        """Rollouts of each batch that this environment may fill."""
         return batch_share(
             self.config.batch_size,
             self.status_dict.get("unallocated_fraction", 1.0),
@@ -211,7 +211,7 @@ class Environment(ABC):
         if 0 < info.batch_size < self.config.group_size:
             raise GroupTooLargeError(
                 f"group_size {self.config.group_size} is larger than the trainer's batch of {info.batch_size}"
-                " sequences: lower --env.group_size, or raise the trainer's batch"
+                " rollouts: lower --env.group_size, or raise the trainer's batch"
             )
 
     async def get_status(self) -> EnvStatus:
@@ -267,13 +267,14 @@ class Environment(ABC):
         if not self._env_run.wandb_is_open or self.config.num_rollouts_to_keep == 0:
             return
         wanted = self.config.num_rollouts_per_group_for_logging
-        count = len(scored_data["tokens"]) if wanted < 0 else wanted
-        self.rollouts_for_wandb.append(
-            [
-                (self.tokenizer.decode(tokens), score)
-                for tokens, score in zip(scored_data["tokens"][:count], scored_data["scores"], strict=False)
-            ]
-        )
+        rollouts: dict[int, tuple[str, float]] = {}
+        for number, tokens, score in zip(
+            rollouts_of(scored_data), scored_data["tokens"], scored_data["scores"], strict=True
+        ):
+            if wanted < 0 or number < wanted:
+                earlier = f"{rollouts[number][0]}\n\n" if number in rollouts else ""
+                rollouts[number] = earlier + self.tokenizer.decode(tokens), score
+        self.rollouts_for_wandb.append(list(rollouts.values()))
         del self.rollouts_for_wandb[: -self.config.num_rollouts_to_keep]
 
     async def create_rollout_table(self, wandb_metrics: Metrics) -> Metrics:

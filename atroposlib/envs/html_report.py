@@ -42,6 +42,7 @@ def write_html(jsonl: Path, page: Path) -> None:
 
 def group_html(group: Mapping[str, Any], number: int) -> str:
     """One collapsible section for `group`."""
+    group = _rollouts_once(group)
     scores = group["scores"]
     mean = sum(scores) / len(scores) if scores else 0.0
     # A file may hold fewer messages than scores, or more: what has both is shown.
@@ -52,6 +53,18 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     return (
         f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
     )
+
+
+def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The group with one entry of each list for each rollout: those of its last sequence, whose messages are all."""
+    rollouts = group.get("rollouts")
+    if not isinstance(rollouts, list):
+        return group
+    last = list({str(rollout): place for place, rollout in enumerate(rollouts)}.values())
+    return {
+        name: [values[place] for place in last] if isinstance(values, list) and len(values) == len(rollouts) else values
+        for name, values in group.items()
+    }
 
 
 def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:

@@ -1,16 +1,17 @@
 """Groups of scored sequences, from what an environment returns to what the batching API accepts. Pure functions.
 
-A group holds parallel lists, one entry per sequence: tokens, masks (the token's id where it is trained on, -100
-elsewhere), scores, inference_logprobs (the sampler's log-probabilities, 1.0 on masked positions), policy_versions
-([first, last] a sequence).
+A group holds parallel lists, one entry per sequence (of a rollout there may be several, numbered by `rollouts`):
+tokens, masks (the token's id where it is trained on, -100 elsewhere), scores, inference_logprobs (the sampler's
+log-probabilities, 1.0 on masked positions), policy_versions ([first, last] a sequence).
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import Needs, Untrainable, check, size_of
+from atroposlib.groups import Needs, Untrainable, check, rollouts_of, size_of
 from atroposlib.type_definitions import Item, Message
 from atroposlib.wire.batching import NOT_TRAINED, PostedData
 
@@ -175,5 +176,8 @@ def wire_form(group: Mapping[str, Any], env_id: int | None, include_messages: bo
 
 
 def completion_lengths(group: Mapping[str, Any]) -> list[int]:
-    """Sampled tokens of each sequence."""
-    return [sum(value != NOT_TRAINED for value in mask) for mask in group["masks"]]
+    """Sampled tokens of each rollout."""
+    lengths: Counter[int] = Counter()
+    for rollout, mask in zip(rollouts_of(group), group["masks"], strict=True):
+        lengths[rollout] += sum(value != NOT_TRAINED for value in mask)
+    return list(lengths.values())

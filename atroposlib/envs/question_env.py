@@ -22,8 +22,9 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup
+from atroposlib.envs.rollouts import Rollout as Rollout  # authors import it from here
+from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
-from atroposlib.envs.server_handling.sequence_book import SequenceNode
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 
@@ -48,15 +49,6 @@ class _Evaluated:
         if time.monotonic() - self._told >= EVALUATED_EVERY_S:
             self._told = time.monotonic()
             log.info("Evaluated %d of %d", self._done, self.total)
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled answer: its text, the conversation up to and with it, and the tokens as they were sampled."""
-
-    text: str
-    messages: Messages
-    node: SequenceNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +148,7 @@ class QuestionEnv(BaseEnv):
             )
             nodes = managed.get_state()["nodes"]
         texts = [choice.message.content or "" for choice in reply.choices]
-        return [Rollout(text, with_reply(messages, text), node) for text, node in zip(texts, nodes, strict=True)]
+        return [Rollout(text, with_reply(messages, text), [node]) for text, node in zip(texts, nodes, strict=True)]
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """A group of scored answers; None when one of them could not be scored."""
@@ -170,18 +162,9 @@ class QuestionEnv(BaseEnv):
             raise Unscored(
                 f"{len(scored) - len(rewards)} of its {len(scored)} answers could not be scored", self.unscored_count
             )
-        # As they were sampled: ids, log-probabilities and policy versions, never text tokenised again.
-        nodes = [rollout.node for rollout in rollouts]
-        versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
-        return ScoredDataGroup(
-            tokens=[node.tokens for node in nodes],
-            masks=[node.masked_tokens for node in nodes],
-            inference_logprobs=[node.logprobs for node in nodes],
-            scores=rewards,
-            messages=[rollout.messages for rollout in rollouts],  # type: ignore[misc]
-            generation_params={"temperature": self.config.temperature, "top_p": self.config.top_p},
-            policy_versions=versions if all(versions) else None,
-        ), []
+        group = rollout_group(rollouts, rewards)
+        group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
+        return group, []
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text

@@ -224,7 +224,7 @@ def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> Sequenc
     if versions is not None and prompt.metadata:
         earlier = prompt.metadata["policy_versions"]
         versions = (min(earlier[0], versions[0]), max(earlier[1], versions[1])) if earlier is not None else None
-    return SequenceNode(
+    node = SequenceNode(
         full_text=prompt.full_text + text,
         tokens=prompt.tokens + sequence.token_ids,
         masked_tokens=prompt.masked_tokens + sequence.token_ids,
@@ -234,6 +234,8 @@ def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> Sequenc
             "policy_versions": list(versions) if versions is not None else None,
         },
     )
+    node._carried = prompt._carried
+    return node
 
 
 def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:

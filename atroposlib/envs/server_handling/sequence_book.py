@@ -3,9 +3,10 @@ again.
 """
 
 import bisect
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, PrivateAttr
 
 from atroposlib.utils.tokenizers import Tokenizer, encode_prompt
 from atroposlib.wire.batching import NO_LOGPROB, NOT_TRAINED
@@ -27,6 +28,27 @@ class SequenceNode(BaseModel):
     masked_tokens: list[int]
     logprobs: list[float]
     metadata: dict[str, Any] = Field(default_factory=dict)
+    _carried: int = PrivateAttr(default=0)  # leading tokens that are those of the node it continued
+
+
+def trained_once(nodes: Sequence[SequenceNode]) -> list[SequenceNode]:
+    """The sequences of one rollout, of which each sampled token is trained in one: what several carry on from a node is
+    context in all but the first.
+    """
+    return [_without_trained(node, nodes[:index]) for index, node in enumerate(nodes)]
+
+
+def _without_trained(node: SequenceNode, earlier: Sequence[SequenceNode]) -> SequenceNode:
+    masks, logprobs = list(node.masked_tokens), list(node.logprobs)
+    for other in earlier:
+        for place, (own, its) in enumerate(zip(node.tokens[: node._carried], other.tokens, strict=False)):
+            if own != its:
+                break
+            if other.masked_tokens[place] != NOT_TRAINED:
+                masks[place], logprobs[place] = NOT_TRAINED, NO_LOGPROB
+    return (
+        node if masks == node.masked_tokens else node.model_copy(update={"masked_tokens": masks, "logprobs": logprobs})
+    )
 
 
 def fresh_prompt(text: str, tokenizer: Tokenizer, *, templated: bool) -> SequenceNode:
@@ -64,13 +86,15 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Se
     elif ending:
         kept -= 1
     added = tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
-    return SequenceNode(
+    extended = SequenceNode(
         full_text=text,
         tokens=parent.tokens[:kept] + added,
         masked_tokens=parent.masked_tokens[:kept] + [NOT_TRAINED] * len(added),
         logprobs=parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
         metadata={"policy_versions": parent.metadata.get("policy_versions")},
     )
+    extended._carried = kept
+    return extended
 
 
 def _sampled_ending(node: SequenceNode, tokenizer: Tokenizer) -> str:

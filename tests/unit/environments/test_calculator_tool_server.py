@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from atroposlib.envs.payloads import defect, rejection
+from atroposlib.groups import Needs
+from atroposlib.testing.fake_inference_server import FakeInferenceServer, fake_logprob
+from atroposlib.testing.tiny_tokenizer import THINK_DROPPING_CHATML, save_tiny_tokenizer
 from environments.calculator_tool_server import CalculatorEnv, Question, tool_result
 from tests.unit.environments.support import running_env, sampled_texts
 
@@ -63,6 +66,36 @@ async def test_what_the_model_said_is_trained_over_all_turns_and_the_tool_is_not
     assert group["policy_versions"] == [[2, 2]] * 4
     roles = [message["role"] for message in group["messages"][0]]  # type: ignore[index]
     assert roles == ["system", "user", "assistant", "tool", "assistant"]
+
+
+async def test_every_turn_is_trained_where_the_template_strips_thoughts(tmp_path: Path) -> None:
+    tokenizer = save_tiny_tokenizer(tmp_path / "strips", chat_template=THINK_DROPPING_CHATML)
+    thoughts = ["<think>17 * 23 is too much.</think>", "<think>Now I know.</think>"]
+    model = conversation(f"{thoughts[0]}{CALL}", f"{thoughts[1]}<answer>391</answer>")
+    async with (
+        FakeInferenceServer(model, policy_version=2) as server,
+        running_env(CalculatorEnv, tmp_path, server, max_new_tokens=200, tokenizer_name=str(tokenizer)) as env,
+    ):
+        group, _ = await env.collect_trajectories(QUESTION)
+        assert group is not None
+        first, second = (env.tokenizer.decode(tokens) for tokens in group["tokens"][:2])
+    assert (
+        sampled_texts(group) == [f"{thoughts[0]}{CALL}<|im_end|>", f"{thoughts[1]}<answer>391</answer><|im_end|>"] * 4
+    )
+    assert "<think>17" in first
+    assert "<think>17" not in second
+    assert f"{CALL}<|im_end|>\n<|im_start|>tool\n391<|im_end|>\n<|im_start|>assistant\n{thoughts[1]}" in second
+    assert group["rollouts"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group["scores"] == [1.0] * 8
+    assert group["policy_versions"] == [[2, 2]] * 8
+    for mask, logprobs in zip(group["masks"], group["inference_logprobs"] or [], strict=True):
+        sampled = [token for token in mask if token != -100]
+        assert [value for value in logprobs if value != 1.0] == [
+            fake_logprob(token, place) for place, token in enumerate(sampled)
+        ]
+        assert [value == 1.0 for value in logprobs] == [token == -100 for token in mask]
+    assert defect(group, Needs(trainable_only=True)) is None
+    assert rejection(group, group_size=4, max_token_len=-1, scores_must_differ=False) is None
 
 
 async def test_calls_cost_and_turns_are_bounded(tmp_path: Path) -> None:
