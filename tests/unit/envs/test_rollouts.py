@@ -13,6 +13,7 @@ from atroposlib.groups import Needs, size_of
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 from example_trainer.batching import make_batch
+from example_trainer.config import LossSettings
 
 TOKENIZER = make_tiny_tokenizer()
 
@@ -64,7 +65,7 @@ def test_the_trainer_gives_each_sequence_its_rollouts_advantage() -> None:
     group = rollout_group([rollout(node(1), node(2, 3)), rollout(node(4))], [1.0, 0.0])
     group["generation_params"] = {"temperature": 1.0}
     item = msgspec.json.decode(msgspec.json.encode(wire_form(group, 0, False)), type=ScoredData)
-    batch = make_batch([item], seq_len=8, divide_by_std=False, policy_version=3)
+    batch = make_batch([item], seq_len=8, policy_version=3, loss=LossSettings(advantage="group_mean"))
     assert [(each.rollout, each.advantages[-1]) for each in batch.sequences] == [(0, 0.5), (0, 0.5), (1, -0.5)]
     assert (batch.rollouts, batch.sampled_sequences, batch.completion_tokens) == (2, 3, 4)
 
