@@ -5,8 +5,8 @@
     python environments/gsm8k_server.py serve --env.dataset_path problems.jsonl
 
 Problems come from the hub (openai/gsm8k), from local files, or are generated (145 sums and products that a small
-model learns in minutes). An answer is graded by math-verify. A group in which the grader failed is dropped and
-counted: to score that sample as wrong would teach the model from the grader's fault.
+model learns in minutes). An answer is graded by math-verify. One on which the grader failed has no score and is
+counted: to score it as wrong would teach the model from the grader's fault.
 """
 
 from pathlib import Path

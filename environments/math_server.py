@@ -5,8 +5,8 @@ r"""Mathematics with results of any form: fractions, roots, sets, expressions; c
     python environments/math_server.py serve --env.dataset_path problems.jsonl --env.answer_field solution
 
 A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is
-the last \boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; a group on
-which it failed is dropped, because its reward would be the grader's fault.
+the last \boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; an answer on
+which it failed has no score, because that would be the grader's fault.
 """
 
 from fractions import Fraction

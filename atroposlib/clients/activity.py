@@ -13,12 +13,14 @@ EQUAL_SCORES = "all scores equal"
 GRADER_FAILED = "the grader failed"
 CODE_FAILED = "the environment's code failed"
 SERVER_FAILED = "the inference server failed"
+ROLLOUTS_FAILED = "too many rollouts failed"
 # What to do about the reason that most groups of an environment were dropped for.
 _ADVICE = {
     EQUAL_SCORES: "every answer of a group scores the same, so there is nothing to learn: look at the answers, make the"
     " task easier or harder, or raise --env.group_size",
     GRADER_FAILED: "look for the grader's warnings in the environment's log",
     CODE_FAILED: "look for the traceback in the environment's log",
+    ROLLOUTS_FAILED: "look for its warnings about rollouts in its log; --env.rollout_timeout is what one may take",
     SERVER_FAILED: "look at the inference server's log",
 }
 
@@ -97,7 +99,11 @@ def _environment(environment: EnvActivity) -> str:
         heard += ", not yet registered,"
     parts = [_state(report)]
     if report.posted:
-        parts.append(f"{report.posted} groups posted")
+        thrown = f", {report.thrown_away} sampled and thrown away" if report.thrown_away else ""
+        parts.append(f"{report.posted} groups posted{thrown}")
+    if report.failed:
+        causes = ", ".join(f"{count} {cause}" for cause, count in sorted(report.failed.items(), key=_largest))
+        parts.append(f"{sum(report.failed.values())} rollouts failed ({causes})")
     if report.dropped:
         parts.append(_dropped(report))
     return f"{heard} {'; '.join(parts)}"
@@ -109,8 +115,12 @@ def _state(report: EnvReport) -> str:
     return f"samples {report.in_flight} groups" if report.in_flight else "samples nothing"
 
 
+def _largest(counted: tuple[str, int]) -> int:
+    return -counted[1]
+
+
 def _dropped(report: EnvReport) -> str:
-    ranked = sorted(report.dropped.items(), key=lambda each: -each[1])
+    ranked = sorted(report.dropped.items(), key=_largest)
     counts = ", ".join(f"{count} {reason}" for reason, count in ranked)
     last = f" (the last: {report.last_drop})" if report.last_drop else ""
     advice = _ADVICE.get(ranked[0][0])

@@ -1,12 +1,17 @@
 """What an environment can be told: `BaseEnvConfig`, which every environment's own configuration extends."""
 
 from enum import Enum
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from atroposlib.config import OutputFileText
 from atroposlib.envs.server_handling.reasoning import Effort
+from atroposlib.groups import NOT_REPLAYED, not_replayed
 from atroposlib.names import Name
+
+# Fields by these names are sampling parameters; others in `groups.NEUTRAL` have names that mean much else.
+PARAMETERS = {"min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
 
 
 class EvalHandlingEnum(Enum):
@@ -76,7 +81,17 @@ class BaseEnvConfig(BaseModel):
     num_rollouts_per_group_for_logging: int = Field(
         default=1, description="Samples of each kept group in the table; -1 means all."
     )
-    ensure_scores_are_not_same: bool = Field(default=True, description="Drop groups whose scores are all equal.")
+    ensure_scores_are_not_same: bool = Field(
+        default=True, description="Drop groups whose scores are all equal, and sample others in their place."
+    )
+    max_items_per_batch: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "With ensure_scores_are_not_same: groups sampled for one batch at most; what then misses is filled with"
+            " groups of equal scores, oldest first. 0: no limit."
+        ),
+    )
     data_path_to_save_groups: OutputFileText | None = Field(
         default=None, description="JSONL file for every group; an existing one is kept."
     )
@@ -90,9 +105,16 @@ class BaseEnvConfig(BaseModel):
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Share of every batch that is this environment's."
     )
-    worker_timeout: float = Field(
-        default=600, description="Seconds one group may take before it is dropped; 0 or less: any time."
+    rollout_timeout: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description=(
+            "Seconds one rollout may take, waiting for a server not counted, before it fails and its siblings go on;"
+            " 0: any time. If unset, worker_timeout."
+        ),
     )
+    worker_timeout: float = Field(default=600, description="The ancestor's name of rollout_timeout.")
     max_failed_items: int = Field(
         default=32,
         ge=0,
@@ -107,3 +129,15 @@ class BaseEnvConfig(BaseModel):
         default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode."
     )
     custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
+
+    @property
+    def rollout_limit_s(self) -> float:
+        """Seconds one rollout may take; 0 or less: any time."""
+        return self.worker_timeout if self.rollout_timeout is None else self.rollout_timeout
+
+    @model_validator(mode="after")
+    def _samples_what_the_trainer_replays(self) -> Self:
+        """A field of an author's configuration that has the name of a sampling parameter is taken for one."""
+        for name in not_replayed({name: getattr(self, name) for name in PARAMETERS & type(self).model_fields.keys()}):
+            raise ValueError(f"{name} {getattr(self, name)} {NOT_REPLAYED}; what only evaluations use: eval_{name}")
+        return self

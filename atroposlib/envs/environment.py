@@ -11,11 +11,13 @@ author's own attributes, methods and properties: what the framework keeps stands
 """
 
 import asyncio
+import math
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from msgspec import to_builtins
 
@@ -24,13 +26,16 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import checkpoints
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.dynamic_sampling import BatchFilling
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
+from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
 from atroposlib.envs.outcomes import Outcomes
 from atroposlib.envs.pacing import batch_share
 from atroposlib.envs.payloads import (
     Groups,
     Item,
+    Rejection,
     ScoredDataGroup,
     ScoredDataItem,
     completion_lengths,
@@ -38,24 +43,29 @@ from atroposlib.envs.payloads import (
     group_items,
     rejection,
     wire_form,
+    with_failed,
 )
 from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
+from atroposlib.envs.time_limit import time_limit
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.logs import get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.wire.batching import EnvStatus
+from atroposlib.wire.batching import Cause, EnvStatus
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
     from atroposlib.envs.api_link import ApiLink
 
 log = get_logger(__name__)
 
+T = TypeVar("T")
+
 LENGTHS_KEPT = 10_000
 REJECTIONS_REPORTED = 50
+DROPS_REPORTED_EVERY_S = 60.0
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 
 
@@ -133,17 +143,23 @@ class Environment(ABC):
         """
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One scored sample of `item`, or None to drop the whole group; then items to process later."""
+        """One scored sample of `item`, or None to drop the whole group; then items to process later. One that raises,
+        or takes too long, has failed: its siblings go on.
+        """
         raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:
         """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to go on
-        with later.
+        with later. A group that counts rollouts as `failed` has as many fewer.
         """
-        results = await gather_or_cancel([self.collect_trajectory(item) for _ in range(self.config.group_size)])
-        backlog = [later for _, more in results for later in more or []]
-        samples = [sample for sample, _ in results if sample is not None]
-        return (group_items(samples) if len(samples) == len(results) else None), backlog
+        limit_s = self.config.rollout_limit_s
+        results = await gather_or_cancel(
+            [attempt(self.collect_trajectory(item), limit_s) for _ in range(self.config.group_size)]
+        )
+        left, failed = self._env_run.survivors(results, item)
+        backlog = [later for _, more in left for later in more or []]
+        samples = [sample for sample, _ in left if sample is not None]
+        return (with_failed(group_items(samples), failed) if len(samples) == len(left) else None), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Groups:
         """The groups as they are to be sent; None drops them."""
@@ -374,6 +390,9 @@ class EnvRun:
         self.in_flight = 0  # groups
         self._rejected_in_row = 0
         self._unscored_in_row = 0
+        self._unsaid_drops: Counter[str] = Counter()
+        self._drops_said_at = -math.inf
+        self._filling: BatchFilling[tuple[ScoredDataGroup, Item]] = BatchFilling(env.config.max_items_per_batch)
         self.durations = Durations()
         self.eval_results: Metrics = {}
 
@@ -402,7 +421,7 @@ class EnvRun:
     async def handle(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
         try:
-            groups, more = await self.env.collect_trajectories(item)
+            groups, more = await self._collected(item)
             self.env.backlog.extend(more or [])
             if groups:
                 groups = await self.env.postprocess_histories(groups)
@@ -411,7 +430,12 @@ class EnvRun:
             else:
                 self.counts["items_without_group"] += 1
                 self.outcomes.note_dropped("without a group", "the environment gave none")
-        except Unscored as error:  # costs the error budget nothing
+        except GroupLost as error:  # costs the error budget nothing
+            self.counts["items_without_group"] += 1
+            self.counts[error.count] += 1
+            self.outcomes.note_dropped(error.kind, str(error))
+            log.warning("Dropped the item %s: %s", shown(item), error)
+        except Unscored as error:  # nor does this
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
             self._unscored_in_row += 1
@@ -438,15 +462,17 @@ class EnvRun:
         cannot, or that the API refused.
         """
         self._unscored_in_row = 0
-        groups = [group for group in (scored_data if isinstance(scored_data, list) else [scored_data]) if group]
+        given = scored_data if isinstance(scored_data, list) else [scored_data]
+        groups = [group for group in given if group]
         defects = [defect(group, self.needs) for group in groups]
         whole = [group for group, found in zip(groups, defects, strict=True) if found is None]
-        accepted = [
-            await self.env._before_sending(group) for group in whole if self._accept(group, item, limit_lengths)
-        ]
-        for group in accepted:
-            await self.env.add_rollouts_for_wandb(group, item)
-            self._remember(group)
+        accepted = []
+        for group in whole:
+            self.note_failed_rollouts(Counter(group.get("failed") or {}))
+            for chosen, its_item in self._chosen(group, item, send, limit_lengths):
+                accepted.append(await self.env._before_sending(chosen))
+                await self.env.add_rollouts_for_wandb(accepted[-1], its_item)
+                self._remember(accepted[-1])
         if accepted and send:
             await self._send(accepted)
         if len(whole) < len(groups):
@@ -455,27 +481,115 @@ class EnvRun:
                 "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
             )
 
-    def _accept(self, group: ScoredDataGroup, item: Item, limit_lengths: bool) -> bool:
-        rejected = rejection(
-            group,
-            group_size=self.env.config.group_size,
-            max_token_len=self.env.max_token_len if limit_lengths else -1,
-            scores_must_differ=self.env.config.ensure_scores_are_not_same,
-        )
-        if rejected is None:
+    def _chosen(
+        self, group: ScoredDataGroup, item: Item, send: bool, limit_lengths: bool
+    ) -> list[tuple[ScoredDataGroup, Item]]:
+        """The groups to send now that this one has been sampled, with their items: it, none, or with it others."""
+        config = self.env.config
+        limits: Any = {
+            "group_size": config.group_size,
+            "max_token_len": self.env.max_token_len if limit_lengths else -1,
+        }
+        rejected = rejection(group, **limits, scores_must_differ=False)
+        if rejected is not None:
+            self._note_rejected(rejected, group, item)
+            return []
+        rejected = rejection(group, **limits, scores_must_differ=config.ensure_scores_are_not_same)
+        if rejected is not None:
+            self.counts["groups_without_signal"] += 1
+        if not send or not config.max_items_per_batch:
+            if rejected is not None:
+                self._note_rejected(rejected, group, item)
+                return []
             self._rejected_in_row = 0
-            return True
+            return [(group, item)]
+        if rejected is not None:
+            self.outcomes.note_dropped(*rejected)  # as far as is known
+        needed = max(1, self.env.derived_batch_size // config.group_size)
+        chosen = self._filling.offer((group, item), rejected is None, needed)
+        for thrown, _ in chosen.thrown_away:
+            self._note_thrown_away(thrown)
+        self.counts["groups_filled_in"] = self._filling.filled_in
+        return chosen.sent
+
+    def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
+        """Count a group that is dropped. The log has one line a minute, however many there are."""
         self.counts["items_rejected"] += 1
+        self._note_thrown_away(group)
         self._rejected_in_row += 1
         self.outcomes.note_dropped(*rejected)
-        log.info("Dropped a group of the item %s: %s", shown(item), rejected.reason)
-        if self._rejected_in_row % REJECTIONS_REPORTED == 0:
+        self._unsaid_drops[rejected.kind] += 1
+        if self._rejected_in_row == REJECTIONS_REPORTED:
             log.warning(
                 "%d groups in a row were dropped and nothing was sent, the last because %s",
                 self._rejected_in_row,
                 rejected.reason,
             )
-        return False
+        now = time.monotonic()
+        if now - self._drops_said_at < DROPS_REPORTED_EVERY_S:
+            return
+        self._drops_said_at = now
+        if self._unsaid_drops.total() == 1:
+            log.info("Dropped a group of the item %s: %s", shown(item), rejected.reason)
+        else:
+            log.info(
+                "Dropped %d groups since the last such line (%s), %d of them in a row, with pauses of %.1f s between "
+                "items; the last, of the item %s: %s",
+                self._unsaid_drops.total(),
+                ", ".join(f"{count} {kind}" for kind, count in self._unsaid_drops.most_common()),
+                self._rejected_in_row,
+                self.outcomes.pause_s,
+                shown(item),
+                rejected.reason,
+            )
+        self._unsaid_drops.clear()
+
+    def _note_thrown_away(self, group: ScoredDataGroup) -> None:
+        self.outcomes.thrown_away += 1
+        self.counts["groups_thrown_away"] += 1
+        self.counts["tokens_thrown_away"] += sum(completion_lengths(group))
+
+    # --- rollouts that fail ---------------------------------------------------------------------------------------
+
+    async def _collected(self, item: Item) -> tuple[Groups, list[Item]]:
+        """What the author's method gives. Rollouts that `attempt` runs have their own time limit; a method that does
+        without is limited as a whole, for there is no saying which of its rollouts is late.
+        """
+        limit_s = self.env.config.rollout_limit_s
+        try:
+            async with time_limit(limit_s) as limit:
+                return await self.env.collect_trajectories(item)
+        except TimeoutError as error:
+            if not limit.ran_out:
+                raise
+            raise GroupLost(str(too_slow(limit_s)), "too slow", "items_timed_out") from error
+
+    def survivors(self, results: Sequence[T | Failure], item: Item) -> tuple[list[T], Counter[Cause]]:
+        """As `failures.survivors`; the failures of a group that goes on are logged, those of one that is lost are
+        counted here.
+        """
+        failures = [result for result in results if isinstance(result, Failure)]
+        try:
+            left, failed = survivors(results)
+        except Exception:
+            self.note_failed_rollouts(Counter(failure.cause for failure in failures))
+            raise
+        for failure in failures:
+            if str(failure):
+                log.warning(
+                    "A rollout of the item %s failed (%s), its siblings go on: %s",
+                    shown(item),
+                    failure.cause,
+                    failure,
+                    exc_info=None if failure.is_expected else failure.error,
+                )
+        return left, failed
+
+    def note_failed_rollouts(self, failed: Mapping[str, int]) -> None:
+        """Count rollouts that failed, by cause."""
+        for cause, count in failed.items():
+            self.outcomes.failed[cause] += count
+            self.counts[f"rollouts_failed_{cause}"] += count
 
     def _remember(self, group: ScoredDataGroup) -> None:
         env = self.env

@@ -23,6 +23,10 @@ class DataError(EnvError):
     """Problems to sample for are missing, unreadable or malformed."""
 
 
+class NotReplayed(EnvError, ValueError):
+    """Tokens to train on were to be sampled with a parameter that the trainer does not replay."""
+
+
 class Unscored(Exception):
     """An answer could not be scored, through no fault of the environment's code: its group is dropped and counted,
     in the metrics as `count`.

@@ -16,10 +16,15 @@ LONGEST_PAUSE_S = 10.0
 
 
 class Outcomes:
-    """Counts of groups: `dropped` by reason since the last one that was posted, of which `last_drop` is the last."""
+    """Counts of groups: `dropped` by reason since the last one that was posted, of which `last_drop` is the last; since
+    the start, those that were `posted` and those whose samples were `thrown_away`, and the rollouts that `failed`, by
+    cause.
+    """
 
     def __init__(self) -> None:
         self.posted = 0
+        self.thrown_away = 0
+        self.failed: Counter[str] = Counter()  # rollouts
         self.dropped: Counter[str] = Counter()
         self.last_drop = ""
 

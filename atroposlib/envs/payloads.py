@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict, cast
 
 from atroposlib.clients.activity import EQUAL_SCORES
-from atroposlib.groups import Needs, Untrainable, check, rollouts_of, size_of
+from atroposlib.groups import NEUTRAL, Needs, Untrainable, check, rollouts_of, size_of
 from atroposlib.type_definitions import Item, Message
-from atroposlib.wire.batching import NOT_TRAINED, PostedData
+from atroposlib.wire.batching import NOT_TRAINED, Cause, PostedData
 
 __all__ = [
     "NOT_TRAINED",
@@ -26,6 +26,7 @@ __all__ = [
     "group_items",
     "rejection",
     "wire_form",
+    "with_failed",
 ]
 
 REQUIRED = ("tokens", "masks", "scores")
@@ -39,10 +40,11 @@ PER_SEQUENCE = (
     "distill_token_ids",
     "distill_logprobs",
     "policy_versions",
+    "finish_reasons",
 )
 # Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
-SAMPLING = {"temperature", "top_p", "top_k"}
-WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "rollouts", "generation_params", "overrides", "group_overrides")
+SAMPLING = {"temperature", "top_p", "top_k", *NEUTRAL}
+WIRE_FIELDS = (*REQUIRED, *PER_SEQUENCE, "rollouts", "failed", "generation_params", "overrides", "group_overrides")
 
 
 # What a trainer does otherwise for a sequence or a group: temperature, top_p, set_advantage_to_zero, ...
@@ -67,6 +69,8 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_logprobs: list[list[list[float]]] | None
     policy_versions: list[list[int]] | None
     rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
+    finish_reasons: list[str] | None
+    failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -86,6 +90,7 @@ class ScoredDataItem(TypedDict, total=False):
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
     policy_versions: list[int] | None
+    finish_reasons: str | None
 
 
 # What `collect_trajectories` and `postprocess_histories` give; None drops the item.
@@ -117,6 +122,13 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     return cast(ScoredDataGroup, group)
 
 
+def with_failed(group: ScoredDataGroup, failed: Mapping[Cause, int]) -> ScoredDataGroup:
+    """`group`, and how many of its rollouts failed, by cause, if any did."""
+    if failed:
+        group["failed"] = dict(failed)
+    return group
+
+
 def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
     """What is wrong with `group` by its author's fault, whatever was sampled, or why the registered trainer cannot use
     it; None when it is whole.
@@ -125,7 +137,7 @@ def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
     if missing:
         return f"it has no {', '.join(missing)}"
     count = len(group["tokens"])
-    for key in ("masks", "scores", "inference_logprobs", "policy_versions"):
+    for key in ("masks", "scores", "inference_logprobs", "policy_versions", "finish_reasons"):
         if group.get(key) is not None and len(group[key]) != count:
             return f"{len(group[key])} {key} for {count} sequences"
     for key in ("masks", "inference_logprobs"):

@@ -20,8 +20,9 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
+from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.metrics import Metrics
-from atroposlib.envs.payloads import Item, ScoredDataGroup
+from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.rollouts import Rollout as Rollout  # authors import it from here
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
@@ -33,6 +34,7 @@ log = get_logger(__name__)
 THINKING_PROMPT = "Think about the question first, inside <think> </think> tags. Then give your answer."
 END_OF_THOUGHTS = "</think>"
 EVALUATED_EVERY_S = 5.0
+SHORT_ANSWER_TOKENS = 1024
 
 
 @dataclass
@@ -74,7 +76,7 @@ class QuestionEnv(BaseEnv):
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
     outcomes: ClassVar[Sequence[str]] = ()  # those that `score` gives, in the order in which they are logged
-    unscored_count: ClassVar[str] = "groups_unscored"  # the metric that counts groups dropped for want of a score
+    unscored_count: ClassVar[str] = "groups_unscored"  # the metric that counts groups lost for want of a score
 
     def __init__(
         self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -105,8 +107,8 @@ class QuestionEnv(BaseEnv):
 
     @abstractmethod
     async def score(self, item: Item, answer: str) -> float | Scored | None:
-        """The reward of `answer`, 1 for a right one; None when it cannot be told, which drops the group. As `Scored`
-        with one of `outcomes`, for those who watch the run.
+        """The reward of `answer`, 1 for a right one; None when it cannot be told: the answer then counts as failed. As
+        `Scored` with one of `outcomes`, for those who watch the run.
         """
 
     def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
@@ -135,7 +137,7 @@ class QuestionEnv(BaseEnv):
         return [{"role": "system", "content": request}, *messages]
 
     async def rollouts(self, item: Item, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
-        """`n` answers to `item`."""
+        """`n` answers to `item`. An override is called for one answer at a time, and each has its own time limit."""
         messages = self.conversation(item)
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             reply = await managed.chat_completion(
@@ -151,20 +153,45 @@ class QuestionEnv(BaseEnv):
         return [Rollout(text, with_reply(messages, text), [node]) for text, node in zip(texts, nodes, strict=True)]
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """A group of scored answers; None when one of them could not be scored."""
-        rollouts = await self.rollouts(
-            item, self.config.group_size, "train", self.config.temperature, self.config.top_p
-        )
-        scored = await gather_or_cancel([self._score(item, rollout) for rollout in rollouts])
-        self.scored.extend(scored)
-        rewards = [each.reward for each in scored if each.reward is not None]
-        if len(rewards) < len(scored):
-            raise Unscored(
-                f"{len(scored) - len(rewards)} of its {len(scored)} answers could not be scored", self.unscored_count
-            )
-        group = rollout_group(rollouts, rewards)
+        """A group of scored answers. Those that failed are counted in it, and the others go on."""
+        left, failed = self._env_run.survivors(await self._judged_answers(item), item)
+        group = rollout_group([rollout for rollout, _ in left], [reward for _, reward in left])
         group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
-        return group, []
+        return with_failed(group, failed), []
+
+    async def _judged_answers(self, item: Item) -> list[tuple[Rollout, float] | Failure]:
+        """`group_size` answers with their rewards, or why there is none."""
+        n, limit_s = self.config.group_size, self.config.rollout_limit_s
+        if not self._asks_at_once:
+            return await gather_or_cancel([self._judged_answer(item) for _ in range(n)])
+        answers = await attempt(self._sampled(item, n), limit_s)
+        if isinstance(answers, Failure):
+            return [answers] * n
+        return await gather_or_cancel([self._judged(item, answer) for answer in answers])
+
+    @property
+    def _asks_at_once(self) -> bool:
+        """Whether one request asks for all answers, which saves the server work. It returns when the longest is done,
+        so it is for short ones; longer ones may fail, or be late, each by itself.
+        """
+        return type(self).rollouts is QuestionEnv.rollouts and self.config.max_new_tokens <= SHORT_ANSWER_TOKENS
+
+    async def _sampled(self, item: Item, n: int) -> list[Rollout]:
+        return await self.rollouts(item, n, "train", self.config.temperature, self.config.top_p)
+
+    async def _judged_answer(self, item: Item) -> tuple[Rollout, float] | Failure:
+        answers = await attempt(self._sampled(item, 1), self.config.rollout_limit_s)
+        return answers if isinstance(answers, Failure) else await self._judged(item, answers[0])
+
+    async def _judged(self, item: Item, rollout: Rollout) -> tuple[Rollout, float] | Failure:
+        """An answer with its reward. A scorer that raises or hangs fails this answer alone."""
+        scored = await attempt(self._score(item, rollout), self.config.rollout_limit_s, late="scorer", other="scorer")
+        self.scored.append(Scored(None) if isinstance(scored, Failure) else scored)
+        if isinstance(scored, Failure):
+            return scored
+        if scored.reward is None:
+            return Failure("scorer", Unscored("", self.unscored_count))
+        return rollout, scored.reward
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text

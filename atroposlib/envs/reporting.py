@@ -88,6 +88,8 @@ class Reporting:
             process=self._process,
             posted=outcomes.posted,
             dropped=dict(outcomes.dropped.most_common(REASONS)),
+            thrown_away=outcomes.thrown_away,
+            failed=dict(outcomes.failed.most_common(REASONS)),
             last_drop=outcomes.last_drop[:TEXT],
             in_flight=run.in_flight,
             waits_for=waits_for[:TEXT],

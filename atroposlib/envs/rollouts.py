@@ -34,6 +34,7 @@ def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Scor
     numbered = [(number, node) for number, rollout in enumerate(rollouts) for node in trained_once(rollout.sequences)]
     nodes = [node for _, node in numbered]
     versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
+    reasons: list[Any] = [node.metadata.get("finish_reason") for node in nodes]
     group = ScoredDataGroup(
         tokens=[node.tokens for node in nodes],
         masks=[node.masked_tokens for node in nodes],
@@ -41,6 +42,7 @@ def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Scor
         scores=[rewards[number] for number, _ in numbered],
         messages=[rollouts[number].messages for number, _ in numbered],  # type: ignore[misc]
         policy_versions=versions if all(versions) else None,
+        finish_reasons=reasons if all(reasons) else None,
     )
     if len(nodes) > len(rollouts):
         group["rollouts"] = [number for number, _ in numbered]

@@ -145,8 +145,6 @@ class ServeLoop:
                 break
             self._status, self._counted = status, in_flight
             await self.env.add_train_workers()
-            if self.env.config.worker_timeout > 0:
-                self.run.counts["items_timed_out"] += self.pool.drop_overdue(self.env.config.worker_timeout)
             self.run.durations.add("mainloop_timings", time.monotonic() - turn_began)
             await self.pool.wait(TURN_S)
             if self.pool.fatal is not None:

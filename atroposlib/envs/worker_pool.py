@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 from atroposlib.envs.author_errors import ErrorBudget, origin, shown
@@ -15,14 +14,6 @@ log = get_logger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """What one task works on, and since when (monotonic seconds)."""
-
-    item: Item
-    since: float
 
 
 class WorkerPool:
@@ -44,7 +35,7 @@ class WorkerPool:
         self._tasks = tasks
         self._on_end = on_end
         self._budget = budget
-        self._workers: dict[asyncio.Task[None], Worker] = {}
+        self._workers: set[asyncio.Task[None]] = set()
         self._failures_in_row = 0
         self._not_before = 0.0
         self.fatal: BaseException | None = None
@@ -62,7 +53,7 @@ class WorkerPool:
     def start(self, item: Item) -> None:
         """Begin to work on `item`."""
         task = asyncio.create_task(self._work(item))
-        self._workers[task] = Worker(item, time.monotonic())
+        self._workers.add(task)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
@@ -72,18 +63,6 @@ class WorkerPool:
             await asyncio.wait(self._workers, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         else:
             await asyncio.sleep(timeout_s)
-
-    def drop_overdue(self, limit_s: float) -> int:
-        """Cancel workers that run for more than `limit_s` seconds and drop their items; how many."""
-        overdue = {
-            task: worker
-            for task, worker in self._workers.items()
-            if time.monotonic() - worker.since > limit_s and not task.cancelling()
-        }
-        for task, worker in overdue.items():
-            log.warning("Dropping an item after %.0f s (--env.worker_timeout): %s", limit_s, shown(worker.item))
-            task.cancel()
-        return len(overdue)
 
     async def cancel_all(self) -> None:
         """End all workers; their items are lost."""
@@ -123,7 +102,7 @@ class WorkerPool:
         self._budget.note_failure(error, item)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
-        self._workers.pop(task)
+        self._workers.discard(task)
         self._tasks.discard(task)
         if not task.cancelled():
             self.fatal = self.fatal or task.exception()

@@ -246,7 +246,9 @@ class EnvReport(Struct):
     """What an environment server does, as it tells with its heartbeats, from its start on.
 
     `process` is random and names the server before it is registered. `dropped` counts groups and items by reason since
-    the last group that was posted, and `last_drop` is the last of them in full. `waits_for` is empty while it samples.
+    the last group that was posted, and `last_drop` is the last of them in full. `thrown_away` counts groups that were
+    sampled and not posted, `failed` rollouts without a score by cause, both since the start. `waits_for` is empty while
+    it samples.
     """
 
     name: ReportText
@@ -257,6 +259,8 @@ class EnvReport(Struct):
     in_flight: Integer = 0
     waits_for: ReportText = ""
     waited_s: float = 0.0
+    thrown_away: Integer = 0
+    failed: Annotated[dict[ReportText, Integer], Meta(max_length=16)] = {}
 
 
 class Heartbeat(Struct, omit_defaults=True):

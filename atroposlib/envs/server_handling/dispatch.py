@@ -17,6 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.errors import NoLiveServerError, RetryableServerError, ServerUnreachableError
 from atroposlib.envs.server_handling.health import HealthMonitor
+from atroposlib.envs.time_limit import paused
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
@@ -103,7 +104,9 @@ class Dispatcher(Generic[Server]):
         self._waiters.append(_Waiter(granted, prefer, avoid))
         self._dispatch()
         try:
-            yield await granted
+            with paused():
+                server = await granted
+            yield server
         finally:  # also for a call that was cancelled at the moment it was granted the slot
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 granted.result().gates[self._split].give_back()

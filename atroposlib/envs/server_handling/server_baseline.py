@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
+from atroposlib.envs.errors import NotReplayed
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.admission import AdmissionGate
 from atroposlib.envs.server_handling.dispatch import (
@@ -35,7 +36,7 @@ from atroposlib.envs.server_handling.sampling import (
 )
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import reading
-from atroposlib.groups import check_sampled
+from atroposlib.groups import NOT_REPLAYED, check_sampled, not_replayed, shown
 
 if TYPE_CHECKING:  # openai's types cost half a second, which `--help` does not need
     from openai.types import Completion
@@ -88,8 +89,10 @@ class InferenceCalls(ABC):
 
     async def sample_tokens(self, *, split: Split = "train", **arguments: Any) -> SampledTokens:
         """Completions as token ids, for `prompt` (text) or `input_ids`, with n, max_tokens, temperature, top_p, stop,
-        ...
+        ... Raises NotReplayed where tokens to train on would be sampled from what the trainer cannot compute.
         """
+        if split == "train":
+            refuse_what_is_not_replayed(arguments)
         parts = await self._in_parts(arguments, "token sampling", _sampled, split)
         return SampledTokens(parts[0].prompt_token_ids, [sequence for part in parts for sequence in part.sequences])
 
@@ -289,6 +292,13 @@ class APIServer(InferenceCalls):
     async def _run(self, what: str, operation: Callable[["APIServer"], Awaitable[T]], split: Split) -> T:
         result, _ = await run_with_retries(self._dispatchers[split], self.retry, split, what, operation)
         return result
+
+
+def refuse_what_is_not_replayed(arguments: Arguments) -> None:
+    """Raise NotReplayed for a sampling parameter that changes the distribution in a way the trainer does not know."""
+    given = {**(arguments.get("extra_body") or {}), **arguments}
+    for name in not_replayed(given):
+        raise NotReplayed(f"{name} {shown(given[name])} {NOT_REPLAYED} (an evaluation, split 'eval', may use it)")
 
 
 async def _sampled(server: APIServer, arguments: Arguments) -> SampledTokens:

@@ -94,14 +94,17 @@ async def test_boxed_style_asks_for_and_reads_the_box(tmp_path: Path) -> None:
     assert [scored.outcome for scored in env.scored].count("unparseable") == 1
 
 
-async def test_group_with_a_grader_failure_is_dropped_and_counted(tmp_path: Path) -> None:
-    answers = ["1", r"\boxed{9^{9^{9^{9^9}}}}"]
+async def test_answers_on_which_the_grader_failed_are_counted_and_three_of_four_lose_the_group(
+    tmp_path: Path,
+) -> None:
+    answers = ["1", *[r"\boxed{9^{9^{9^{9^9}}}}"] * 3]
     async with (
         FakeInferenceServer(lambda prompt: answers) as server,
         running_env(tmp_path, server, prompt_style="boxed", grader_timeout=0.3, max_new_tokens=64) as env,
     ):
         await env.handle_env(env.problems.train[0])
-    assert env._env_run.counts == {"groups_dropped_by_grader": 1, "items_without_group": 1}
+    counts = {"groups_dropped_by_grader": 1, "items_without_group": 1, "rollouts_failed_scorer": 3}
+    assert env._env_run.counts == counts
     assert {scored.outcome for scored in env.scored} == {"unparseable", "grader_failed"}
 
 

@@ -39,7 +39,7 @@ async def test_group_on_which_the_grader_failed_is_dropped(tmp_path: Path) -> No
         running_env(MathEnv, tmp_path, server) as env,
     ):
         await env.handle_env(Problem("?", r"\boxed{???}"))
-    assert env._env_run.counts == {"groups_unscored": 1, "items_without_group": 1}
+    assert env._env_run.counts == {"groups_unscored": 1, "items_without_group": 1, "rollouts_failed_scorer": 4}
 
 
 async def test_file_with_other_field_names_is_read_and_every_epoch_has_all_of_it(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from pydantic import ValidationError
 
-from atroposlib.envs.question_env import QuestionEnv, with_reply
+from atroposlib.envs.errors import EnvError
+from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, with_reply
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
 from tests.waiting import until
@@ -29,11 +32,115 @@ class EchoEnv(QuestionEnv):
         return None if answer == "?" else float(item in answer)
 
 
-async def test_group_in_which_an_answer_has_no_score_is_dropped_and_counted(tmp_path: Path) -> None:
-    async with FakeInferenceServer(lambda prompt: ["7", "?"]) as server, running_env(EchoEnv, tmp_path, server) as env:
+async def test_an_answer_without_a_score_has_failed_and_its_siblings_go_on(tmp_path: Path) -> None:
+    answers = ["7", "?", "8", "8"]
+    async with FakeInferenceServer(lambda prompt: answers) as server, running_env(EchoEnv, tmp_path, server) as env:
+        group, _ = await env.collect_trajectories("7")
+    assert group is not None
+    assert (group["scores"], group["failed"]) == ([1.0, 0.0, 0.0], {"scorer": 1})
+    assert len(group["tokens"]) == 3
+    assert [scored.reward for scored in env.scored] == [1.0, None, 0.0, 0.0]
+
+
+async def test_a_group_of_which_one_answer_has_a_score_is_lost_and_counted(tmp_path: Path) -> None:
+    answers = ["7", "?", "?", "?"]
+    async with FakeInferenceServer(lambda prompt: answers) as server, running_env(EchoEnv, tmp_path, server) as env:
         await env.handle_env("7")
-    assert env._env_run.counts == {"groups_unscored": 1, "items_without_group": 1}
-    assert [scored.reward for scored in env.scored] == [1.0, None, 1.0, None]
+    counts = {"groups_unscored": 1, "items_without_group": 1, "rollouts_failed_scorer": 3}
+    assert env._env_run.counts == counts
+    assert env._env_run.outcomes.last_drop == "3 of its 4 answers could not be scored"
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+async def test_a_scorer_that_hangs_or_raises_on_one_answer_costs_that_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, hangs: bool
+) -> None:
+    class Treacherous(EchoEnv):
+        async def score(self, item: str, answer: str) -> float | None:
+            if answer == "?":
+                await asyncio.sleep(60 if hangs else 0)
+                raise ZeroDivisionError("of this answer")
+            return await super().score(item, answer)
+
+    answers = ["7", "?", "8", "8"]
+    async with (
+        FakeInferenceServer(lambda prompt: answers) as server,
+        running_env(Treacherous, tmp_path, server, rollout_timeout=0.5 if hangs else 60) as env,
+    ):
+        await env.handle_env("7")
+    assert env._env_run.counts["groups_accepted"] == 1
+    assert env._env_run.counts["rollouts_failed_scorer"] == 1
+    told = "it took longer than 0.5 s (--env.rollout_timeout)" if hangs else "ZeroDivisionError: of this answer at "
+    assert f"A rollout of the item '7' failed (scorer), its siblings go on: {told}" in caplog.text
+    assert ("Traceback" in caplog.text) is not hangs
+
+
+async def test_a_scorer_that_always_raises_loses_the_item_by_its_own_error(tmp_path: Path) -> None:
+    class Broken(EchoEnv):
+        async def score(self, item: str, answer: str) -> float | None:
+            raise ZeroDivisionError("of mine")
+
+    async with FakeInferenceServer() as server, running_env(Broken, tmp_path, server) as env:
+        with pytest.raises(ZeroDivisionError, match="of mine"):
+            await env.handle_env("7")
+    assert env._env_run.counts["rollouts_failed_scorer"] == 4
+
+
+async def test_answers_say_why_they_ended(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: ["7", "a long one"]) as server,
+        running_env(EchoEnv, tmp_path, server, max_new_tokens=4) as env,
+    ):
+        group, _ = await env.collect_trajectories("7")
+    assert group is not None
+    assert group["finish_reasons"] == ["stop", "length", "stop", "length"]
+
+
+async def test_long_answers_are_asked_for_one_by_one_and_one_that_is_late_fails_alone(tmp_path: Path) -> None:
+    class FirstIsSlow(FakeInferenceServer):
+        taken = 0
+
+        async def _generate(self, request: web.Request) -> web.Response:
+            self.taken += 1
+            await asyncio.sleep(60 if self.taken == 1 else 0)
+            return await super()._generate(request)
+
+    async with (
+        FirstIsSlow(lambda prompt: "7") as server,
+        running_env(EchoEnv, tmp_path, server, max_new_tokens=2048, rollout_timeout=0.5) as env,
+    ):
+        group, _ = await env.collect_trajectories("7")
+        assert [body["n"] for _, body in server.requests] == [1] * 4
+    assert group is not None
+    assert (group["scores"], group["failed"]) == ([1.0] * 3, {"timeout": 1})
+
+
+@pytest.mark.parametrize("name", ["min_p", "repetition_penalty"])
+async def test_a_sampling_parameter_that_the_trainer_does_not_replay_is_refused_by_name(
+    tmp_path: Path, name: str
+) -> None:
+    class Biased(EchoEnv):
+        async def rollouts(self, item: Any, n: int, split: Any, temperature: float, top_p: float) -> Any:
+            async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
+                await managed.chat_completion(
+                    messages=self.prompt(item), max_tokens=4, split=split, extra_body={name: 0.3}
+                )
+            return await super().rollouts(item, n, split, temperature, top_p)
+
+    async with FakeInferenceServer(lambda prompt: "7") as server, running_env(Biased, tmp_path, server) as env:
+        with pytest.raises(EnvError, match=f"{name} 0.3 changes the distribution that is sampled from"):
+            await env.handle_env("7")
+        assert not server.requests
+        assert (await env.evaluate())["total"] == 3  # evaluations may
+
+
+def test_a_configuration_with_a_parameter_that_is_not_replayed_is_refused_by_name() -> None:
+    class Config(QuestionEnvConfig):
+        min_p: float = 0.0
+
+    assert Config().min_p == 0.0
+    with pytest.raises(ValidationError, match=r"min_p 0.1 changes the distribution .*: eval_min_p"):
+        Config(min_p=0.1)
 
 
 async def test_group_says_how_it_was_sampled(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ async def test_the_name_of_the_model_is_not_known_yet(tmp_path: Path, api: Api) 
     ("cls", "parts"),
     [
         (SameScores, (" all scores equal (the last: all scores are 0); every answer of a group scores the same",)),
-        (BrokenGrader, (" the grader failed (the last: the grader did not answer within 5 s)",)),
+        (BrokenGrader, (" the grader failed (the last: 4 of its 4 answers could not be scored: the grader did not",)),
         (BrokenCode, (" the environment's code failed (the last: ZeroDivisionError: of mine at ",)),
     ],
 )

@@ -1,0 +1,112 @@
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.dynamic_sampling import BatchFilling
+from atroposlib.envs.payloads import ScoredDataGroup
+from atroposlib.envs.reporting import Reporting
+from atroposlib.envs.serve import serve
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
+from tests.unit.envs.fakes import CountingEnv, Trainer, config, running_api, server_config
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def offered(groups: str, max_items: int, per_batch: int) -> list[tuple[str, str]]:
+    """What is sent and what is thrown away after each group; capitals have a signal."""
+    filling: BatchFilling[str] = BatchFilling(max_items)
+    chosen = [filling.offer(group, group.isupper(), per_batch) for group in groups]
+    return [("".join(each.sent), "".join(each.thrown_away)) for each in chosen]
+
+
+def test_groups_with_a_signal_are_sent_at_once_and_the_others_when_the_limit_is_reached_oldest_first() -> None:
+    assert offered("aBcde", 5, 4) == [("", ""), ("B", ""), ("", ""), ("", ""), ("acd", "e")]
+
+
+def test_a_full_batch_throws_away_what_was_held() -> None:
+    assert offered("aBC" + "dEF", 9, 2) == [("", ""), ("B", ""), ("C", "a"), ("", ""), ("E", ""), ("F", "d")]
+
+
+def test_no_more_is_held_than_a_batch_takes() -> None:
+    assert offered("abcdE", 5, 2) == [("", ""), ("", ""), ("", "c"), ("", "d"), ("Ea", "b")]
+
+
+def test_beyond_the_limit_every_group_is_taken_until_the_batch_is_full() -> None:
+    """Items were lost otherwise, or the limit is below the size of a batch."""
+    assert offered("abCde", 1, 3) == [("a", ""), ("b", ""), ("C", ""), ("d", ""), ("e", "")]
+
+
+def group(score: float) -> ScoredDataGroup:
+    logprobs = [[1.0, -0.5]] * 4
+    scores = [score, 0.0, 0.0, 0.0]
+    return ScoredDataGroup(tokens=[[1, 2]] * 4, masks=[[-100, 2]] * 4, scores=scores, inference_logprobs=logprobs)
+
+
+class RarelySignal(CountingEnv):
+    """One group in `every` has a signal."""
+
+    every = 4
+
+    async def collect_trajectories(self, item: int) -> Any:
+        await asyncio.sleep(0)
+        return group(float(item % self.every == 0)), []
+
+
+async def test_a_batch_goes_on_with_what_there_is_after_max_items(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with running_api() as api, FakeInferenceServer() as inference:
+        settings: dict[str, Any] = {"max_items_per_batch": 6, "max_num_workers": 1, "max_batches_offpolicy": 0}
+        env = RarelySignal(config(tmp_path, api.url, **settings), server_config(inference))
+        trainer = Trainer(api.url, batch_size=16, num_steps=2)  # four groups
+        serving = asyncio.create_task(serve(env))
+        await trainer.register()
+        await trainer.train(2)
+        await asyncio.wait_for(serving, 20)
+    signals = [[bool(sum(item["scores"])) for item in batch] for batch in trainer.batches]
+    assert [sum(batch) for batch in signals] == [1, 2]  # item 4 of 1 to 6; items 8 and 12 of 7 to 12
+    assert all(len(batch) == 4 for batch in signals)
+    counts = env._env_run.counts
+    figures = {name: counts[name] for name in ("groups_without_signal", "groups_filled_in", "groups_thrown_away")}
+    assert figures == {"groups_without_signal": 9, "groups_filled_in": 5, "groups_thrown_away": 4}
+    assert counts["tokens_thrown_away"] == 4 * 4
+    assert caplog.text.count("it goes on with others, oldest first (--env.max_items_per_batch)") == 2
+    assert "6 groups were sampled for a batch and 1 of the 4 it takes have a signal" in caplog.text
+
+
+async def test_without_a_limit_groups_of_equal_scores_are_dropped_as_they_come(tmp_path: Path) -> None:
+    async with running_api() as api, FakeInferenceServer() as inference:
+        env = RarelySignal(config(tmp_path, api.url, max_num_workers=1), server_config(inference))
+        trainer = Trainer(api.url, batch_size=8, num_steps=1)
+        serving = asyncio.create_task(serve(env))
+        await trainer.register()
+        await trainer.train(1)
+        report = Reporting(env._env_run.joined_link.client, env._env_run).report()
+        await asyncio.wait_for(serving, 20)
+    assert [sum(item["scores"]) for item in trainer.batches[0]] == [1.0, 1.0]
+    assert report.thrown_away >= 6
+    assert env._env_run.counts["groups_thrown_away"] == env._env_run.counts["groups_without_signal"]
+
+
+async def test_drops_are_one_line_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("atroposlib.envs.environment.time.monotonic", lambda: now)
+    caplog.set_level(logging.INFO)
+    async with FakeInferenceServer() as inference:
+        env = CountingEnv(config(tmp_path, ""), server_config(inference))
+        for item in range(380 * 3):
+            now = item / 10
+            await env.handle_send_to_api(group(0.0), item, do_send_to_api=False)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Dropped")]
+    assert lines[0] == "Dropped a group of the item 0: all scores are 0"
+    assert lines[1].startswith(
+        "Dropped 600 groups since the last such line (600 all scores equal), 601 of them in a row"
+    )
+    assert "with pauses of 0.8 s between items; the last, of the item 600: all scores are 0" in lines[1]
+    assert len(lines) == 2
