@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Usage: scripts/setup.sh [--cpu | --gpu] [--run COMMAND ...] [--help]
+# Usage: scripts/setup.sh [--cpu | --gpu] [--run COMMAND ... | --test ...] [--help]
 #
 # Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock,
 # or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in
@@ -7,6 +7,7 @@
 #
 #   --cpu, --gpu   choose instead of looking for a GPU: 0.8 GB to download and 3 GB on disk, or 4.2 GB and 10 GB
 #   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need a set-up that is there
+#   --test ...     then the checks and tests, which scripts/test.sh describes
 #   ATROPOS_PYTHON with --run: a Python with torch and vllm to use as it is (a container's, a cluster's)
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
 #   PIP_*          pip's own settings (index, proxy, certificates, cache) are honoured
@@ -55,7 +56,7 @@ end_children() {
 }
 
 parse_flags() {
-  mode='' launch=()
+  mode='' launch=() checks=()
   while (($#)); do
     case $1 in
       --cpu | --gpu) mode=${1#--} ;;
@@ -63,8 +64,12 @@ parse_flags() {
         (($# > 1)) || usage_error "--run expects a command of atropos"
         launch=("${@:2}") && break
         ;;
+      --test)
+        if [[ " -h --help " == *" ${2:-none} "* ]]; then print_help "$root/scripts/test.sh" && exit 0; fi
+        checks=("$root/tests/run.py" "${@:2}") && break
+        ;;
       -h | --help) print_help "${BASH_SOURCE[0]}" && exit 0 ;;
-      *) usage_error "unknown flag $1; choose --cpu, --gpu or --run COMMAND" ;;
+      *) usage_error "unknown flag $1; choose --cpu, --gpu, --run COMMAND or --test" ;;
     esac
     shift
   done
@@ -336,6 +341,7 @@ set_up() {
 main() {
   parse_flags "$@"
   if ((${#launch[@]})); then launch "${launch[@]}"; else set_up; fi
+  if ((${#checks[@]})); then exec "$venv/bin/python" "${checks[@]}"; fi
 }
 
 main "$@"

@@ -68,6 +68,24 @@ def test_a_recipe_trains_one_step(recipe: str, llama_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("bridge", ["reload", "restart", "lora", "lora_restart"])
+def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(
+    bridge: str, llama_folder: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / f"ranks-{uuid.uuid4().hex[:8]}"  # broadcast has a test of its own
+    ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
+    where = ["--runs", str(tmp_path), "--run-name", run.name, "--bridge", bridge, "--trainer-ranks", "2"]
+    done = launch("train", "arithmetic", str(llama_folder), "--steps", "2", *ports, *where, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert "Step 2/2" in done.stdout
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["policy_version"] for row in rows] == [1, 2]
+    assert "1 of 2" in (run / "trainer.log").read_text() or list(run.glob("trainer.rank1.log"))
+    assert list(run.glob("checkpoints/final_*/*.safetensors"))
+    shutil.rmtree(run)
+
+
+@pytest.mark.nightly
 def test_an_environment_of_ones_own_is_trained_by_its_file(llama_folder: Path, tmp_path: Path) -> None:
     mine = tmp_path / "my_server.py"
     mine.write_text((REPOSITORY / "environments/template_server.py").read_text())
