@@ -17,7 +17,7 @@ from example_trainer.batching import Sequence
 from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
-from example_trainer.memory import settled_config
+from example_trainer.memory import available_memory, settled_config
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, with_old_logprobs
@@ -31,6 +31,8 @@ from example_trainer.weights.load import load_sharded, load_trained, start_polic
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
 from example_trainer.weights.written import CheckpointError, TrainedModel, writing
+
+HOST_RESERVE = 1 << 30  # bytes of host memory for each rank that a copy for a checkpoint leaves free
 
 
 class Learner:
@@ -142,7 +144,8 @@ class Learner:
             raise CheckpointError(f"{shards} is not there: give a --save-path that all trainer ranks share")
         mine = parts(self.trained.model, self.optimizer, self.ranks.mesh, self.ranks.rank)
         with writing(Path(folder)):  # the copy may find no memory
-            self._writer.start(shards / f"rank_{self.ranks.rank}.safetensors", mine)
+            room = available_memory() // Place.of_this_process().local_size - HOST_RESERVE
+            self._writer.start(shards / f"rank_{self.ranks.rank}.safetensors", mine, room)
 
     @collective
     def saved(self) -> list[Written]:

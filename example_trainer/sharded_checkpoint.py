@@ -134,7 +134,7 @@ class Saves:
                 raise
         self._current = save
         log.info(
-            "Checkpoint %s: %.1f GB copied in %.2f s, written while training goes on",
+            "Checkpoint %s, %.1f GB: training goes on after %.2f s",
             target.name,
             nbytes / 1e9,
             time.monotonic() - started,

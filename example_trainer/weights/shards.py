@@ -3,6 +3,8 @@
     rank r's rows ──copy to host memory──▶ training goes on
                                 └──thread──▶ shards/rank_R.safetensors, hashed on the way, flushed
 
+Where host memory has no room for the copy, training waits until the rows are written.
+
 The files are those of torch.distributed.checkpoint's safetensors format (each says at which row its part of a tensor
 begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them ourselves:
 its writer puts a rank's whole shard together a second time in memory, and meets the other ranks while it writes, where
@@ -12,9 +14,10 @@ one that is gone would be waited for. Reading loads no pickle.
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -24,9 +27,12 @@ from torch import Tensor
 
 from atroposlib.errors import reason
 from atroposlib.files import sync
+from atroposlib.logs import get_logger
 from atroposlib.wire.folders import SHARDS, is_sharded
 from example_trainer.model import ModelError
 from example_trainer.weights.files import WeightFiles, safetensors_header
+
+log = get_logger(__name__)
 
 OFFSETS = "DCP_SHARDING_INFO"  # torch.distributed.checkpoint's key for where the parts begin
 WEIGHTS = "model."
@@ -65,21 +71,35 @@ class ShardWriter:
         """What became of the file that was started last."""
         return self._written
 
-    def start(self, path: Path, parts: Mapping[str, Rows]) -> None:
-        """Copy `parts`, which may change after that, and begin to write them. The file before is finished."""
+    def start(self, path: Path, parts: Mapping[str, Rows], room: int) -> None:
+        """Copy `parts`, which may change after that, and begin to write them. The file before is finished.
+
+        If the copy took more than `room` bytes, they are written before this returns.
+        """
         self.stop()
         held = {name: rows for name, rows in parts.items() if rows.content.numel()}
-        copies = {name: self._copy(name, rows.content) for name, rows in held.items()}
+        needed = sum(rows.content.nbytes for name, rows in held.items() if name not in self._copies)
         offsets = {
             name: {"saved_offsets": [rows.start, *(0 for _ in rows.content.shape[1:])]} for name, rows in held.items()
         }
         header = safetensors_header(
-            {name: (tuple(copy.shape), copy.dtype) for name, copy in copies.items()},
+            {name: (tuple(rows.content.shape), rows.content.dtype) for name, rows in held.items()},
             {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"},
         )
-        # The thread touches no torch: it may outlive the interpreter
-        blocks = [memoryview(header), *(copy.view(torch.uint8).flatten().numpy().data for copy in copies.values())]
         self._stop, self._written = threading.Event(), Written()
+        if needed > room:
+            log.warning(
+                "%s is written while training waits: a copy of its %.1f GB does not fit into the %.1f GB of host memory"
+                " that are free for it",
+                path,
+                needed / 1e9,
+                max(0, room) / 1e9,
+            )
+            contents = (rows.content.cpu().contiguous() for rows in held.values())
+            self._write(path, chain([memoryview(header)], map(_bytes_of, contents)), self._stop)
+            return
+        # The thread touches no torch: it may outlive the interpreter
+        blocks = [memoryview(header), *(_bytes_of(self._copy(name, rows.content)) for name, rows in held.items())]
         self._thread = threading.Thread(
             target=self._write, args=(path, blocks, self._stop), name="CheckpointWriter", daemon=True
         )
@@ -98,7 +118,7 @@ class ShardWriter:
             copy = self._copies[name] = torch.empty(rows.shape, dtype=rows.dtype)
         return copy.copy_(rows)
 
-    def _write(self, path: Path, blocks: list[memoryview], stop: threading.Event) -> None:
+    def _write(self, path: Path, blocks: Iterable[memoryview], stop: threading.Event) -> None:
         digest, size = hashlib.sha256(), 0
         try:
             with path.open("wb") as file:
@@ -117,7 +137,11 @@ class ShardWriter:
             self._written = written
 
 
-def _cut(blocks: list[memoryview]) -> Iterator[memoryview]:
+def _bytes_of(content: Tensor) -> memoryview:
+    return content.view(torch.uint8).flatten().numpy().data
+
+
+def _cut(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
     return (block[start : start + BLOCK_BYTES] for block in blocks for start in range(0, len(block), BLOCK_BYTES))
 
 

@@ -69,18 +69,18 @@ def test_a_recipe_trains_one_step(recipe: str, llama_folder: Path, tmp_path: Pat
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bridge", ["reload", "restart", "lora", "lora_restart"])
-def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(
-    bridge: str, llama_folder: Path, tmp_path: Path
-) -> None:
+def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(bridge: str, tmp_path: Path) -> None:
     run = tmp_path / f"ranks-{uuid.uuid4().hex[:8]}"  # broadcast has a test of its own
     ports = ["--api-port", str(free_port()), "--vllm-port", str(free_port())]
     where = ["--runs", str(tmp_path), "--run-name", run.name, "--bridge", bridge, "--trainer-ranks", "2"]
-    done = launch("train", "arithmetic", str(llama_folder), "--steps", "2", *ports, *where, cwd=tmp_path)
+    done = launch("train", "arithmetic", "--steps", "1", *SHORT, *ports, *where, cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
-    assert "Step 2/2" in done.stdout
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [row["policy_version"] for row in rows] == [1, 2]
-    assert "1 of 2" in (run / "trainer.log").read_text() or list(run.glob("trainer.rank1.log"))
+    (row,) = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert row["policy_version"] == 1
+    assert row["grad_norm"] > 0
+    said = (run / "trainer.log").read_text()
+    assert "Got 2 trainer ranks" in said
+    assert said.count("Parity: vLLM's log-probabilities are the trainer's") == 2  # at the start, and of the new weights
     assert list(run.glob("checkpoints/final_*/*.safetensors"))
     shutil.rmtree(run)
 

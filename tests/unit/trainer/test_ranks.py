@@ -40,6 +40,7 @@ SAME_RESULT = {  # ways to spread a run that must not change it
     "weights stay gathered": Job("llama", settings={"reshard_after_forward": False}),
     "one sum of gradients": Job("llama", settings={"sync_gradients": "last"}),
     "all in host memory": Job("llama", settings={"offload": "all"}),
+    "moments in host memory": Job("llama", settings={"offload": "moments"}),
     "replicas": Job("llama", settings={"fsdp_size": 1}),
     "replicas of shards": Job("llama", ranks=4, settings={"fsdp_size": 2}),
     "three ranks": Job("llama", ranks=3),

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from example_trainer.checkpoint import Progress, expect_same_model, find_checkpo
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.launcher.train import find_model
-from example_trainer.learner import Learner
+from example_trainer.learner import HOST_RESERVE, Learner
 from example_trainer.parallel import ALONE
 from example_trainer.sharded_checkpoint import Saves
 from example_trainer.weights import shards
@@ -56,7 +56,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Nothing is written until it is set."""
     opened, cut = threading.Event(), shards._cut
 
-    def late(blocks: list[memoryview]) -> Iterator[memoryview]:
+    def late(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
         opened.wait(20)
         yield from cut(blocks)
 
@@ -112,6 +112,28 @@ def test_a_resumed_run_learns_the_same_and_a_dropout_would_too(make: Make, tmp_p
     assert resumed.progress == Progress(1, 1, 1)
     assert torch.equal(torch.rand(3), drawn)
     assert [train(resumed, step) for step in (2, 3)] == losses
+
+
+def test_without_memory_for_a_copy_training_waits_until_the_same_file_is_written(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    learner, saves = make()
+    train(learner, 1)
+    saves.save(Progress(1, 1, 1))
+    saves.complete()
+    shard = "shards/rank_0.safetensors"
+    copied = (tmp_path / "saved/step_1" / shard).read_bytes()
+    monkeypatch.setattr("example_trainer.learner.available_memory", lambda: HOST_RESERVE)
+    saves.save(Progress(2, 1, 1))  # the memory of the first copy is kept
+    saves.complete()
+    assert "written while training waits" not in caplog.text
+    learner.close()
+    poor = Saves(learner._config, learner, time.sleep)
+    monkeypatch.setattr(learner, "_writer", shards.ShardWriter())
+    poor.save(Progress(3, 1, 1))
+    assert poor.advance()  # without a wait
+    assert "is written while training waits: a copy of its" in caplog.text
+    assert (tmp_path / "saved/step_3" / shard).read_bytes() == copied
 
 
 def test_files_are_on_the_disk_before_the_checkpoint_and_latest_have_their_names(
