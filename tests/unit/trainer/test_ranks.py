@@ -32,6 +32,18 @@ LORA = {"weight_bridge_mode": "lora_only", "lora_r": 3, "lora_alpha": 8, "lr": 1
 CLIPPED = {"max_grad_norm": 0.1, "adam_eps": 0.1, "lr": 1e-2}  # AdamW feels the size of gradients only beside eps
 PENALTIES = {"kl_coef": 0.1, "entropy_coef": 0.01}
 RECOMPUTED = {"old_logprobs": "recomputed"}
+GSPO = {
+    "algorithm": "gspo",
+    "clip_eps": 0.5,
+    "clip_eps_high": 1,
+    "importance": "mask",
+    "importance_level": "sequence",
+    "importance_bounds": (0, 100),
+    "off_policy_mask": 0.1,
+    "kl_coef": 0.1,
+    "kl_in": "reward",
+}
+CORRECTED = {"algorithm": "cispo", "advantage": "rloo", "loss_mean": "constant", "importance": "truncate"}
 LORA_KL = {"weight_bridge_mode": "lora_restart", "kl_coef": 0.1}
 LORA_WEIGHTS = 10 * WEIGHTS  # at ten times the learning rate, which is the size of AdamW's first steps
 ADAPTER = "model/adapter_model.safetensors"
@@ -78,6 +90,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             f"penalties {ranks}": Job("llama", ranks, 3, PENALTIES, moved | {"batch": {"given": True}}),
             f"few {ranks}": Job("llama", ranks, 2, more={"batch": {"groups": 1, "answers": 2}}),
             f"clipped {ranks}": Job("llama", ranks, 3, CLIPPED),
+            f"sequences' ratios {ranks}": Job("llama", ranks, 2, GSPO, {"batch": {"given": True}}),
+            f"token's corrections {ranks}": Job("llama", ranks, 2, CORRECTED),
             f"recomputed {ranks}": Job("llama", ranks, 2, RECOMPUTED, {"batch": {"top_p": 0.8}}),
             f"lora {ranks}": Job("llama", ranks, STEPS, LORA),
             f"lora resumed {ranks}": Job("llama", ranks, 1, LORA, {"source": str(folder / "lora 1" / "model")}),
@@ -179,6 +193,16 @@ def test_penalties_agree_with_a_sharded_reference_and_log_probabilities_of_the_e
     reference = two.rank(0)["reference"].values()
     assert all(abs(2 * local[0] - whole[0]) <= 1 for local, whole in reference)  # nothing of it stays gathered
     assert len(reference) == len(two.rank(0)["parameters"])
+
+
+@pytest.mark.parametrize("name", ["sequences' ratios", "token's corrections"])
+def test_objectives_and_corrections_agree(done: dict[str, Done], name: str) -> None:
+    one, two = done[f"{name} 1"], done[f"{name} 2"]
+    expect_agreement(one, two)
+    figure = "importance_masked_frac" if name == "sequences' ratios" else "importance_truncated_frac"
+    assert 0.05 < min(one.column(figure)) < max(one.column(figure)) < 0.95
+    for column in (figure, "ratio_max", "ratio_mean", "pg_loss"):
+        assert two.column(column) == pytest.approx(one.column(column), rel=1e-6)
 
 
 def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, Done]) -> None:
