@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from atroposlib.groups import Needs, Untrainable, check, rollouts_of
-from atroposlib.wire.batching import NOT_TRAINED, ScoredData
+from atroposlib.groups import Needs, Untrainable, check, failed_rollouts, rollouts_of
+from atroposlib.wire.batching import CUT, NOT_TRAINED, ScoredData
 from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.averaging import token_weights
 from example_trainer.config import LossSettings
@@ -60,9 +60,10 @@ class Batch:
 
     The figures count all groups that can be trained on, whether or not they are among the `sequences`;
     `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
-    Rewards are those of rollouts. `rejected` holds the places of the items that cannot be trained on, with the reasons;
-    nothing else counts them.
-    `shown` is the first group that can be trained on, for people to look at.
+    `cut_answers` counts sequences whose answer reached its limit of tokens, as far as groups say (None: no group does).
+    Rewards are those of rollouts, without those that failed. `rejected` holds the places of the items that cannot be
+    trained on, with the reasons; nothing else counts them. `shown` is the first group that can be trained on, for
+    people to look at.
     """
 
     sequences: list[Sequence]
@@ -71,6 +72,8 @@ class Batch:
     rollouts: int
     sampled_sequences: int
     truncated_sequences: int
+    cut_answers: int | None
+    failed_rollouts: int
     completion_tokens: int
     loss_divisor: int
     reward_mean: float
@@ -111,9 +114,13 @@ def make_batch(
     completions: list[int] = []
     scores: list[float] = []  # of rollouts
     staleness: list[int] = []
-    zero_variance = truncated = divisor = 0
+    zero_variance = truncated = divisor = failed = 0
+    reasons: list[str] = []
     for group in trainable:
         first_rollout = len(scores)
+        failed += failed_rollouts(group)
+        ends = group.finish_reasons if isinstance(group.finish_reasons, list) else []
+        reasons += ends
         scores += _rollout_scores(group)
         tokens = np.array([(np.asarray(mask) != NOT_TRAINED).sum() for mask in group.masks], np.int64)
         completions += tokens.tolist()
@@ -131,6 +138,7 @@ def make_batch(
             sequences += [
                 _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
                 for index, (rollout, each, weight) in enumerate(zip(rollouts, advantages, weights, strict=True))
+                if not (loss.mask_truncated and ends and ends[index] == CUT)
             ]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
     return Batch(
@@ -140,6 +148,8 @@ def make_batch(
         rollouts=len(scores),
         sampled_sequences=len(completions),
         truncated_sequences=truncated,
+        cut_answers=reasons.count(CUT) if reasons else None,
+        failed_rollouts=failed,
         completion_tokens=sum(completions),
         loss_divisor=divisor,
         reward_mean=float(np.mean(scores)) if scores else math.nan,

@@ -243,6 +243,9 @@ class LossSettings(Config):
             " they were sampled; 0 drops none"
         ),
     )
+    mask_truncated: bool = Field(
+        False, description="drop sequences whose answer was cut at its limit of tokens; they stay in the mean"
+    )
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL to the start model; above 0 keeps a frozen copy in memory"
     )

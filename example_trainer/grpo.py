@@ -249,8 +249,13 @@ class Run:
                 batch.sampled_sequences,
                 config.seq_len,
             )
+        if config.mask_truncated and batch.cut_answers is None:
+            log.warning("--mask-truncated masks nothing: no group of this batch says why its answers ended")
         if not batch.sequences:
-            log.warning("All %d groups of this batch have equal scores: no update, the weights stay", batch.groups)
+            reason = (
+                "equal scores" if batch.zero_variance_groups == batch.groups else "equal scores or cut answers alone"
+            )
+            log.warning("All %d groups of this batch have %s: no update, the weights stay", batch.groups, reason)
         updates = Updates(
             self.learner,
             self.bad_batches,

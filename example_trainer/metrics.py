@@ -76,6 +76,8 @@ def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int |
         "rollouts": batch.rollouts,
         "sequences": batch.sampled_sequences,
         "truncated_sequences": batch.truncated_sequences,
+        "cut_answers": batch.cut_answers,
+        "failed_rollouts": batch.failed_rollouts,
         "groups": batch.groups,
         "zero_variance_groups": batch.zero_variance_groups,
         "staleness_mean": batch.staleness_mean,

@@ -14,9 +14,9 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
@@ -26,8 +26,10 @@ from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.rollouts import Rollout as Rollout  # authors import it from here
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
+from atroposlib.wire.batching import NOT_TRAINED
 
 log = get_logger(__name__)
 
@@ -69,6 +71,20 @@ class QuestionEnvConfig(BaseEnvConfig):
     max_new_tokens: int = Field(default=512, ge=1, description="Tokens of one answer.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
+    overlong_buffer: int = Field(
+        default=0,
+        ge=0,
+        description=(
+            "Last tokens of max_new_tokens over which the reward of a training sample falls evenly by 1; 0: none."
+        ),
+    )
+
+    @model_validator(mode="after")
+    def _buffer_is_part_of_the_answer(self) -> Self:
+        limit: int | None = self.max_new_tokens  # a subclass may settle it later
+        if limit is not None and self.overlong_buffer > limit:
+            raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_new_tokens {limit}")
+        return self
 
 
 class QuestionEnv(BaseEnv):
@@ -82,6 +98,8 @@ class QuestionEnv(BaseEnv):
         self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
         super().__init__(config, server_configs, slurm, testing)
+        if config.overlong_buffer and not self._is_of_one_answer:
+            raise ValueError("overlong_buffer is for one answer a rollout; lower the reward in `score` instead")
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
         self.held_out: Sequence[Item] = []
         self.taken = 0
@@ -174,7 +192,11 @@ class QuestionEnv(BaseEnv):
         """Whether one request asks for all answers, which saves the server work. It returns when the longest is done,
         so it is for short ones; longer ones may fail, or be late, each by itself.
         """
-        return type(self).rollouts is QuestionEnv.rollouts and self.config.max_new_tokens <= SHORT_ANSWER_TOKENS
+        return self._is_of_one_answer and self.config.max_new_tokens <= SHORT_ANSWER_TOKENS
+
+    @property
+    def _is_of_one_answer(self) -> bool:
+        return type(self).rollouts is QuestionEnv.rollouts
 
     async def _sampled(self, item: Item, n: int) -> list[Rollout]:
         return await self.rollouts(item, n, "train", self.config.temperature, self.config.top_p)
@@ -191,7 +213,14 @@ class QuestionEnv(BaseEnv):
             return scored
         if scored.reward is None:
             return Failure("scorer", Unscored("", self.unscored_count))
-        return rollout, scored.reward
+        return rollout, scored.reward + self._length_reward(rollout)
+
+    def _length_reward(self, rollout: Rollout) -> float:
+        """Beside the score, which alone is measured."""
+        limit: int = self.config.max_new_tokens
+        buffer = min(self.config.overlong_buffer, limit)
+        sampled = sum(value != NOT_TRAINED for node in rollout.sequences for value in node.masked_tokens)
+        return soft_overlong_punishment(sampled, limit, buffer) if buffer else 0.0
 
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text

@@ -24,7 +24,7 @@ Kl = Literal["k1", "k2", "k3"]
 PRESETS: Mapping[str, Mapping[str, object]] = {
     "grpo": {},
     "dr_grpo": {"advantage": "group_mean", "loss_mean": "constant"},
-    "dapo": {"clip_eps_high": 0.28},
+    "dapo": {"clip_eps_high": 0.28, "mask_truncated": True},
     "gspo": {"ratio": "sequence_mean", "loss_mean": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "cispo": {"objective": "cispo", "clip_eps": 1.0, "clip_eps_high": 4.0},
     "rloo": {"advantage": "rloo"},

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.question_env import QuestionEnv, QuestionEnvConfig, with_reply
+from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.environments.support import running_env
 from tests.waiting import until
@@ -84,6 +85,37 @@ async def test_a_scorer_that_always_raises_loses_the_item_by_its_own_error(tmp_p
         with pytest.raises(ZeroDivisionError, match="of mine"):
             await env.handle_env("7")
     assert env._env_run.counts["rollouts_failed_scorer"] == 4
+
+
+async def test_the_reward_falls_over_the_last_tokens_and_accuracies_do_not(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: ["7", "7 7 7", "7 7 7 7"]) as server,
+        running_env(EchoEnv, tmp_path, server, max_new_tokens=8, overlong_buffer=4) as env,
+    ):
+        group, _ = await env.collect_trajectories("7")
+    assert group is not None
+    lengths = [sum(value != -100 for value in mask) for mask in group["masks"]]
+    assert lengths == [2, 6, 8, 2]  # with the end of the turn
+    assert group["scores"] == [1.0, 0.5, 0.0, 1.0]
+    assert [scored.reward for scored in env.scored] == [1.0] * 4
+
+
+def test_a_buffer_that_no_answer_has_is_refused() -> None:
+    with pytest.raises(ValidationError, match="overlong_buffer 9 is above max_new_tokens 8"):
+        QuestionEnvConfig(max_new_tokens=8, overlong_buffer=9)
+    with pytest.raises(ValidationError, match="greater than or equal to 0"):
+        QuestionEnvConfig(overlong_buffer=-1)
+
+
+@pytest.mark.parametrize(("tokens", "reward"), [(0, 0), (60, 0), (61, -0.025), (80, -0.5), (100, -1), (999, -1)])
+def test_soft_overlong_punishment_is_that_of_the_paper(tokens: int, reward: float) -> None:
+    assert soft_overlong_punishment(tokens, limit=100, buffer=40) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 101])
+def test_soft_overlong_punishment_needs_a_buffer_within_the_limit(buffer: int) -> None:
+    with pytest.raises(ValueError, match=f"a buffer of {buffer} tokens in a limit of 100"):
+        soft_overlong_punishment(1, limit=100, buffer=buffer)
 
 
 async def test_answers_say_why_they_ended(tmp_path: Path) -> None:

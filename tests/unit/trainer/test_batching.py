@@ -131,6 +131,39 @@ def test_long_sequences_lose_their_end_and_are_counted() -> None:
     assert batch_of(group, seq_len=4).sequences == []  # only prompts are left
 
 
+@pytest.mark.parametrize("loss_mean", ["token", "sequence", "constant"])
+def test_cut_answers_are_masked_but_stay_in_the_means(loss_mean: Any) -> None:
+    group = item([1.0, 0.0, 0.25], finish_reasons=["stop", "length", "stop"])
+    (item_of,) = as_records([group])
+
+    def batch(**loss: Any) -> Batch:
+        return make_batch([item_of], seq_len=64, policy_version=0, loss=LossSettings(loss_mean=loss_mean, **loss))
+
+    whole, masked = batch(), batch(mask_truncated=True)
+    assert advantages_of(masked) == [advantages_of(whole)[0], advantages_of(whole)[2]]
+    assert [sequence.weight for sequence in masked.sequences] == [whole.sequences[0].weight, whole.sequences[2].weight]
+    figures = ("loss_divisor", "completion_tokens", "reward_mean", "sampled_sequences", "cut_answers")
+    assert all(getattr(masked, name) == getattr(whole, name) for name in figures)
+    assert whole.cut_answers == 1
+
+
+def test_without_finish_reasons_nothing_is_known_to_be_cut() -> None:
+    (item_of,) = as_records([item([1.0, 0.0])])
+    batch = make_batch([item_of], seq_len=64, policy_version=0, loss=LossSettings(mask_truncated=True))
+    assert (len(batch.sequences), batch.cut_answers) == (2, None)
+
+
+def test_a_batch_of_cut_answers_alone_has_nothing_to_train_on() -> None:
+    (item_of,) = as_records([item([1.0, 0.0], finish_reasons=["length"] * 2)])
+    batch = make_batch([item_of], seq_len=64, policy_version=0, loss=LossSettings(algorithm="dapo"))
+    assert (batch.sequences, batch.zero_variance_groups, batch.groups) == ([], 0, 1)
+
+
+def test_failed_rollouts_are_counted_and_enter_no_mean() -> None:
+    batch = batch_of(item([1.0, 0.0], failed={"timeout": 1, "scorer": 2}))
+    assert (batch.failed_rollouts, batch.rollouts, batch.reward_mean) == (3, 2, 0.5)
+
+
 def test_completion_tokens_count_all_that_was_sampled() -> None:
     """The denominator of the loss: groups of equal scores and what `seq_len` cuts off count too."""
     groups = [item([1.0, 1.0]), item([0.0, 1.0], seed=1)]
