@@ -54,9 +54,10 @@ class EnvironmentPlan:
     resolved: Tree
 
 
-def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site) -> TrainerConfig:
-    """The trainer's configuration. Raises ConfigError."""
+def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy: bool = False) -> TrainerConfig:
+    """The trainer's configuration. A run that samples off-policy masks tokens that changed much. Raises ConfigError."""
     content = {
+        **({"importance": "mask"} if off_policy else {}),
         "model_name": site.model,
         "training_steps": run.steps,
         "seed": run.seed,
@@ -160,6 +161,11 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
         openai = {"model_name": "default", "base_url": f"{site.vllm}/v1", "server_type": "vllm", **section.openai}
         found[service] = {"env": env, "openai": openai}
     return found
+
+
+def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
+    """Whether an environment samples for later batches while the trainer is at one."""
+    return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())
 
 
 def service_name(run: RunFile, name: str, index: int = 0) -> str:

@@ -22,6 +22,7 @@ from example_trainer.launcher.sections import (
     resolve_api,
     resolve_environments,
     resolve_trainer,
+    samples_off_policy,
 )
 from example_trainer.launcher.service import Service
 from example_trainer.modes import MODES
@@ -47,6 +48,8 @@ def make_plan(run: RunFile, flags: SectionFlags, site: Site) -> Plan:
     api = resolve_api(run, flags, site)
     trainer = resolve_trainer(run, flags, site)
     environments = resolve_environments(run, flags, site)
+    if samples_off_policy(environments):
+        trainer = resolve_trainer(run, flags, site, off_policy=True)
     server = vllm_flags(run, site, trainer.bridge)
     told = {
         plan.name: (plan.resolved, flags.environments.get(plan.name, []))

@@ -90,6 +90,16 @@ def test_a_sections_flag_is_the_programs_own() -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_a_run_that_samples_off_policy_masks_tokens_unless_told_otherwise() -> None:
+    off_policy = ["arithmetic", "--env.max_batches_offpolicy", "1"]
+    assert plan("arithmetic").trainer.importance == "none"
+    assert plan(*off_policy).trainer.importance == "mask"
+    assert "importance: mask" in plan(*off_policy).files["trainer.yaml"]
+    assert plan(*off_policy, "--trainer.importance", "none").trainer.importance == "none"
+    assert plan(*off_policy, "--trainer.importance=truncate").trainer.importance == "truncate"
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_the_kept_run_repeats_it(tmp_path: Path) -> None:
     flags = "--trainer.lr 1e-3 --bridge.bucket-mb 8 --api.max_body_mb=7 --env.group_size 16 --vllm.enforce_eager"
     made = plan("arithmetic", "--env.openai.timeout", "30", "--steps", "3", *flags.split())

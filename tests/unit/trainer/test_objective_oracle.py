@@ -88,13 +88,14 @@ def naive_logprobs(policy: PreTrainedModel, group: Group, entropies: Rows | None
 @cache
 def groups() -> list[Group]:
     """Answers whose sampler is near the policy, and one token each that it found much likelier and much less likely.
-    The second group's first two sequences are one rollout; the third has no signal.
+    The second group's first two sequences are one rollout; the third has no signal. The fourth's first
+    tokens are sampled from a prompt of one.
     """
     made = [
         item([1.0, 0.0, 0.0, 0.25], seed=1),
         item([2.0, 2.0, -1.0, 0.5], seed=3, rollouts=[0, 0, 1, 2]),
         item([0.5, 0.5], seed=2),
-        item([1.0, 0.0], seed=4, overrides=[{"set_advantage_to_zero": True}, {}]),
+        item([1.0, 0.0], seed=4, prompt=1, overrides=[{"set_advantage_to_zero": True}, {}]),
     ]
     generator = np.random.default_rng(5)
     for group in made:
