@@ -114,8 +114,8 @@ def page(config: ObjectivesConfig) -> str:
 python benchmarks/objectives.py --steps {config.steps} --seed {config.seed}{typed}
 ```
 
-Held-out accuracy (64 problems, greedy) of SmolLM2-135M-Instruct on the `arithmetic` set, by step. One run of one seed each, all with the learning
-rate that suits `grpo`: this shows that every preset learns, and not which is best.
+Held-out accuracy (64 problems, greedy) of SmolLM2-135M-Instruct on the `arithmetic` set, by step. One run of one seed
+each, all with the learning rate that suits `grpo`: this shows that every preset learns, and not which is best.
 
 {table(config)}
 ![mean reward and held-out accuracy of each preset](objectives.png)
