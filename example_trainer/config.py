@@ -278,6 +278,14 @@ class LossSettings(Config):
             raise ValueError(f"give at least {least:g}, where the upper clip is, or 0 for no bound")
         return value
 
+    @field_validator("loss_constant")
+    @classmethod
+    def _constant_is_used(cls, value: int | None, info: ValidationInfo) -> int | None:
+        mean = info.data.get("loss_mean", "constant")
+        if value is not None and mean != "constant":
+            raise ValueError(f"--loss-mean {mean} divides by no constant; give --loss-mean constant, or drop --loss-constant")
+        return value
+
     @field_validator("importance_bounds")
     @classmethod
     def _bounds_are_in_order(cls, value: tuple[float, float]) -> tuple[float, float]:

@@ -1,12 +1,15 @@
 """Loss terms on numbers worked out by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
-from atroposlib.config import resolve_config
+from atroposlib.config import config_yaml, resolve_config
 from atroposlib.flags import ConfigError
+from example_trainer import grpo
 from example_trainer.batching import make_batch
 from example_trainer.config import LossSettings, TrainerConfig
 from example_trainer.errors import TrainerError
@@ -134,3 +137,48 @@ def test_a_mistyped_objective_is_refused_with_those_that_there_are() -> None:
 def test_an_objective_that_is_not_there_is_one_line(path: str, reason: str) -> None:
     with pytest.raises(TrainerError, match=reason):
         load_objective(path)
+
+
+def test_a_run_with_an_objective_that_is_not_there_ends_before_it_loads_anything(tmp_path: Path) -> None:
+    config = TrainerConfig.model_validate({"model_name": str(tmp_path / "none"), "objective": "no_such_package.loss"})
+    with pytest.raises(TrainerError, match=r"--objective no_such_package\.loss: No module named"):
+        grpo.run(config)
+
+
+def settings_of(*flags: str, content: dict[str, Any] | None = None) -> TrainerConfig:
+    return resolve_config(TrainerConfig, ["--model", "m", *flags], prog="grpo", env={}, content=content or {})[0]
+
+
+def test_a_flag_overrides_its_preset_wherever_the_two_are_given() -> None:
+    gspo = settings_of("--algorithm", "gspo")
+    assert (gspo.ratio, gspo.loss_mean, gspo.clip_eps, gspo.clip_high) == ("sequence_mean", "sequence", 3e-4, 4e-4)
+    changed = [
+        settings_of("--algorithm", "gspo", "--clip-eps", "0.1", "--ratio", "sequence_sum"),
+        settings_of("--algorithm", "gspo", content={"clip_eps": 0.1, "ratio": "sequence_sum"}),
+        settings_of("--clip-eps", "0.1", content={"algorithm": "gspo", "ratio": "sequence_sum"}),
+    ]
+    assert all(each == changed[0] for each in changed)
+    assert (changed[0].ratio, changed[0].loss_mean, changed[0].clip_eps) == ("sequence_sum", "sequence", 0.1)
+    shown = yaml.safe_load(config_yaml(changed[0]))
+    assert settings_of(content=shown).model_dump() == changed[0].model_dump()
+
+
+def test_the_default_algorithm_is_grpo_without_any_preset() -> None:
+    assert settings_of("--algorithm", "grpo") == settings_of()
+    assert (settings_of().dual_clip, settings_of().log_ratio_limit, settings_of().importance) == (3.0, 20.0, "none")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--algorithm ppo", "algorithm: .*'grpo'"),
+        ("--dual-clip 1.1", "dual_clip: give at least 1.2, where the upper clip is, or 0"),
+        ("--clip-eps-high 3", "dual_clip: give at least 4"),
+        ("--importance-bounds 2,0.5", "importance_bounds: give the lower bound, at most 1, then the upper one"),
+        ("--log-ratio-limit 100", "log_ratio_limit: .*80"),
+        ("--loss-constant 100", "loss_constant: --loss-mean token divides by no constant"),
+    ],
+)
+def test_settings_that_contradict_themselves_are_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings_of(*flags.split())
