@@ -1,4 +1,6 @@
-"""Two trainer ranks and a real vLLM server: they train it by broadcast, and one that is killed does it no harm."""
+"""Two trainer ranks and a real vLLM server: started by torchrun they train it by broadcast, and one of two that the
+trainer started itself is killed, which does vLLM no harm.
+"""
 
 import os
 import subprocess
@@ -26,16 +28,7 @@ def train(server: Server, folder: Path, program: list[str], drill: str = "") -> 
                     *(sys.executable, "-u", *program, "--trainer-ranks", "2", "--model-name", server.model),
                     *("--weight-bridge-mode", "shared_vllm", "--use-shared-memory", "--vllm-port", str(server.port)),
                     *("--atropos-url", url, "--training-steps", "2", "--checkpoint-interval", "0", "--threads", "1"),
-                    *(
-                        "--batch-size",
-                        "4",
-                        "--gradient-accumulation-steps",
-                        "1",
-                        "--eval-deadline",
-                        "0",
-                        "--lr",
-                        "1e-3",
-                    ),
+                    *("--batch-size", "4", "--gradient-accumulation-steps", "1", "--eval-deadline", "0"),
                     *("--save-path", str(folder / "save"), "--log-dir", str(folder / "logs"), "--device", "cpu"),
                     *("--bridge-bucket-mb", "1", "--dist-timeout-s", "60", "--lr", "1e-3"),
                 ]
@@ -56,7 +49,8 @@ def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     server: Server = request.getfixturevalue(which)
-    status, said = train(server, tmp_path, ["example_trainer/grpo.py"])
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    status, said = train(server, tmp_path, [*torchrun, "example_trainer/grpo.py"])
     assert status == 0, said[-3000:]
     assert said.count("Parity: vLLM's log-probabilities are the trainer's") == 2  # at the start, and after an update
     assert server.status()["policy_version"] == 2
