@@ -32,14 +32,14 @@ RECIPES = {
 ALWAYS = ("two_environments",)  # the others' bridges have tests of their own
 
 
-def launch(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def launch(*words: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "example_trainer.launcher", *words],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=timeout_s,
         check=False,
         cwd=cwd,
     )
