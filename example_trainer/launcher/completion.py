@@ -21,6 +21,8 @@ SHELLS = ("bash", "zsh", "tcsh")
 RUN_FILE = {"bash": "_atropos_run_file", "zsh": "_atropos_run_file", "tcsh": "f:*.yaml"}
 ENVIRONMENT = {"bash": "_atropos_environment", "zsh": "_atropos_environment", "tcsh": "f:*.py"}
 RUN = {"bash": "_atropos_run", "zsh": "_atropos_run", "tcsh": "d"}
+# shtab's script registers itself under `eval` alone; any way but autoload should, `source` too.
+REGISTERED_IN_ZSH = ("$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] != loadautofunc")
 PREAMBLES = {
     "bash": """\
 _atropos_run_file() {{ compgen -W "{recipes}" -- "$1"; compgen -f -X '!*.y*ml' -- "$1"; _atropos_folder "$1"; }}
@@ -30,7 +32,7 @@ _atropos_folder() {{ [[ -z $1 ]] || compgen -d -- "$1"; }}""",
     "zsh": """\
 _atropos_run_file() {{ _alternative 'recipes:recipe:({recipes})' 'files:file:_files -g "*.y(|a)ml"' }}
 _atropos_environment() {{ _alternative 'environments:environment:({environments})' 'files:file:_files -g "*.py"' }}
-_atropos_run() {{ _alternative 'runs:run:_files -W {runs} -/' 'directories:directory:_files -/' }}""",
+_atropos_run() {{ _alternative 'runs:run:_files -W "({runs})" -/' 'directories:directory:_files -/' }}""",
     "tcsh": "",
 }
 
@@ -55,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
         "runs": RUNS,
     }
     preamble = PREAMBLES[options.shell].format(**words)
-    print(shtab.complete(whole_parser(), shell=options.shell, preamble=preamble))
+    text = shtab.complete(whole_parser(), shell=options.shell, preamble=preamble)
+    print(text.replace(*REGISTERED_IN_ZSH) if options.shell == "zsh" else text)
     return 0
 
 

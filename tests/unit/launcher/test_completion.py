@@ -90,3 +90,17 @@ def test_other_shells_get_theirs(shell: str, tmp_path: Path) -> None:
     if found := shutil.which(shell):
         (tmp_path / "script").write_text(text)
         subprocess.run([found, "-n", str(tmp_path / "script")], timeout=60, check=True)
+
+
+def test_zsh_registers_what_it_sources(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "example_trainer.launcher", "completion", "zsh"]
+    text = subprocess.run(command, env=PYTHON_PATH, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "if [[ $zsh_eval_context[-1] != loadautofunc ]]" in text
+    assert '_files -W "(runs)" -/' in text  # a word without parentheses is the name of an array
+    if zsh := shutil.which("zsh"):
+        (tmp_path / "script").write_text(text)
+        ask = 'autoload -Uz compinit && compinit -u -D && source "$1" && print $_comps[atropos]'
+        done = subprocess.run(
+            [zsh, "-f", "-c", ask, "zsh", str(tmp_path / "script")], capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "_shtab_atropos\n", done.stderr
