@@ -53,7 +53,8 @@ def shared_out(cores: Cores, parts: int, what: str) -> list[Cores]:
     each, rest = divmod(len(cores), parts)
     if rest or not each:
         fitting = " or ".join(str(count * parts) for count in (each, each + 1) if count)
-        raise ValueError(f"{len(cores)} CPU cores ({shown_cores(cores)}) for {what}: give {fitting}")
+        number = f"{len(cores)} CPU core{'' if len(cores) == 1 else 's'}"
+        raise ValueError(f"{number} ({shown_cores(cores)}) for {what}: give {fitting}")
     return [cores[index * each : (index + 1) * each] for index in range(parts)]
 
 

@@ -18,7 +18,9 @@ from example_trainer.launcher.service import Service
 
 
 class Child:
-    """A service, through all its starts. `health` is there while it is awaited; `deaths` are those in a row."""
+    """A service, through all its starts. `health` is there while it is awaited; `deaths` are those in a row. One that
+    has a health address `has_served` once that has answered, any other from its first start.
+    """
 
     def __init__(self, service: Service, log: Path) -> None:
         self.service = service
@@ -31,13 +33,15 @@ class Child:
         self.deaths = 0
         self.restart_at: float | None = None
         self.has_ended = False
+        self.has_served = service.health is None
 
     def start(self, records: Records) -> int:
         """Its pid. It runs once its record is written."""
+        cores = ",".join(map(str, self.service.cores))
         with open_regular(self.log, "ab") as output:
             process = subprocess.Popen(
                 # without what PYTHON variables and site-packages would load: it is only there to exec
-                [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), *self.service.command],
+                [sys.executable, "-I", "-S", become.__file__, str(os.getpid()), cores, *self.service.command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

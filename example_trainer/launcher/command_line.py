@@ -4,7 +4,8 @@
 
 The run's own flags are fields of `RunFlags`. A flag with a dot is one of a section: `--trainer.X`, `--api.X` and
 `--bridge.X` are parsed as the program's own flag `--X`, `--environments.NAME.X` as the environment's `--env.X` or
-`--openai.X`, and `--env.X` is that of the one environment. `--vllm.X` and `--layout.X` are values in YAML.
+`--openai.X`, and `--env.X` is that of the one environment. `--vllm.X` (of every vLLM server), `--vllm.2.X` (of the
+second) and `--layout.X` are values in YAML.
 """
 
 import os
@@ -21,11 +22,11 @@ from atroposlib import flags as flag_parser
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of
 from example_trainer.gpus import gpu_bytes, visible_gpus
+from example_trainer.inference_servers import Port
 from example_trainer.launcher.run_file import (
     LOCAL_FILES,
     Choice,
     RunFile,
-    Tree,
     check_kind,
     find_run_file,
     merge,
@@ -36,6 +37,7 @@ from example_trainer.launcher.run_file import (
 )
 from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
+from example_trainer.launcher.servers import Tree, each_server, with_flag, with_ports
 
 PROG = "atropos train"
 ABOUT = {
@@ -53,8 +55,9 @@ Settings of the programs:
   --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help lists them
   --env.file FILE               another environment, with those of the recipe's settings that it knows
   --environments.NAME.X V       the same, where a run has several environments
-  --bridge.X V, --vllm.X V, --api.X V, --layout.X V
-                                the bridge's settings, vLLM's flags, the batching API's, and whose GPUs are whose
+  --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is the second one's
+  --bridge.X V, --api.X V       the bridge's settings, the batching API's flags
+  --layout.X V                  which GPUs and CPU cores are whose: --layout.vllm 0,1 --layout.cores.trainer 0-3
 
 Ctrl-C, or the death of a service, ends all of them within 10 s.
 """
@@ -89,7 +92,10 @@ class RunFlags(Config):
         " bfloat16",
     )
     api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
-    vllm_port: int | None = Field(None, ge=1, le=65535, description="9001, or the next free one, unless given")
+    vllm_port: tuple[Port, ...] | None = Field(
+        None,
+        description="9001, or the next free one, unless given; for several servers the first one's, or 9001,9002",
+    )
     trainer_ranks: str | None = Field(
         None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
     )
@@ -104,6 +110,11 @@ class RunFlags(Config):
         pattern=r"^\d{1,2}(x\d{1,4})?$",
         description="with --dry-run: plan as if there were as many GPUs, of 80 GB, or 8x141 for eight of 141 GB",
     )
+
+    @field_validator("vllm_port", mode="before")
+    @classmethod
+    def _one_port_or_several(cls, value: object) -> object:
+        return value.split(",") if isinstance(value, str) else value
 
     @field_validator("dataset_path")
     @classmethod
@@ -154,6 +165,8 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
         bridge=check_kind(given.bridge) if given.bridge else None,
     )
     sections, content = _with_sections(words.sections, read_run(source, choice), given)
+    if given.vllm_port is not None:
+        content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
     return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory)
 
@@ -206,7 +219,7 @@ def _checked(values: Mapping[str, Any]) -> RunFlags:
         given = RunFlags.model_validate(dict(values))
     except ValidationError as error:
         problem = error.errors()[0]
-        flag = "--" + ".".join(map(str, problem["loc"])).replace("_", "-")
+        flag = "--" + ".".join(part for part in problem["loc"] if isinstance(part, str)).replace("_", "-")
         message = problem["msg"].removeprefix("Value error, ")
         raise ConfigError(message if flag in message else f"{flag}: {message} (got {problem['input']!r})") from None
     if given.dataset and given.dataset_path:
@@ -262,30 +275,49 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
         trainer["trainer_ranks"] = given.trainer_ranks
     if trainer:
         changes["trainer"] = trainer
-    for section in ("api", "vllm"):
-        if (port := getattr(given, f"{section}_port")) is not None:
-            changes[section] = {"port": port}
+    if given.api_port is not None:
+        changes["api"] = {"port": given.api_port}
     return changes
 
 
 def _with_sections(typed: Mapping[str, list[str]], content: Tree, given: RunFlags) -> tuple[SectionFlags, Tree]:
     """The programs' flags, and `content` with what the flags of sections set as values."""
     content = _with_environment_files(typed, content)
+    content = _with_servers(typed["vllm"], content)
     environments: dict[str, list[str]] = {}
+    several = len(each_server(content.get("vllm") or {})) > 1
     for name, key, value in _environment_flags(typed, content):
-        if key not in LAUNCHERS_OWN:
+        if several and key.startswith("openai."):  # a flag is of one server only
+            connection = {key.removeprefix("openai."): True if value is None else _value(value)}
+            content = merge(content, {"environments": {name: {"openai": connection}}})
+        elif key not in LAUNCHERS_OWN:
             flag = f"--{key}" if key.startswith("openai.") else f"--env.{key}"
             environments.setdefault(name, []).extend([flag] if value is None else [flag, value])
     if given.dataset_path:
         name = only_environment(content, "--dataset-path")
         content = merge(content, {"environments": {name: {"dataset_path": str(given.dataset_path)}}})
-    for section in ("vllm", "layout"):
-        values = {
-            word.replace("-", "_"): True if value is None else _value(value) for word, value in _pairs(typed[section])
-        }
-        content = merge(content, {section: values}) if values else content
+    for word, value in _pairs(typed["layout"]):
+        change: Any = True if value is None else _value(value)
+        for part in reversed(word.replace("-", "_").split(".")):
+            change = {part: change}
+        content = merge(content, {"layout": change})
     bridge = [f"--bridge.{word[2:]}" if word.startswith("--") else word for word in typed["bridge"]]
     return SectionFlags([*typed["trainer"], *bridge], typed["api"], environments), content
+
+
+def _with_servers(words: Sequence[str], content: Tree) -> Tree:
+    """`content` with what flags set in vLLM's, those for every server first."""
+    numbered = []
+    for word, value in _pairs(words):
+        number, dot, key = word.partition(".")
+        read = True if value is None else _value(value)
+        if dot and number.isdecimal():
+            numbered.append((int(number), key.replace("-", "_"), read))
+        else:
+            content = merge(content, {"vllm": {word.replace("-", "_"): read}})
+    for which, key, read in numbered:
+        content["vllm"] = with_flag(content.get("vllm") or {}, which, key, read)
+    return content
 
 
 def _with_environment_files(typed: Mapping[str, list[str]], content: Tree) -> Tree:

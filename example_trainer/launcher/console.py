@@ -30,6 +30,8 @@ from example_trainer.launcher.events import (
 from example_trainer.launcher.log_files import printable
 from example_trainer.launcher.repeated import Repeated
 from example_trainer.launcher.sample_lines import latest_sample
+from example_trainer.launcher.servers import NAME as SERVER
+from example_trainer.launcher.servers import is_server
 
 TROUBLE = r"(WARNING|ERROR|CRITICAL) "
 STEPS = r"Step [0-9]+/|Trained model: |Bitwise identical: "
@@ -41,12 +43,14 @@ _STEP = re.compile(r"Step ([0-9]+)/")
 
 
 def shown_lines(with_bridge: bool) -> dict[str, str]:
-    """By service, where what is shown of a line begins; of an environment, whatever its name, the key is empty."""
+    """By service, where what is shown of a line begins; of an environment, whatever its name, the key is empty, and of
+    all vLLM servers "vllm".
+    """
     return {
         "": rf"{TROUBLE}|Held-out accuracy",
         "api": TROUBLE,
         "trainer": rf"{TROUBLE}|{STEPS}" + (f"|{TRAINER_BRIDGE}" if with_bridge else ""),
-        "vllm": r"ERROR " + (f"|{VLLM_BRIDGE}" if with_bridge else ""),  # until it is up, it warns of its own settings
+        SERVER: r"ERROR " + (f"|{VLLM_BRIDGE}" if with_bridge else ""),  # until it is up, it warns of its own settings
     }
 
 
@@ -106,7 +110,7 @@ class PlainConsole:
         print(text, file=self._err, flush=True)
 
     def _show(self, line: LogLine) -> None:
-        pattern = self._shown.get(line.service) or self._shown.get("")
+        pattern = self._shown.get(SERVER if is_server(line.service) else line.service) or self._shown.get("")
         found = pattern.search(line.text) if pattern else None
         if found is None and line.service in self._are_up and "deprecated" not in line.text:
             found = _TROUBLE.search(line.text)

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor_checks import Finding
-from example_trainer.launcher.layout import Need, Placement
+from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
 from example_trainer.launcher.machine import Gpu
 from example_trainer.launcher.model_files import Model
-from example_trainer.memory_plan import GIB, MIB, PROCESSES, Room, advice, shortage, total
+from example_trainer.memory_plan import GIB, MIB, PROCESSES, VLLM_PROCESSES, Room, advice, shortage, total
 from example_trainer.model_size import size_of
 from example_trainer.modes import Mode
 
@@ -29,12 +29,14 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")
 
 
-def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int) -> Finding:
-    """Ranks against the GPUs that are visible."""
-    wanted = tensor_parallel if mode.same_devices else tensor_parallel + 1
-    shown = f"{gpus} visible, {tensor_parallel} rank(s) of vLLM and the trainer"
-    if gpus < tensor_parallel:
-        return Finding("fail", "GPUs", shown, f"--tensor-parallel-size {gpus}, or widen CUDA_VISIBLE_DEVICES")
+def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int, servers: int = 1) -> Finding:
+    """Ranks of the servers on this machine against the GPUs that are visible."""
+    ranks = servers * tensor_parallel
+    wanted = ranks if mode.same_devices else ranks + 1
+    shown = f"{gpus} visible, {_ranks(tensor_parallel, servers)} of vLLM and the trainer"
+    if gpus < ranks:
+        fewer = f"--tensor-parallel-size {gpus // servers}" if gpus >= servers else f"{gpus} server(s)"
+        return Finding("fail", "GPUs", shown, f"{fewer}, or widen CUDA_VISIBLE_DEVICES")
     if gpus < wanted:
         return Finding(
             "warn",
@@ -45,15 +47,16 @@ def check_gpus(mode: type[Mode], tensor_parallel: int, gpus: int) -> Finding:
     return Finding("ok", "GPUs", f"{shown} on {'the same' if mode.same_devices else 'one of its own'}")
 
 
-def check_cores(tensor_parallel: int, cores: int) -> Finding:
-    if cores < tensor_parallel:
-        return Finding(
-            "fail",
-            "CPU cores",
-            f"{cores} for {tensor_parallel} rank(s) of vLLM",
-            f"--tensor-parallel-size {cores} at most",
-        )
-    return Finding("ok", "CPU cores", f"{cores} for {tensor_parallel} rank(s) of vLLM, without a GPU")
+def check_cores(tensor_parallel: int, cores: int, servers: int = 1) -> Finding:
+    shown = f"{cores} for {_ranks(tensor_parallel, servers)} of vLLM"
+    if cores < servers * tensor_parallel:
+        fewer = f"--tensor-parallel-size {cores // servers}" if cores >= servers else f"{cores} server(s)"
+        return Finding("fail", "CPU cores", shown, f"{fewer} at most")
+    return Finding("ok", "CPU cores", f"{shown}, without a GPU")
+
+
+def _ranks(tensor_parallel: int, servers: int) -> str:
+    return f"{tensor_parallel} rank(s)" + (f" of each of {servers} servers" if servers > 1 else "")
 
 
 def check_shared_memory(free: int, separate_workers: bool) -> Finding:
@@ -69,12 +72,13 @@ def check_shared_memory(free: int, separate_workers: bool) -> Finding:
 
 
 def check_memory(
-    available: int, mode: type[Mode], model: Model, served_dtype: str, kv_cache: int, running: bool
+    available: int, mode: type[Mode], model: Model, served_dtype: str, kv_cache: int, running: bool, servers: int = 1
 ) -> Finding:
-    """A CPU's memory: the trainer's by the memory plan, vLLM's copies, KV cache, the processes themselves."""
+    """A CPU's memory: the trainer's by the memory plan, vLLM's copies and KV caches, the processes themselves."""
     need = _need(mode, model, served_dtype, 0)
     training, _ = need.training(Placement())
-    vllm = 0 if running else total(need.serving(Placement()).items(kv_cache))
+    vllm = 0 if running else servers * total(need.serving(Placement()).items(kv_cache))
+    vllm += 0 if running else (servers - 1) * VLLM_PROCESSES
     wanted = training.need + vllm + PROCESSES
     shown = f"{_size(available)} available, {_size(wanted)} needed (trainer {_size(training.need)}, vLLM {_size(vllm)})"
     rest = available - vllm - PROCESSES
@@ -82,18 +86,26 @@ def check_memory(
 
 
 def check_gpu_memory(
-    gpus: Sequence[Gpu], mode: type[Mode], model: Model, served_dtype: str, tensor_parallel: int, running: bool
+    gpus: Sequence[Gpu],
+    mode: type[Mode],
+    model: Model,
+    served_dtype: str,
+    tensor_parallel: int,
+    running: bool,
+    servers: int = 1,
 ) -> Finding:
     """vLLM on the first GPUs, the trainer's ranks on the others or, single copy, on the same; by the memory plan for
     the GPU that has least free.
     """
     name = "GPU memory"
     names = [str(gpu.index) for gpu in gpus]
-    same = mode.same_devices or len(names) <= tensor_parallel
-    vllm = tuple(names[:tensor_parallel])
-    placement = Placement(vllm, vllm if same else tuple(names[tensor_parallel:]))
+    ranks = servers * tensor_parallel
+    same = mode.same_devices or len(names) <= ranks
+    starts = range(0, ranks, tensor_parallel)
+    vllm = tuple(ServerPlace(tuple(names[start : start + tensor_parallel])) for start in starts)
+    placement = Placement(vllm, tuple(names[:ranks] if same else names[ranks:]))
     least = min(gpus, key=lambda gpu: gpu.free)
-    need = _need(mode, model, served_dtype, least.free)
+    need = _need(mode, model, served_dtype, least.free, servers)
     if not running and (why := need.serving_refusal(placement)):
         return Finding("fail", name, *why)
     training, room = need.training(placement)
@@ -107,11 +119,11 @@ def check_gpu_memory(
     return Finding("ok", name, shown)
 
 
-def _need(mode: type[Mode], model: Model, dtype: str, gpu: int) -> Need:
+def _need(mode: type[Mode], model: Model, dtype: str, gpu: int, servers: int = 1) -> Need:
     config = TrainerConfig.model_validate(
         {"model_name": model.source, "bridge": {"kind": mode.model_fields["kind"].default}}
     )
-    return Need(config, size_of(model.shapes), gpu, dtype, config.seq_len)
+    return Need(config, size_of(model.shapes), gpu, dtype, (ServerNeed(config.seq_len),) * servers)
 
 
 def check_disk(free: int, model: Model, mode: type[Mode], folder: str) -> Finding:

@@ -121,6 +121,8 @@ def examine(config: DoctorConfig) -> Iterator[Finding]:
     except ValueError as error:  # flags, hosts file and NUM_INFERENCE_NODES contradict each other
         servers = []
         yield Finding("fail", "servers", str(error))
+    if len(servers) > 1 and not MODES[config.mode].feeds_several:
+        yield checks.check_several(MODES[config.mode], len(servers))
     yield from versions(config, gpus, driver_cuda)
     yield from settings(config, gpus, servers)
     yield from ports(config, listeners, servers)
@@ -179,11 +181,12 @@ def ports(config: DoctorConfig, listeners: dict[int, Listener], servers: Sequenc
 def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]) -> Iterator[Finding]:
     mode, ranks = MODES[config.mode], config.tensor_parallel_size
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpus else "float32"
-    running = any(server.running for server in servers if server.local)
+    here = [server for server in servers if server.local]
+    running, count = any(server.running for server in here), max(1, len(here))
     if gpus:
-        yield device_checks.check_gpus(mode, ranks, len(gpus))
+        yield device_checks.check_gpus(mode, ranks, len(gpus), count)
     else:
-        yield device_checks.check_cores(ranks, len(os.sched_getaffinity(0)))
+        yield device_checks.check_cores(ranks, len(os.sched_getaffinity(0)), count)
     model = read_model(config.model) if config.model else None
     if model is None:
         yield Finding(
@@ -197,11 +200,13 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
             "ok", "model", f"{model.source}: {len(model.shapes)} tensors, {model.parameters / 1e6:.1f} M parameters"
         )
         yield device_checks.check_heads(ranks, model)
-        if gpus and len(gpus) >= ranks:
-            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running)
+        if gpus and len(gpus) >= ranks * count:
+            yield device_checks.check_gpu_memory(gpus, mode, model, dtype, ranks, running, count)
         elif not gpus:
+            absent = max(1, sum(not server.running for server in here))
+            all_run = running and all(server.running for server in here)
             yield device_checks.check_memory(
-                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * GIB, running
+                available_memory(), mode, model, dtype, config.cpu_kv_cache_gib * GIB, all_run, absent
             )
         if mode.owns_vllm:
             path = config.save_path.absolute()

@@ -16,7 +16,7 @@ from atroposlib.logs import escape
 from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
 from example_trainer.launcher.machine import Listener
 from example_trainer.launcher.model_files import Model
-from example_trainer.modes import Mode
+from example_trainer.modes import MODES, Mode
 
 PYTHON = (3, 11)
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
@@ -104,6 +104,12 @@ def check_open_files(soft: int, hard: int) -> Finding:
             "raise the hard limit (limits.conf, docker run --ulimit nofile)",
         )
     return Finding("ok", "open files", f"{soft}, up to {hard}")
+
+
+def check_several(mode: type[Mode], servers: int) -> Finding:
+    """Of a mode that feeds one server."""
+    able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
+    return Finding("fail", "servers", f"{servers}, and {mode.shown()} feeds one", f"name one, or choose mode {able}")
 
 
 # --- environment variables ------------------------------------------------------------------------------------------

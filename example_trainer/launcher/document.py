@@ -9,7 +9,8 @@ import yaml
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, keys_of, parse
 from example_trainer.launcher import folders
-from example_trainer.launcher.run_file import EnvironmentSection, Layout, RunFile, Tree
+from example_trainer.launcher.run_file import EnvironmentSection, RunFile
+from example_trainer.launcher.servers import Tree
 
 MASKED = "**********"  # a secret in a configuration that a program prints
 
@@ -23,9 +24,7 @@ def document(
     """The run as a file by which it can be repeated: what was chosen, and no more. Every program comes with its
     resolved configuration and the flags that were typed for it; an environment's is what `--dry-run` prints.
     """
-    kept = run.model_dump(mode="json", exclude_defaults=True, exclude={"name", "environments", "layout"})
-    if run.layout != Layout():
-        kept["layout"] = run.layout.model_dump(mode="json")
+    kept = run.model_dump(mode="json", exclude_defaults=True, exclude={"name", "environments"})
     kept["trainer"] = run.trainer | typed_values(*trainer)
     kept["bridge"] = run.bridge | kept["trainer"].pop("bridge", {})
     kept["api"] = run.api | typed_values(*api)
@@ -77,7 +76,8 @@ def without_secrets(text: str, given: Mapping[str, Any], section: str) -> str:
 
     def cleared(value: Any, own: Any, path: str) -> Any:
         if isinstance(value, list):
-            return [cleared(item, own, path) for item in value]
+            owners = own if isinstance(own, list) and len(own) == len(value) else [own] * len(value)
+            return [cleared(item, owner, path) for item, owner in zip(value, owners, strict=True)]
         if not isinstance(value, Mapping):
             return value
         kept = {}

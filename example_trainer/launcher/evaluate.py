@@ -13,6 +13,7 @@ from pathlib import Path
 from example_trainer.launcher.command_line import make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole
 from example_trainer.launcher.ports import Ports
+from example_trainer.launcher.servers import is_server
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import Plan, make_plan
 from example_trainer.launcher.train import choose_folder, described, find_site, start
@@ -46,9 +47,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluation_services(plan: Plan) -> list[Service]:
-    """vLLM, if an environment asks it, and the environments."""
-    asked = any(plan.site.vllm in str(environment.resolved["openai"]) for environment in plan.environments.values())
-    servers = [service for service in plan.services if service.name == "vllm" and asked]
+    """vLLM's servers, if an environment asks them, and the environments."""
+    told = [str(environment.resolved["openai"]) for environment in plan.environments.values()]
+    asked = any(f"{url}/" in text for url in plan.site.vllm for text in told)
+    servers = [service for service in plan.services if is_server(service.name) and asked]
     environments = [
         replace(
             service,

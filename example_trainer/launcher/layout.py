@@ -4,21 +4,25 @@ no GPU            both on the CPU, in float32
 one GPU           both on it, vLLM with 0.4 of its memory
 more              vLLM on about half of them by tensor parallelism (1, 2, 4, ...), the trainer's ranks on the others;
                   on fewer, where the trainer needs more by the memory plan. A single copy: both on vLLM's
+several servers   as many GPUs each, unless they say otherwise; the trainer's ranks on the others
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, groupby
 from typing import Any
 
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
-from example_trainer.launcher.run_file import Layout, RunFile
+from example_trainer.launcher.run_file import RunFile
+from example_trainer.launcher.servers import is_for_each, server_name
 from example_trainer.memory import available_memory
 from example_trainer.memory_plan import (
     PROCESSES,
     SHARED_UTILIZATION,
     UTILIZATION,
     VLLM_OWN,
+    VLLM_PROCESSES,
     MemoryItem,
     Room,
     Serving,
@@ -34,14 +38,26 @@ from example_trainer.modes import MODES
 
 
 @dataclass(frozen=True)
-class Placement:
-    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU. `utilization` is the share of a GPU that vLLM must
-    not exceed, where its default is too much.
+class ServerPlace:
+    """The GPUs of one vLLM server. `utilization` is the share of a GPU that it must not exceed, where its default is
+    too much.
     """
 
-    vllm: tuple[str, ...] = ()
-    trainer: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
     utilization: float | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """GPUs as CUDA_VISIBLE_DEVICES names them; none without a GPU."""
+
+    servers: tuple[ServerPlace, ...] = (ServerPlace(),)
+    trainer: tuple[str, ...] = ()
+
+    @property
+    def vllm(self) -> tuple[str, ...]:
+        """Of all servers."""
+        return tuple(gpu for server in self.servers for gpu in server.gpus)
 
     @property
     def on_gpus(self) -> bool:
@@ -50,7 +66,19 @@ class Placement:
     @property
     def is_shared(self) -> bool:
         """Whether vLLM and the trainer have a GPU in common."""
-        return bool(set(self.vllm) & set(self.trainer))
+        return any(map(self.shares, self.servers))
+
+    def shares(self, server: ServerPlace) -> bool:
+        """Whether this server and the trainer have."""
+        return bool({*server.gpus} & {*self.trainer})
+
+
+@dataclass(frozen=True)
+class ServerNeed:
+    """What a run says of one vLLM server's memory."""
+
+    max_model_len: int
+    utilization: float | None = None  # of a GPU
 
 
 @dataclass(frozen=True)
@@ -61,41 +89,41 @@ class Need:
     size: ModelSize
     gpu: int
     dtype: str
-    max_model_len: int
-    utilization: float | None = None  # of vLLM, where the run says one
+    servers: tuple[ServerNeed, ...]
 
-    def share(self, placement: Placement) -> float:
-        """Of a GPU's memory, what vLLM takes."""
-        default = SHARED_UTILIZATION if placement.is_shared else UTILIZATION
-        return self.utilization or placement.utilization or default
+    def share(self, placement: Placement, index: int = 0) -> float:
+        """Of a GPU's memory, what a vLLM server takes."""
+        server = placement.servers[index]
+        default = SHARED_UTILIZATION if placement.shares(server) else UTILIZATION
+        return self.servers[index].utilization or server.utilization or default
 
-    def serving(self, placement: Placement) -> Serving:
-        """A rank of vLLM."""
+    def serving(self, placement: Placement, index: int = 0) -> Serving:
+        """A rank of a vLLM server."""
         return Serving(
             self.config,
             self.size,
             self.dtype,
-            max(1, len(placement.vllm)),
+            max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
-            self.max_model_len,
-            self.share(placement),
+            self.servers[index].max_model_len,
+            self.share(placement, index),
         )
 
     def training(self, placement: Placement) -> tuple[Training, Room]:
         """A rank of the trainer, with --offload resolved, and what it may take."""
         same = self.config.bridge.same_devices
-        alone = same or self.config.batch_invariant or not placement.on_gpus
-        typed = self.config.trainer_ranks
-        ranks = typed if isinstance(typed, int) else 1 if alone else len(placement.trainer)
+        ranks = trainer_ranks(self.config, placement)
         served = 2 if self.dtype != "float32" else 4
         split = len(placement.vllm) if same and placement.on_gpus else 1
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
         host = available_memory() // ranks
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
-        taken = 0
-        if placement.is_shared:
-            taken = int(self.gpu * self.share(placement)) + self.serving(placement).staging
+        beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
+        taken = max(
+            (int(self.gpu * self.share(placement, index)) + self.serving(placement, index).staging for index in beside),
+            default=0,
+        )
         room = Room(self.gpu - taken, host)
         return settled(training, room), room
 
@@ -110,44 +138,75 @@ class Need:
 
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
         """Why vLLM does not fit, and what to do; None where it does."""
-        serving = self.serving(placement)
-        if serving.utilization(self.gpu) is not None:
-            return None
-        share = f" of which it may take {serving.share:.0%}"
-        return (
-            f"vLLM needs {amount(serving.least)} on each of {serving.ranks} GPU(s), its staging buffer"
-            f" {amount(serving.staging)} on top, and a GPU has {amount(self.gpu)}{share}",
-            "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or take a smaller model",
-        )
+        for index in range(len(placement.servers)):
+            serving = self.serving(placement, index)
+            if serving.utilization(self.gpu) is not None:
+                continue
+            share = f" of which it may take {serving.share:.0%}"
+            who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
+            return (
+                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s), its staging buffer"
+                f" {amount(serving.staging)} on top, and a GPU has {amount(self.gpu)}{share}",
+                "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or take a smaller"
+                " model",
+            )
+        return None
 
     def lines(self, placement: Placement, cache: int) -> list[str]:
-        """The tables of --dry-run: of a rank of vLLM and one of the trainer; of this machine where there is no GPU.
-        `cache` is vLLM's KV cache there.
+        """The tables of --dry-run: of a rank of each vLLM server and one of the trainer; of this machine where there is
+        no GPU. `cache` is the KV cache of a server there.
         """
         training, room = self.training(placement)
-        serving = self.serving(placement)
         lines = [f"Memory of {self.config.model_name}, {self.size.count / 1e6:.0f} M weights ({self.size.source}):"]
         if not placement.on_gpus:
-            ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
-            named = [
-                MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * training.ranks, item.shared)
-                for item in [*training.items, *training.states["host"]]
-            ]
-            own = MemoryItem("the processes themselves, about", PROCESSES)
-            return lines + table("This machine", [*serving.items(cache), *named, own], available_memory())
-        share = self.share(placement)
-        cache = max(0, int(share * self.gpu) - serving.weights - VLLM_OWN)
-        lines += table(f"Each GPU of vLLM ({', '.join(placement.vllm)})", serving.items(cache), self.gpu)
-        lines.append(f"  vLLM takes {share:.0%} of the GPU, and the KV cache what that leaves")
+            return lines + self._table_of_machine(placement, training, cache)
+        lines += self._tables_of_servers(placement)
         return [*lines, f"Each GPU of the trainer ({', '.join(placement.trainer)})", *trainer_table(training, room)]
+
+    def _table_of_machine(self, placement: Placement, training: Training, cache: int) -> list[str]:
+        ranks = f" of each of {training.ranks} ranks" if training.ranks > 1 else ""
+        count = len(placement.servers)
+        servers = [
+            MemoryItem(f"{count} x {item.what}" if count > 1 else item.what, item.nbytes * count, item.shared)
+            for item in self.serving(placement).items(cache)
+        ]
+        named = [
+            MemoryItem(f"trainer{ranks}: {item.what}", item.nbytes * training.ranks, item.shared)
+            for item in [*training.items, *training.states["host"]]
+        ]
+        own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
+        return table("This machine", [*servers, *named, own], available_memory())
+
+    def _tables_of_servers(self, placement: Placement) -> list[str]:
+        """One for each server, or for several in a row that are alike."""
+        lines, count = [], len(placement.servers)
+        each = [(self.share(placement, index), len(server.gpus)) for index, server in enumerate(placement.servers)]
+        for (share, _), group in groupby(range(count), key=each.__getitem__):
+            alike = list(group)
+            serving = self.serving(placement, alike[0])
+            cache = max(0, int(share * self.gpu) - serving.weights - VLLM_OWN)
+            gpus = ", ".join(gpu for index in alike for gpu in placement.servers[index].gpus)
+            names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
+            lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
+            lines.append(f"  vLLM takes {share:.0%} of the GPU, and the KV cache what that leaves")
+        return lines
 
     def fits(self, placement: Placement, without_offload: bool = False) -> bool:
         """Whether vLLM and trainer both have what they need on GPUs."""
         training, room = self.training(placement)
-        heads, kv_heads, ranks = self.size.heads or 0, self.size.kv_heads or 1, len(placement.vllm)
-        if heads % ranks or (kv_heads % ranks and ranks % kv_heads) or (without_offload and training.offload != "none"):
+        heads, kv_heads = self.size.heads or 0, self.size.kv_heads or 1
+        for ranks in (len(server.gpus) for server in placement.servers):
+            if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+                return False
+        if without_offload and training.offload != "none":
             return False
-        return self.serving(placement).utilization(self.gpu) is not None and room.lacks(training) <= 0
+        return self.serving_refusal(placement) is None and room.lacks(training) <= 0
+
+
+def trainer_ranks(config: TrainerConfig, placement: Placement) -> int:
+    """Processes of the trainer."""
+    alone = config.bridge.same_devices or config.batch_invariant or not placement.on_gpus
+    return config.trainer_ranks if isinstance(config.trainer_ranks, int) else 1 if alone else len(placement.trainer)
 
 
 def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
@@ -155,9 +214,9 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
     does. Raises ConfigError where there are too few.
     """
     if not gpus:
-        if run.layout != Layout():
+        if run.layout.names_gpus:
             raise ConfigError("layout names GPUs, and there is none here: leave it out, or see CUDA_VISIBLE_DEVICES")
-        return Placement()
+        return Placement((ServerPlace(),) * len(run.servers))
     typed = need.config.trainer_ranks if need else run.trainer.get("trainer_ranks", "auto")
     found = list(candidates(run, gpus, 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)))
     if need is None:
@@ -172,45 +231,103 @@ def candidates(run: RunFile, gpus: list[str], most: int) -> Iterator[Placement]:
     there are too few.
     """
     asked, same = run.layout, MODES[run.kind].same_devices
-    given = run.vllm.get("tensor_parallel_size")
-    powers = [1 << power for power in range(len(gpus).bit_length()) if 1 << power < max(2, len(gpus))]
-    sizes = [int(given)] if given else sorted(powers, key=lambda ranks: (ranks > -(-len(gpus) // 2), -ranks))
-    if asked.vllm != "auto":
-        sizes = [len(asked.vllm)] if not given else sizes
-    for ranks in sizes:
+    for sizes in _tensor_parallel_sizes(run, gpus):
         if asked.vllm == "auto":
             mine = [] if asked.trainer == "auto" or same else asked.trainer
-            vllm = [gpu for gpu in gpus if gpu not in mine][:ranks] or gpus[:ranks]
+            free = [gpu for gpu in gpus if gpu not in mine]
+            servers = _dealt(free, sizes)
+            if len(sizes) == 1 and not free:
+                servers = [gpus[: sizes[0]]]
         else:
-            vllm = list(asked.vllm)
+            servers = _named(asked.vllm, sizes)
+        vllm = [gpu for server in servers for gpu in server]
         if asked.trainer != "auto":
             trainer = list(asked.trainer)
         elif same or len(gpus) == 1:
             trainer = vllm
         else:
             trainer = [gpu for gpu in gpus if gpu not in vllm][:most]
-        _check(run, gpus, vllm, trainer, ranks)
-        yield Placement(tuple(vllm), tuple(trainer))
+        _check(run, gpus, servers, trainer, sizes)
+        yield Placement(tuple(ServerPlace(tuple(server)) for server in servers), tuple(trainer))
+
+
+def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
+    """GPUs of each server, in the ways that are worth trying. Raises ConfigError where there are too few."""
+    given = [server.get("tensor_parallel_size") for server in run.servers]
+    asked = run.layout.vllm
+    if is_for_each(asked) and len(asked) != len(given):
+        raise ConfigError(f"layout.vllm: {len(asked)} lists of GPUs, and this run has {len(given)} vLLM server(s)")
+    if all(given) and (asked != "auto" or len(given) == 1):
+        return [[int(size) for size in given if size]]
+    if asked != "auto":
+        if len(given) == 1 and not is_for_each(asked):
+            return [[len(asked)]]
+        counts = [len(part) for part in asked] if is_for_each(asked) else [len(asked) // len(given)] * len(given)
+        return [[int(size or count) for size, count in zip(given, counts, strict=False)]]
+    fixed, free = sum(int(size) for size in given if size), sum(not size for size in given)
+    powers = [1 << power for power in range(len(gpus).bit_length() if free else 1)]
+    totals = {power: fixed + power * free for power in powers if fixed + power * free < max(2, len(gpus))}
+    if not totals:
+        raise ConfigError(
+            f"{len(given)} vLLM servers and a trainer need {fixed + free + 1} GPUs, and the visible ones are"
+            f" {', '.join(gpus)}: lower the number of servers (--vllm.count), or share GPUs out by `layout`"
+        )
+    half = -(-len(gpus) // 2)
+    ordered = sorted(totals, key=lambda power: (totals[power] > half, abs(totals[power] - half)))
+    return [[int(size or power) for size in given] for power in ordered]
+
+
+def _dealt(gpus: list[str], sizes: list[int]) -> list[list[str]]:
+    """The first ones to the first server, and so on."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [gpus[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+
+
+def _named(asked: list[str] | list[list[str]], sizes: list[int]) -> list[list[str]]:
+    """The GPUs of each server, as `layout.vllm` names them. Raises ConfigError where there are more or fewer."""
+    if is_for_each(asked):
+        return [[*part] for part in asked]
+    names = [str(gpu) for gpu in asked]
+    if len(sizes) == 1:
+        return [names]
+    if sum(sizes) != len(names):
+        raise ConfigError(
+            f"layout.vllm: {len(names)} GPUs ({', '.join(names)}) are not {' + '.join(map(str, sizes))}, one for each"
+            f" tensor-parallel rank of {len(sizes)} vLLM servers: name them as in [[0, 1], [2]]"
+        )
+    return _dealt(names, sizes)
 
 
 def _limited(placement: Placement, need: Need) -> Placement:
-    """With the share of its GPUs that vLLM may take, where its default leaves too little for staging."""
-    share = need.serving(placement).utilization(need.gpu)
-    is_less = share is not None and share < need.share(placement)
-    return Placement(placement.vllm, placement.trainer, share if is_less else None)
+    """With the share of its GPUs that a server may take, where its default leaves too little for staging."""
+    servers = []
+    for index, server in enumerate(placement.servers):
+        share = need.serving(placement, index).utilization(need.gpu)
+        is_less = share is not None and share < need.share(placement, index)
+        servers.append(ServerPlace(server.gpus, share if is_less else None))
+    return Placement(tuple(servers), placement.trainer)
 
 
-def _check(run: RunFile, gpus: list[str], vllm: list[str], trainer: list[str], ranks: int) -> None:
+def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: list[str], sizes: list[int]) -> None:
     shown = f"the visible GPUs are {', '.join(gpus)}"
+    vllm = [gpu for server in servers for gpu in server]
     if unknown := [gpu for gpu in [*vllm, *trainer] if gpu not in gpus]:
         raise ConfigError(f"layout: there is no GPU {unknown[0]}; {shown}")
+    for one, other in combinations(range(len(servers)), 2):
+        if both := [gpu for gpu in servers[one] if gpu in servers[other]]:
+            raise ConfigError(
+                f"layout.vllm: the servers {one + 1} and {other + 1} both have GPU {both[0]}: give it to one of them"
+            )
     if not trainer:
         raise ConfigError(f"layout: vLLM takes {', '.join(vllm)}, which leaves none for the trainer; {shown}")
-    given = run.vllm.get("tensor_parallel_size")
-    if len(vllm) < ranks or (given and len(vllm) != int(given)):
-        raise ConfigError(
-            f"vllm.tensor_parallel_size {ranks} takes as many GPUs, and vLLM has {', '.join(vllm)}; {shown}"
-        )
+    for index, (server, size) in enumerate(zip(servers, sizes, strict=True)):
+        given = run.servers[index].get("tensor_parallel_size")
+        if len(server) < size or (given and len(server) != int(given)):
+            which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
+            raise ConfigError(
+                f"vllm.{which}tensor_parallel_size {size} takes as many GPUs, and {who} has"
+                f" {', '.join(server) or 'none'}; {shown}"
+            )
 
 
 def served_dtype(run: RunFile, on_gpus: bool) -> str:
@@ -218,18 +335,19 @@ def served_dtype(run: RunFile, on_gpus: bool) -> str:
     return run.dtype or ("bfloat16" if on_gpus else "float32")
 
 
-def device_flags(run: RunFile, placement: Placement) -> dict[str, Any]:
-    """The flags of vLLM that follow from the devices, below those of the run."""
+def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str, Any]:
+    """The flags of a vLLM server that follow from the devices, below those of the run."""
     flags: dict[str, Any] = {"dtype": served_dtype(run, placement.on_gpus)}
     if not placement.on_gpus:
         return flags | {"block_size": 32, "max_num_seqs": 64}
     flags["max_num_seqs"] = 256
-    if len(placement.vllm) > 1:
-        flags["tensor_parallel_size"] = len(placement.vllm)
-    if placement.is_shared:
+    server = placement.servers[index]
+    if len(server.gpus) > 1:
+        flags["tensor_parallel_size"] = len(server.gpus)
+    if placement.shares(server):
         flags["gpu_memory_utilization"] = SHARED_UTILIZATION  # the trainer needs the rest
-    if placement.utilization is not None:
-        flags["gpu_memory_utilization"] = placement.utilization  # staging needs the rest
+    if server.utilization is not None:
+        flags["gpu_memory_utilization"] = server.utilization  # staging needs the rest
     return flags
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from example_trainer.launcher.events import Died, Ended, Event, LogLine, Restarted, Started, Up, Waiting
 from example_trainer.launcher.log_files import printable
+from example_trainer.launcher.servers import is_server
 
 STARTING = "starting"
 # What vLLM does until it serves, in its order, and the lines that say that it has come so far.
@@ -130,7 +131,7 @@ class RunProgress:
     def _read(self, service: str, line: str, now: float) -> None:
         if service in self._starts:
             start = self._starts[service]
-            start.stage = max(start.stage, vllm_stage(line)) if service == "vllm" else 0
+            start.stage = max(start.stage, vllm_stage(line)) if is_server(service) else 0
             start.part = part_of(line)
         elif part := part_of(line):
             self._downloads[service] = part
@@ -139,7 +140,7 @@ class RunProgress:
                 self.batches, self.queued = int(sent["number"]), 0
         elif service == "trainer":
             self._read_trainer(line, now)
-        elif service != "vllm":
+        elif not is_server(service):
             self._read_environment(service, line, now)
 
     def _read_trainer(self, line: str, now: float) -> None:
@@ -237,7 +238,7 @@ def duration(seconds: float) -> str:
 def _start_bar(service: str, start: _Start, now: float) -> Bar:
     spent = f"{duration(now - start.since)} of at most {duration(start.limit_s)}"
     part = f" {start.part.percent} %" if start.part else ""
-    if service != "vllm":
+    if not is_server(service):
         return Bar(service, None, None, f"{STARTING}{part}, {spent}")
     name, stages = VLLM_STAGES[start.stage][0], len(VLLM_STAGES)
     within = start.part.percent / 100 if start.part else 0.0

@@ -7,7 +7,8 @@ A file on top of another is merged over it key by key. Its overlays apply at its
 every flag, beats them. An overlay may have a `base` of its own.
 
 The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services.py adds what ties
-the programs together, and each program checks its own section. This module loads neither torch nor vLLM.
+the programs together, and each program checks its own section. `vllm` may be a list (servers.py), and `layout` says
+whose the GPUs and the CPU cores are (layout.py, core_layout.py). This module loads neither torch nor vLLM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +17,27 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from atroposlib.config import Config
 from atroposlib.flags import ConfigError, nearest
 from example_trainer.launcher import folders
+from example_trainer.launcher.core_layout import CoreLayout
+from example_trainer.launcher.servers import (
+    Servers,
+    Tree,
+    each_server,
+    is_for_each,
+    is_server,
+    merged_servers,
+    merged_trees,
+)
+from example_trainer.launcher.service import LAUNCHER, NAME
 from example_trainer.modes import MODES
 
-Tree = dict[str, Any]
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
+TAKEN = ("api", "trainer", LAUNCHER)  # names of services, and so of their logs
 NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
 
 
@@ -36,14 +48,28 @@ def _list_of_names(value: object) -> object:
     return [str(part) for part in value] if isinstance(value, list) else [str(value)] if value != "auto" else value
 
 
+def _list_for_each_server(value: object) -> object:
+    """`[[0, 1], [2]]`, or one list."""
+    return [_list_of_names(part) for part in value] if is_for_each(value) else _list_of_names(value)
+
+
 Gpus = Annotated[Literal["auto"] | list[str], BeforeValidator(_list_of_names)]
+ServerGpus = Annotated[Literal["auto"] | list[str] | list[list[str]], BeforeValidator(_list_for_each_server)]
 
 
 class Layout(Config):
-    """Which GPUs are whose, named as in CUDA_VISIBLE_DEVICES."""
+    """Which GPUs are whose, named as in CUDA_VISIBLE_DEVICES, and which CPU cores."""
 
-    vllm: Gpus = Field("auto", description="vLLM's GPUs, one per tensor-parallel rank")
+    vllm: ServerGpus = Field(
+        "auto", description="vLLM's GPUs, one per tensor-parallel rank; of several servers in turn, or a list for each"
+    )
     trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
+    cores: CoreLayout = CoreLayout()
+
+    @property
+    def names_gpus(self) -> bool:
+        """Whether it says of any GPU whose it is."""
+        return (self.vllm, self.trainer) != ("auto", "auto")
 
 
 class EnvironmentSection(Config):
@@ -86,7 +112,9 @@ class RunFile(Config):
     bridge: Tree = Field({"kind": "broadcast"}, description="how new weights reach vLLM")
     environments: dict[str, EnvironmentSection] = Field({}, description="environment servers by name")
     trainer: Tree = Field({}, description="the trainer's settings")
-    vllm: Tree = Field({}, description="flags of the vLLM server")
+    vllm: Servers = Field(
+        {}, description="flags of the vLLM server; `count: N` in them for N equal ones, or a list of servers"
+    )
     api: Tree = Field({}, description="the batching API's settings")
     layout: Layout = Layout()
 
@@ -95,7 +123,39 @@ class RunFile(Config):
     def _there_is_one(cls, value: dict[str, EnvironmentSection]) -> dict[str, EnvironmentSection]:
         if not value:
             raise ValueError(NO_ENVIRONMENT)
+        if wrong := [name for name in value if name in TAKEN or is_server(name) or not NAME.fullmatch(name)]:
+            raise ValueError(
+                f"{wrong[0]!r} cannot be the name of an environment: it is a service's, or more than letters, digits,"
+                " '.', '_' and '-'"
+            )
         return value
+
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _servers_are_understood(cls, value: object) -> object:
+        each_server(value)  # its ConfigError
+        return value
+
+    @model_validator(mode="after")
+    def _bridge_feeds_all_servers(self) -> "RunFile":
+        mode, count = MODES[self.kind], len(self.servers)
+        if count > 1 and not mode.feeds_several:
+            able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
+            raise ValueError(
+                f"bridge {mode.shown()} feeds one vLLM server, and `vllm` has {count}: keep one, or choose bridge"
+                f" {able}"
+            )
+        if mode.owns_vllm and self.layout.cores.vllm != "auto":
+            raise ValueError(
+                f"layout.cores.vllm: with bridge {mode.shown()} the trainer starts vLLM, on its own cores: drop"
+                " layout.cores.vllm, and give the trainer's cores"
+            )
+        return self
+
+    @property
+    def servers(self) -> list[Tree]:
+        """The flags of each vLLM server."""
+        return each_server(self.vllm)
 
     @property
     def kind(self) -> str:
@@ -221,7 +281,9 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
     """`above` over `below`, key by key. An environment of None is taken out; one with another file keeps the fields
     of the one below apart, for its program may not know them.
     """
-    merged = _merged(below, above)
+    merged = merged_trees(below, above)
+    if {"vllm"} <= below.keys() & above.keys():
+        merged["vllm"] = merged_servers(below["vllm"] or {}, above["vllm"] or {})
     environments: Tree = {}
     for name, section in merged.get("environments", {}).items():
         if section is None:
@@ -232,13 +294,6 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
             section = {**upper, "inherited": {**lower.get("inherited", {}), **kept, **upper.get("inherited", {})}}
         environments[name] = section
     return {**merged, "environments": environments} if environments or "environments" in merged else merged
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
-    return {**below} | {
-        key: _merged(below[key], value) if isinstance(value, Mapping) and isinstance(below.get(key), Mapping) else value
-        for key, value in above.items()
-    }
 
 
 def with_dataset(content: Mapping[str, Any], dataset: str) -> Tree:
@@ -279,7 +334,7 @@ def _problems(error: ValidationError) -> Iterator[str]:
             yield f"{key} is required"
         else:
             shown = "" if isinstance(problem["input"], (dict, list)) else f" (got {problem['input']!r})"
-            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}"
+            yield f"{key}: {problem['msg'].removeprefix('Value error, ')}{shown}".removeprefix(": ")
 
 
 def _last_kind(trees: Sequence[Tree]) -> str | None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from example_trainer.launcher.layout import Placement, device_flags, device_variables
-from example_trainer.launcher.run_file import RunFile, Tree
+from example_trainer.launcher.core_layout import CorePlacement, thread_bindings
+from example_trainer.launcher.layout import Placement, device_flags, device_variables, seen
+from example_trainer.launcher.run_file import RunFile
+from example_trainer.launcher.servers import Tree, server_name
 from example_trainer.modes import MODES, Adapter, Mode
 
 HOST = "127.0.0.1"
@@ -26,16 +28,18 @@ class Site:
     model: str  # an id, or the absolute path of a folder
     placement: Placement
     api_port: int
-    vllm_port: int
+    vllm_ports: tuple[int, ...]  # of each vLLM server
     environ: Mapping[str, str]
+    cores: CorePlacement
 
     @property
     def api(self) -> str:
         return f"http://{HOST}:{self.api_port}"
 
     @property
-    def vllm(self) -> str:
-        return f"http://{HOST}:{self.vllm_port}"
+    def vllm(self) -> list[str]:
+        """The address of each vLLM server."""
+        return [f"http://{HOST}:{port}" for port in self.vllm_ports]
 
 
 def variables(run: RunFile, site: Site) -> dict[str, str]:
@@ -48,7 +52,7 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
         BARS[0]: BARS[1],
         "PYTHONWARNINGS": ",".join(filter(None, [site.environ.get("PYTHONWARNINGS", ""), NO_COMPLAINT])),
         "MASTER_ADDR": site.environ.get("MASTER_ADDR", "") or "localhost",
-        "VLLM_BRIDGE_CONFIG_PATH": str(site.run_dir / "vllm_bridge_config.json"),
+        "VLLM_BRIDGE_CONFIG_PATH": _bridge_config(site, "vllm"),
         **device_variables(site.placement, site.environ),
     }
     if os.path.isabs(site.model) and not any(section.from_hub for section in run.environments.values()):
@@ -56,21 +60,44 @@ def variables(run: RunFile, site: Site) -> dict[str, str]:
     return found
 
 
-def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None) -> Tree:
-    """The server's flags: what the devices and the bridge need, the run's own on top."""
-    flags = device_flags(run, site.placement)
+def _bridge_config(site: Site, server: str) -> str:
+    return str(site.run_dir / f"{server}_bridge_config.json")
+
+
+def server_variables(run: RunFile, site: Site, index: int) -> dict[str, str]:
+    """The environment variables of one vLLM server alone: its GPUs, and its cores where there are none. Raises
+    ConfigError for cores that its ranks cannot share out.
+    """
+    name = server_name(index, len(run.servers))
+    found = seen(site.placement.servers[index].gpus)
+    if len(run.servers) > 1:
+        found["VLLM_BRIDGE_CONFIG_PATH"] = _bridge_config(site, name)
+    if (cores := site.cores.vllm[index]) and not site.placement.on_gpus:
+        ranks = tensor_parallel_size(run.servers[index])
+        found["VLLM_CPU_OMP_THREADS_BIND"] = thread_bindings(cores, ranks, name)
+    return found
+
+
+def tensor_parallel_size(server: Mapping[str, Any]) -> int:
+    """As a run file says it of a vLLM server."""
+    return int(server.get("tensor_parallel_size") or 1)
+
+
+def vllm_flags(run: RunFile, site: Site, bridge: Mode | None = None, index: int = 0) -> Tree:
+    """A server's flags: what the devices and the bridge need, the run's own on top."""
+    flags, mine = device_flags(run, site.placement, index), run.servers[index]
     mode = MODES[run.kind]
     if mode.adapters:
         rank = bridge.r if isinstance(bridge, Adapter) else 0
         flags |= {"enable_lora": True, "max_lora_rank": next((fit for fit in LORA_RANKS if fit >= rank), rank)}
     if run.batch_invariant:
         flags["batch_invariant"] = True
-    own = {key: value for key, value in run.vllm.items() if value is not None and key != "tensor_parallel_size"}
-    if not site.placement.on_gpus and int(run.vllm.get("tensor_parallel_size") or 1) > 1:
-        own["tensor_parallel_size"] = run.vllm["tensor_parallel_size"]
-    flags |= {"seed": run.seed} | own
+    own = {key: value for key, value in mine.items() if value is not None and key != "tensor_parallel_size"}
+    if not site.placement.on_gpus and tensor_parallel_size(mine) > 1:
+        own["tensor_parallel_size"] = mine["tensor_parallel_size"]
+    flags |= {"seed": run.seed + index} | own  # servers of one seed would sample the same answers
     if not mode.owns_vllm:
-        flags |= {"model": site.model, "host": run.vllm.get("host", HOST), "port": site.vllm_port}
+        flags |= {"model": site.model, "host": mine.get("host", HOST), "port": site.vllm_ports[index]}
     return {key: value for key, value in flags.items() if not (mode.owns_vllm and key in ("model", "host", "port"))}
 
 

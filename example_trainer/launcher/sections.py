@@ -18,11 +18,13 @@ import yaml
 from atroposlib.config import Config, resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
+from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.document import without_secrets
 from example_trainer.launcher.folders import environment_file, environment_names, environments
 from example_trainer.launcher.layout import device_bridge
-from example_trainer.launcher.run_file import RunFile, Tree
+from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.run_site import HOST, Site, argv, variables, vllm_flags
+from example_trainer.launcher.servers import Tree
 from example_trainer.modes import MODES
 
 C = TypeVar("C", bound=Config)
@@ -33,6 +35,7 @@ TIED = {  # settings of the trainer that the run decides, and where
     "model_name": "model",
     "training_steps": "steps",
     "batch_invariant": "batch_invariant",
+    "cores": "layout.cores.trainer",
 }
 
 
@@ -63,13 +66,14 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "seed": run.seed,
         "atropos_url": site.api,
         "vllm_host": HOST,
-        "vllm_port": str(site.vllm_port),
+        "vllm_port": ",".join(map(str, site.vllm_ports)),
         "vllm_start_timeout": int(VLLM_START_S),
         "save_path": str(site.run_dir / "checkpoints"),
         "log_dir": str(site.run_dir),
         "metrics_path": str(site.run_dir / "metrics.jsonl"),
         "use_wandb": run.wandb,
         "tensorboard": run.tensorboard,
+        **({"cores": shown_cores(site.cores.trainer)} if site.cores.trainer else {}),
         **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
         **run.trainer,
         "bridge": {**device_bridge(run, site.placement), **run.bridge, **_owned_vllm(run, site)},
@@ -78,6 +82,8 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         raise ConfigError("trainer.bridge: say `bridge` at the top of the run")
     config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
     expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
+    if site.cores.trainer:
+        expected["cores"] = shown_cores(site.cores.trainer)
     for name, value in expected.items():
         if getattr(config, name) != value:
             raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
@@ -128,15 +134,15 @@ def resolve_environments(run: RunFile, flags: SectionFlags, site: Site) -> dict[
         if program is None:
             raise ConfigError(f"environments.{name}: {no_program(section.file)}")
         known = ask_environment(name, program, {}, [], environ)
-        for service, settings in environment_settings(run, site, name, known["env"]).items():
+        for service, settings in environment_settings(run, site, name, known).items():
             typed = flags.environments.get(name, [])
             plans[service] = EnvironmentPlan(name, program, ask_environment(name, program, settings, typed, environ))
     return plans
 
 
 def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str, Any]) -> dict[str, Tree]:
-    """The configuration to give each server of one environment, by service. `known` has a key for every field of the
-    program's own configuration.
+    """The configuration to give each server of one environment, by service. `known` is the program's own, without any
+    settings: `env` has every field.
     """
     section = run.environments[name]
     found: dict[str, Tree] = {}
@@ -151,21 +157,31 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
             "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
             **({"wandb_name": service} if several else {}),
-            **{key: value for key, value in section.inherited.items() if key in known},
-            **({"seed": run.seed} if "seed" in known else {}),
+            **{key: value for key, value in section.inherited.items() if key in known["env"]},
+            **({"seed": run.seed} if "seed" in known["env"] else {}),
             **section.own,
         }
         if index:  # one of them evaluates; each samples other questions
             env |= {"steps_per_eval": 0, "eval_at_start": False}
             env |= {"seed": int(env["seed"]) + index} if "seed" in env else {}
-        openai = {"model_name": "default", "base_url": f"{site.vllm}/v1", "server_type": "vllm", **section.openai}
-        found[service] = {"env": env, "openai": openai}
+        found[service] = {"env": env, "openai": connections(site, section.openai, known.get("openai"))}
     return found
 
 
 def samples_off_policy(environments: Mapping[str, EnvironmentPlan]) -> bool:
     """Whether an environment samples for later batches while the trainer is at one."""
     return any(plan.resolved["env"].get("max_batches_offpolicy", 0) > 0 for plan in environments.values())
+
+
+def connections(site: Site, asked: Tree, known: object) -> Tree | list[Tree]:
+    """An environment's settings for the vLLM server, or for each of several; for one of its own if `asked` has its
+    address. `known` are the program's own: a list of servers takes nothing from them by itself.
+    """
+    tied = [{"model_name": "default", "base_url": f"{url}/v1", "server_type": "vllm"} for url in site.vllm]
+    if len(tied) == 1 or "base_url" in asked:
+        return {**tied[0], **asked}
+    (given,) = known[:1] if isinstance(known, list) and known else [{}]
+    return [{**given, **each, **asked} for each in tied]
 
 
 def service_name(run: RunFile, name: str, index: int = 0) -> str:

@@ -230,6 +230,7 @@ class Supervisor:
         name = child.service.name
         if health.is_up:
             child.health = None
+            child.has_served = True
             self._tell(Up(name, waited))
         elif waited >= limit_s:
             self._end(NotUp(name, health.url, limit_s, child.log, last_lines(child.log, LINES_SHOWN)))
@@ -250,7 +251,8 @@ class Supervisor:
         if now - child.started > self._limits.steady_s:
             child.deaths = 0
         child.deaths += 1
-        pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if child.deaths <= service.restarts else None
+        again = child.has_served and child.deaths <= service.restarts  # what never started would not the next time
+        pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if again else None
         shown = last_lines(child.log, LINES_SHOWN)
         died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s)
         if pause_s is None:

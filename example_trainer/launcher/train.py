@@ -12,20 +12,24 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from atroposlib.extras import need
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError
 from atroposlib.wire.folders import is_sharded, needs_export
+from example_trainer.cpu_cores import shown_cores
 from example_trainer.launcher.command_line import PROG, Asked, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole, is_terminal, shown_lines
+from example_trainer.launcher.core_layout import place_cores
 from example_trainer.launcher.diagnosis import Diagnosis
-from example_trainer.launcher.layout import Need, Placement, place, served_dtype
+from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace, place, served_dtype
 from example_trainer.launcher.plot import draw
 from example_trainer.launcher.ports import Ports, holder
 from example_trainer.launcher.run_record import write_record
 from example_trainer.launcher.run_site import Site, variables
 from example_trainer.launcher.sections import resolve_trainer
+from example_trainer.launcher.servers import server_name
 from example_trainer.launcher.services import Plan, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
@@ -80,23 +84,44 @@ def choose_folder(asked: Asked, prefix: str = "") -> Path:
 
 
 def find_site(asked: Asked, run_dir: Path, ports: Ports) -> Site:
-    """Model, devices and ports. A port that is not given is the next free one. Raises ConfigError, PortTaken."""
+    """Model, devices, cores and ports. Raises ConfigError, PortTaken."""
     run = asked.run
-    chosen = {}
-    for section, default in PORTS.items():
-        given = getattr(run, section).get("port")
-        if asked.dry_run:
-            chosen[section] = int(given or default)
-        elif given is not None:
-            chosen[section] = ports.require(f"--{section}-port", int(given))
-        else:
-            chosen[section] = ports.first_free(default)
+    (api_port,) = choose_ports("api", [run.api.get("port")], ports, asked.dry_run)
+    vllm_ports = choose_ports("vllm", [server.get("port") for server in run.servers], ports, asked.dry_run)
+    cores = place_cores(run.layout.cores, len(run.servers), os.sched_getaffinity(0))
+    anywhere = Placement((ServerPlace(),) * len(run.servers))
     sites = [
-        Site(run_dir, model, Placement(), chosen["api"], chosen["vllm"], dict(os.environ))
+        Site(run_dir, model, anywhere, api_port, vllm_ports, dict(os.environ), cores)
         for model in (MODELS if run.model == AUTO else [find_model(run.model, asked.dry_run)])
     ]
     placed = [replace(site, placement=place(run, asked.gpus, need_of(asked, site))) for site in sites]
     return next((site for site in placed[:-1] if _fits(asked, site)), placed[-1])
+
+
+def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool) -> tuple[int, ...]:
+    """A port for each server: the one that is given, else the next free one after the server before it. A dry run looks
+    at none. Raises PortTaken, and ConfigError where two are the same.
+    """
+    if twice := [port for index, port in enumerate(given) if port is not None and port in given[:index]]:
+        first = given.index(twice[0])
+        second = given.index(twice[0], first + 1)
+        raise ConfigError(
+            f"{section}.port: {server_name(first, len(given))} and {server_name(second, len(given))} both have"
+            f" {twice[0]}: give each a port of its own, or none"
+        )
+    named = [None if port is None else int(port) for port in given]
+    chosen: list[int] = []
+    for port in named:
+        following = chosen[-1] + 1 if chosen else PORTS[section]
+        while following in named:
+            following += 1
+        if dry_run:
+            chosen.append(following if port is None else port)
+        elif port is not None:
+            chosen.append(ports.require(f"--{section}-port", port))
+        else:
+            chosen.append(ports.first_free(following))
+    return tuple(chosen)
 
 
 def need_of(asked: Asked, site: Site) -> Need | None:
@@ -106,10 +131,12 @@ def need_of(asked: Asked, site: Site) -> Need | None:
         return None
     run = asked.run
     config = resolve_trainer(run, asked.sections, site)
-    length = int(run.vllm.get("max_model_len") or config.seq_len)
-    share = run.vllm.get("gpu_memory_utilization")
-    dtype = served_dtype(run, bool(asked.gpus))
-    return Need(config, size, asked.gpu_bytes, dtype, length, None if share is None else float(share))
+    servers = []
+    for server in run.servers:
+        share = server.get("gpu_memory_utilization")
+        length = int(server.get("max_model_len") or config.seq_len)
+        servers.append(ServerNeed(length, None if share is None else float(share)))
+    return Need(config, size, asked.gpu_bytes, served_dtype(run, bool(asked.gpus)), tuple(servers))
 
 
 def _fits(asked: Asked, site: Site) -> bool:
@@ -129,9 +156,14 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
 def ports_line(asked: Asked, site: Site) -> str:
     """Which ports are not those of the defaults, and why; empty where all are."""
     found = []
-    for section, port in (("api", site.api_port), ("vllm", site.vllm_port)):
-        if port != PORTS[section] and "port" not in getattr(asked.run, section):
-            found.append(f"Port {PORTS[section]} is taken by {holder(PORTS[section])}: using {port}")
+    for section, servers, chosen in (
+        ("api", [asked.run.api], [site.api_port]),
+        ("vllm", asked.run.servers, list(site.vllm_ports)),
+    ):
+        for index, (server, port) in enumerate(zip(servers, chosen, strict=True)):
+            default = chosen[index - 1] + 1 if index else PORTS[section]
+            if port != default and "port" not in server and default not in chosen:
+                found.append(f"Port {default} is taken by {holder(default)}: using {port}")
     return "; ".join(found)
 
 
@@ -169,6 +201,7 @@ def described(plan: Plan, asked: Asked) -> str:
     for service in plan.services:
         own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
         notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
+        notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
     need = need_of(asked, site)
     unknown = f"Memory: not known, as neither config.json nor the name of {site.model} tells its size"
     cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
@@ -211,7 +244,7 @@ def start(plan: Plan, console: PlainConsole, gpus: list[str]) -> int:
     with closing(watch), Supervisor(run_dir, plan.services, console, watch=watch) as supervisor:
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
-        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus)
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, plan.services)
         return supervisor.run()
 
 

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.timeout(700)
 ARITHMETIC = ["--dataset", "arithmetic"]
 SHORT = ["--env.max_new_tokens", "16", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
 RECIPES = {
+    "two_servers": [],
     "two_environments": ["--trainer.batch_size", "4", "--environments.letters.max_new_tokens", "16"],
     "gsm8k_lora": [*ARITHMETIC],
     "countdown": [*SHORT, "--vllm.max_model_len", "512", "--env.ensure_scores_are_not_same", "false"],

@@ -15,7 +15,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import layout, train
-from example_trainer.launcher.layout import Need, Placement
+from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
 from example_trainer.memory_plan import GB, Serving, Training
 from example_trainer.model_size import PUBLISHED, model_size, published
 from tests.unit.launcher.plans import ask_for, no_processes, plan
@@ -65,8 +65,9 @@ def refusal_of(config: TrainerConfig, gpus: int, tensor_parallel: int = 1) -> st
     assert size is not None, config.model_name
     same = config.bridge.same_devices
     mine = tuple(f"trainer {index}" for index in range(gpus))
-    placement = Placement(mine if same else tuple(f"vllm {index}" for index in range(tensor_parallel)), mine)
-    need = Need(config, size, GPU, "bfloat16", 2048)
+    vllm = mine if same else tuple(f"vllm {index}" for index in range(tensor_parallel))
+    placement = Placement((ServerPlace(vllm),), mine)
+    need = Need(config, size, GPU, "bfloat16", (ServerNeed(2048),))
     training, room = need.training(placement)
     if room.lacks(training) <= 0:
         return None

@@ -30,9 +30,9 @@ def sleeper(name: str = "sleeper", **fields: object) -> Plan:
     return service(name, "sleep", "60", **fields)
 
 
-def web(port: int, name: str = "web") -> Plan:
+def web(port: int, name: str = "web", **fields: object) -> Plan:
     command = [sys.executable, "-u", "-m", "http.server", "--bind", "127.0.0.1", str(port)]
-    return service(name, *command, health=f"http://127.0.0.1:{port}/", start_limit_s=40)
+    return service(name, *command, health=f"http://127.0.0.1:{port}/", start_limit_s=40, **fields)
 
 
 def launch(run: Path, *services: Plan, **limits: float) -> subprocess.Popen[str]:

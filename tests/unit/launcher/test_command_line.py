@@ -26,7 +26,7 @@ WRONG = [
     (["one", "two"], "one MODEL only, got 'one' and 'two'"),
     (["--run-name", "../x"], "name: String should match pattern"),
     (["--dtype", "int8"], "dtype: Input should be 'float32' or 'bfloat16' (got 'int8')"),
-    (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got '99999')"),
+    (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got 99999)"),
     (["--bridge", "lorra"], "bridge 'lorra' is not one of "),
     (["--trainer.lrr", "1"], "trainer: unknown flag --lrr; did you mean 'lr'?"),
     (["--trainer.model_name", "x"], "trainer.model_name: `model` at the top of the run decides it"),

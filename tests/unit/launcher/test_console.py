@@ -99,6 +99,8 @@ def test_an_interrupted_run_says_where_its_output_is(console: PlainConsole) -> N
         ("mine", "INFO Held-out accuracy 96.9 %", "mine Held-out accuracy 96.9 %"),
         ("vllm", "INFO:     Uvicorn running on 127.0.0.1", "vllm Uvicorn running on 127.0.0.1"),
         ("vllm", "WARNING 11-22 eager mode", None),
+        ("vllm-2", "INFO:     Uvicorn running on 127.0.0.1", "vllm-2 Uvicorn running on 127.0.0.1"),
+        ("vllm-2", "WARNING 11-22 eager mode", None),
         ("api", "INFO Batch 9 sent", None),
     ],
 )

@@ -111,6 +111,26 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "2 visible, 3 rank(s) of vLLM and the trainer: --tensor-parallel-size 2",
         ),
         (device_checks.check_cores(3, 2), "2 for 3 rank(s) of vLLM: --tensor-parallel-size 2 at most"),
+        (
+            device_checks.check_cores(2, 3, servers=2),
+            "3 for 2 rank(s) of each of 2 servers of vLLM: --tensor-parallel-size 1 at most",
+        ),
+        (
+            device_checks.check_gpus(MODES["broadcast"], 2, 3, servers=2),
+            "3 visible, 2 rank(s) of each of 2 servers of vLLM and the trainer: --tensor-parallel-size 1, or widen",
+        ),
+        (
+            device_checks.check_gpus(MODES["broadcast"], 1, 2, servers=3),
+            "2 visible, 1 rank(s) of each of 3 servers of vLLM and the trainer: 2 server(s), or widen",
+        ),
+        (
+            doctor_checks.check_several(MODES["reload"], 2),
+            "2, and reload (--weight-bridge-mode reload) feeds one: name one, or choose mode broadcast",
+        ),
+        (
+            device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False, servers=2),
+            "3.0 GiB available, 6.2 GiB needed",
+        ),
         (device_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
         (
             device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),

@@ -68,6 +68,15 @@ def test_vllm_start_is_shown_by_stage_and_never_goes_back() -> None:
     assert (bar(run, "vllm", 80.0) or shown).note.startswith("loading weights, ")
 
 
+def test_each_of_several_servers_has_its_stage() -> None:
+    waiting = [Waiting(f"vllm-{number}", HEALTH, 1800, LOG) for number in (1, 2)]
+    run = after(
+        *waiting, LogLine("vllm-2", "(Worker pid=3) INFO [cpu_model_runner.py:68] Starting to load model /m...")
+    )
+    assert (bar(run, "vllm-1") or Bar("", 0, 0, "")).note.startswith("starting, ")
+    assert (bar(run, "vllm-2") or Bar("", 0, 0, "")).note.startswith("loading weights, ")
+
+
 @pytest.mark.parametrize("event", [Up("vllm", 39.0), Died("vllm", 7, "exit status 1", LOG, (), None)])
 def test_a_service_that_is_up_or_dead_is_awaited_no_more(event: Event) -> None:
     assert bar(after(Waiting("vllm", HEALTH, 1800, LOG), event), "vllm") is None

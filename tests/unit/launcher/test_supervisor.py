@@ -81,12 +81,14 @@ def test_a_killed_service_ends_the_others_and_is_named_with_its_log(tmp_path: Pa
 
 
 def test_a_service_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
-    broken = bash("broken", "echo no such model; exit 3", health="http://127.0.0.1:9/health", start_limit_s=50)
+    health = "http://127.0.0.1:9/health"
+    broken = bash("broken", "echo no such model; exit 3", health=health, start_limit_s=50, restarts=3)
     started = time.monotonic()
     status, output = launched(tmp_path, broken)
     assert status == 1
     assert "died: exit status 3" in output
     assert "no such model" in output
+    assert "Starting broken again" not in output  # it has never served
     assert time.monotonic() - started < 20
 
 
@@ -216,6 +218,19 @@ def test_a_run_goes_on_with_a_restarted_service_and_a_fresh_process_has_its_reco
     assert output.count("Restarted env (pid ") == 1
     assert f"Restarted env (pid {first})" not in output
     assert group_of(first) == []
+
+
+def test_a_server_that_has_served_is_started_again(tmp_path: Path) -> None:
+    port = free_port()
+    launcher = launch(tmp_path, web(port, restarts=1), sleeper("work", may_end=True), pause_s=0.1)
+    first, log = await_record(tmp_path, "web"), tmp_path / "launcher.log"
+    wait_until(lambda: "web is up" in log.read_text())
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: "Restarted web" in log.read_text())
+    assert await_record(tmp_path, "web") != first
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=20)
+    assert output.count("Waiting for web") == 2
 
 
 def test_a_signal_during_the_pause_before_a_restart_ends_the_run(tmp_path: Path) -> None:
@@ -349,7 +364,8 @@ def processes_that_name(run: Path) -> list[int]:
 def test_a_launcher_killed_before_it_has_written_a_record_leaves_no_service(tmp_path: Path) -> None:
     """What it starts waits for the record (become.py)."""
     script = (
-        "import os, subprocess, sys; command = [sys.executable, sys.argv[1], str(os.getpid()), 'touch', sys.argv[2]]\n"
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, sys.argv[1], str(os.getpid()), '', 'touch', sys.argv[2]]\n"
         "print(subprocess.Popen(command, stdin=subprocess.PIPE).pid, flush=True); os.kill(os.getpid(), 9)"
     )
     command = [sys.executable, "-c", script, become.__file__, str(tmp_path / "ran")]

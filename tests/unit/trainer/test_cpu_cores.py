@@ -44,7 +44,7 @@ def test_shares_are_even() -> None:
     assert distinct([4, 0]) == (0, 4)
     with pytest.raises(ValueError, match=r"3 CPU cores \(0-2\) for 2 ranks: give 2 or 4"):
         shared_out((0, 1, 2), 2, "2 ranks")
-    with pytest.raises(ValueError, match=r"1 CPU cores \(0\) for 2 ranks: give 2"):
+    with pytest.raises(ValueError, match=r"1 CPU core \(0\) for 2 ranks: give 2"):
         shared_out((0,), 2, "2 ranks")
 
 

@@ -1,0 +1,98 @@
+"""The vLLM servers of a run: what `vllm` in a run file says of each, and what each is called.
+
+    vllm: {max_model_len: 1024}                        one server
+    vllm: {max_model_len: 1024, count: 2}              two equal ones
+    vllm: [{max_model_len: 1024}, {port: 9005}]        two, each with flags of its own
+
+On top of a base, a mapping changes every server below it. A list takes the flags below it for each of its servers, but
+replaces another list.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+from atroposlib.flags import ConfigError
+
+Tree = dict[str, Any]
+Servers = Tree | list[Tree]
+
+MOST = 64
+SINGLE = ("count", "port")  # of a mapping: what its servers cannot all have
+NAME = "vllm"
+_NAMES = re.compile(rf"{NAME}(-[1-9]\d*)?")
+
+
+def server_name(index: int, count: int) -> str:
+    """`vllm` where there is one, else `vllm-1`, `vllm-2`, ...: of its service, its log and its settings."""
+    return NAME if count == 1 else f"{NAME}-{index + 1}"
+
+
+def is_server(service: str) -> bool:
+    """Whether a service of that name is a vLLM server."""
+    return _NAMES.fullmatch(service) is not None
+
+
+def each_server(vllm: object) -> list[Tree]:
+    """The flags of each server. A port of several equal ones is the first one's. Raises ConfigError."""
+    if isinstance(vllm, Mapping):
+        count, flags = vllm.get("count", 1), {key: value for key, value in vllm.items() if key != "count"}
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST:
+            raise ConfigError(f"vllm.count: expected 1 to {MOST} servers, got {count!r}")
+        return [flags, *({key: value for key, value in flags.items() if key != "port"} for _ in range(count - 1))]
+    if not isinstance(vllm, list) or not all(isinstance(server, Mapping) for server in vllm):
+        raise ConfigError(f"vllm: expected keys and values of one server, or a list of servers, got {vllm!r}")
+    if not 1 <= len(vllm) <= MOST:
+        raise ConfigError(f"vllm: expected 1 to {MOST} servers, and the list has {len(vllm)}")
+    if any("count" in server for server in vllm):
+        raise ConfigError("vllm.count: vllm is a list here, an entry for each server; add or drop entries instead")
+    return [dict(server) for server in vllm]
+
+
+def is_for_each(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a value of `layout` is a list for each server, as [[0, 1], [2]]."""
+    return isinstance(value, list) and any(isinstance(part, list) for part in value)
+
+
+def merged_servers(below: Servers, above: Servers) -> Servers:
+    """`above` over `below`."""
+    if isinstance(above, list):
+        common = {} if isinstance(below, list) else {key: below[key] for key in below if key not in SINGLE}
+        return [merged_trees(common, server) if isinstance(server, Mapping) else server for server in above]
+    if isinstance(below, list):
+        return [merged_trees(server, above) if isinstance(server, Mapping) else server for server in below]
+    return merged_trees(below, above)
+
+
+def merged_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tree:
+    """`above` over `below`, key by key, all the way down."""
+    return {**below} | {
+        key: merged_trees(below[key], value)
+        if isinstance(value, Mapping) and isinstance(below.get(key), Mapping)
+        else value
+        for key, value in above.items()
+    }
+
+
+def with_flag(vllm: Servers, number: int, key: str, value: object) -> Servers:
+    """With one flag of one server, counted from 1. Raises ConfigError."""
+    servers = each_server(vllm)
+    if not 1 <= number <= len(servers):
+        raise ConfigError(f"--vllm.{number}.{key}: the vLLM servers of this run are 1 to {len(servers)}")
+    if len(servers) == 1:
+        return merged_servers(vllm, {key: value})
+    servers[number - 1][key] = value
+    return list(servers)
+
+
+def with_ports(vllm: Servers, ports: tuple[int, ...]) -> Servers:
+    """With the ports of --vllm-port: one for each server, or the first one's. Raises ConfigError."""
+    servers = each_server(vllm)
+    if len(ports) not in (1, len(servers)):
+        shown = ",".join(map(str, ports))
+        raise ConfigError(f"--vllm-port {shown} is {len(ports)} ports, and this run has {len(servers)} vLLM server(s)")
+    if isinstance(vllm, Mapping) and len(ports) == 1:
+        return {**vllm, "port": ports[0]}
+    for server, port in zip(servers, ports, strict=False):
+        server["port"] = port
+    return servers
