@@ -283,7 +283,9 @@ class LossSettings(Config):
     def _constant_is_used(cls, value: int | None, info: ValidationInfo) -> int | None:
         mean = info.data.get("loss_mean", "constant")
         if value is not None and mean != "constant":
-            raise ValueError(f"--loss-mean {mean} divides by no constant; give --loss-mean constant, or drop --loss-constant")
+            raise ValueError(
+                f"--loss-mean {mean} divides by no constant; give --loss-mean constant, or drop --loss-constant"
+            )
         return value
 
     @field_validator("importance_bounds")

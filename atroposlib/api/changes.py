@@ -15,7 +15,7 @@ from atroposlib.api.queue import QueueDump
 from atroposlib.wire.batching import EnvRegistration, Evaluation, Registration
 
 
-class Rollout(NamedTuple):
+class StoredGroup(NamedTuple):
     """A stored group, as the queue knows it. `version` is the oldest policy version that it was sampled under, if
     known.
     """
@@ -25,9 +25,9 @@ class Rollout(NamedTuple):
 
 
 class PostedGroup(NamedTuple):
-    """One group of a post."""
+    """One group of a post. Its size is in rollouts, those that failed included."""
 
-    sequences: int
+    size: int
     env_id: int | None
     version: int | None
 
@@ -137,8 +137,8 @@ class Snapshot(Change):
     instance: str
     trainer: int
     next_id: int
-    queue: QueueDump[Rollout]
-    leases: list[Lease[Rollout]]
+    queue: QueueDump[StoredGroup]
+    leases: list[Lease[StoredGroup]]
     answered: list[tuple[str, list[int | None]]]
     rejected: int = 0
 

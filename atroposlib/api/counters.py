@@ -9,11 +9,12 @@ class Counters:
     """Each only ever rises."""
 
     groups: int = 0
+    rollouts: int = 0
     sequences: int = 0
     tokens: int = 0
     repeated_posts: int = 0
     batches: int = 0
-    sequences_delivered: int = 0
+    rollouts_delivered: int = 0
     redelivered: int = 0
     acknowledged: int = 0
     stale_dropped: int = 0

@@ -93,7 +93,7 @@ async def scored_data(request: Request) -> Response:
     """Post one scored group, as JSON or MessagePack.
 
     422 names value and position of what is wrong: a number that is not finite, masks, scores or log-probabilities
-    that do not match the tokens, no sequence at all, more sequences than a batch has. 429: the queue is full. 507:
+    that do not match the tokens, no sequence at all, more rollouts than a batch has. 429: the queue is full. 507:
     the journal cannot be written. A post that is repeated with its Idempotency-Key (or `idempotency_key`) is
     answered as the first time and stored once.
     """
@@ -161,6 +161,7 @@ class _Ready(NamedTuple):
     posted: PostedGroup
     item: bytes
     key: str | None
+    sequences: int
     tokens: int
     suspicions: list[str]
 
@@ -174,7 +175,9 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
             raise refusal.within(index) if in_list else refusal from None
         versions = data.policy_versions if isinstance(data.policy_versions, list) else []
         posted = PostedGroup(size_of(data), data.env_id, min((first for first, _ in versions), default=None))
-        ready.append(_Ready(posted, item, data.idempotency_key, sum(map(len, data.tokens)), suspicions))
+        ready.append(
+            _Ready(posted, item, data.idempotency_key, len(data.tokens), sum(map(len, data.tokens)), suspicions)
+        )
     return ready
 
 
@@ -198,7 +201,7 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
         for suspicion in group.suspicions:
             say_once(request, f"A group of env_id={group.posted.env_id} is passed on although its {suspicion}")
         try:
-            service.state.queue.check_size(group.posted.sequences)
+            service.state.queue.check_size(group.posted.size)
         except GroupTooLarge as error:
             raise RefusedBody(
                 422, str(error), location=(index, "tokens") if in_list else ("tokens",), kind="too_large"
@@ -213,6 +216,7 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
     for env_id in {group.posted.env_id for group in groups}:
         service.hear_environment(env_id)
     service.counters.groups += len(groups)
-    service.counters.sequences += sum(group.posted.sequences for group in groups)
+    service.counters.rollouts += sum(group.posted.size for group in groups)
+    service.counters.sequences += sum(group.sequences for group in groups)
     service.counters.tokens += sum(group.tokens for group in groups)
     return answer

@@ -58,7 +58,7 @@ async def wandb_info(request: Request) -> Response:
 
 @serves(router, routes.INFO)
 async def info(request: Request) -> Response:
-    """Batch size in sequences and the longest sequence in tokens."""
+    """Batch size in rollouts and the longest sequence in tokens."""
     service = service_of(request)
     run, (vocab_size, trainable_only) = service.state.queue.registration, service.needs
     size, length = (run.batch_size, run.max_token_len) if run is not None else (-1, -1)

@@ -26,9 +26,9 @@ class Lease(Struct, Generic[R]):
     returned: bool = False
 
     @property
-    def sequences(self) -> int:
+    def size(self) -> int:
         """Sequences of the batch."""
-        return sum(group.sequences for group in self.groups)
+        return sum(group.size for group in self.groups)
 
 
 class LeaseBook(dict[int, Lease[R]]):
@@ -48,9 +48,9 @@ class LeaseBook(dict[int, Lease[R]]):
         """Returned leases whose trainer turns out to be alive."""
         return [lease.lease_id for lease in self.values() if lease.returned and lease.trainer == trainer]
 
-    def waiting(self, sequences: int) -> Lease[R] | None:
-        """The oldest returned batch of that many sequences."""
-        return next((lease for lease in self.values() if lease.returned and lease.sequences == sequences), None)
+    def waiting(self, size: int) -> Lease[R] | None:
+        """The oldest returned batch of that many rollouts."""
+        return next((lease for lease in self.values() if lease.returned and lease.size == size), None)
 
     def known_to(self, trainer: int, leases: Iterable[int]) -> list[int]:
         """Those of the leases that this trainer holds, or held last."""

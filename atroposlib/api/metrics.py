@@ -30,13 +30,14 @@ class Metrics(Collector):
         counters, queue = self._service.counters, self._service.state.queue
         for name, text, total in (
             ("groups_posted", "Groups accepted", counters.groups),
+            ("rollouts_posted", "Rollouts accepted", counters.rollouts),
             ("sequences_posted", "Sequences accepted", counters.sequences),
             ("tokens_posted", "Tokens accepted", counters.tokens),
             ("posts_repeated", "Posts answered from their idempotency key", counters.repeated_posts),
             ("batches_delivered", "Batches delivered, redeliveries included", counters.batches),
             ("batches_redelivered", "Batches delivered again", counters.redelivered),
             ("batches_acknowledged", "Leases acknowledged", counters.acknowledged),
-            ("sequences_delivered", "Sequences delivered", counters.sequences_delivered),
+            ("rollouts_delivered", "Rollouts delivered", counters.rollouts_delivered),
             ("groups_forgotten", "Groups of another run that were forgotten", counters.forgotten),
         ):
             yield CounterMetricFamily(f"atropos_{name}", text, value=total)
@@ -66,8 +67,8 @@ class Metrics(Collector):
             yield family
         for name, text, gauge in (
             ("queued_groups", "Groups that wait", queue.status().queue_size),
-            ("waiting_sequences", "Sequences that wait for a batch", queue.lanes.sequences),
-            ("batch_sequences", "Sequences of a batch", queue.registration.batch_size if queue.registration else 0),
+            ("waiting_rollouts", "Rollouts that wait for a batch", queue.lanes.size),
+            ("batch_rollouts", "Rollouts of a batch", queue.registration.batch_size if queue.registration else 0),
             ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
             ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
             (

@@ -4,7 +4,7 @@ framework.
     environments ── accept ──▶ buffer (group of another size than its environment's) ──▶ lanes ── take ──▶ trainer
                                                               └── a subset fills the size ──┘
 
-A group is a number of sequences and an opaque record (encoded bytes, a row id) that only its owner interprets. Every
+A group is a number of rollouts and an opaque record (encoded bytes, a row id) that only its owner interprets. Every
 method is one state change, so calls from one thread need no lock. Accepted groups are lost only by `drop` and
 `clear_groups`. `dump` and `load` carry the state across a restart.
 """
@@ -160,7 +160,7 @@ class BatchQueue(Generic[R]):
         for env_id in env_ids:
             if self.environments.pop(env_id, None) is not None:
                 queued += [
-                    self._enqueue(group.sequences, env_id, group.record)
+                    self._enqueue(group.size, env_id, group.record)
                     for group in sorted(self._buffers.pop(env_id, Lanes()))
                 ]
         self._namesakes = Counter()
@@ -200,37 +200,37 @@ class BatchQueue(Generic[R]):
 
     # --- groups in ---------------------------------------------------------------------------------------------------
 
-    def check_size(self, sequences: int) -> None:
+    def check_size(self, size: int) -> None:
         """Raises GroupTooLarge when no batch of the registered size can hold the group. Any size goes before
         registration.
         """
-        if self.registration is not None and sequences > self.registration.batch_size:
+        if self.registration is not None and size > self.registration.batch_size:
             raise GroupTooLarge(
-                f"a group of {sequences} rollouts does not fit into a batch of {self.registration.batch_size}; "
+                f"a group of {size} rollouts does not fit into a batch of {self.registration.batch_size}; "
                 "lower the environment's group_size or raise the trainer's batch size"
             )
 
-    def accept(self, sequences: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
-        """Take one group of 1 or more sequences. Returns None when it was queued, else the sequences still buffered of
+    def accept(self, size: int, env_id: int | None, record: R) -> tuple[int | None, list[Group[R]]]:
+        """Take one group of 1 or more rollouts. Returns None when it was queued, else the rollouts still buffered of
         its environment; and the groups that were queued.
 
         A group smaller than its environment's group size is buffered; as soon as buffered groups fill that size
         exactly they move to the queue, as separate groups. Every other group, and one of an unknown environment, is
         queued at once.
         """
-        self.check_size(sequences)
+        self.check_size(size)
         arrival = self._arrivals
         self._arrivals += 1
         environment = None if env_id is None else self.environments.get(env_id)
-        if env_id is None or environment is None or sequences >= environment.request.group_size:
-            return None, [self._enqueue(sequences, env_id, record)]
+        if env_id is None or environment is None or size >= environment.request.group_size:
+            return None, [self._enqueue(size, env_id, record)]
         buffer = self._buffers.setdefault(env_id, Lanes())
-        buffer.append(Group(arrival, sequences, env_id, record))
+        buffer.append(Group(arrival, size, env_id, record))
         filled = _take_exactly(buffer, environment.request.group_size)
-        return buffer.sequences, [self._enqueue(group.sequences, env_id, group.record) for group in filled]
+        return buffer.size, [self._enqueue(group.size, env_id, group.record) for group in filled]
 
-    def _enqueue(self, sequences: int, env_id: int | None, record: R) -> Group[R]:
-        group = Group(self._arrivals, sequences, env_id, record)
+    def _enqueue(self, size: int, env_id: int | None, record: R) -> Group[R]:
+        group = Group(self._arrivals, size, env_id, record)
         self.lanes.append(group)
         self._arrivals += 1
         self._exhausted = False
@@ -239,7 +239,7 @@ class BatchQueue(Generic[R]):
     # --- batches out -------------------------------------------------------------------------------------------------
 
     def choose(self) -> list[Group[R]] | None:
-        """Groups of exactly `batch_size` sequences in all that `take` would deliver, or None: not yet. Raises
+        """Groups of exactly `batch_size` rollouts in all that `take` would deliver, or None: not yet. Raises
         NotRegistered.
 
         The first call after a registration lets environments join.
@@ -300,8 +300,8 @@ class BatchQueue(Generic[R]):
         return self._shares
 
     def obstacle(self) -> str | None:
-        """Why no batch can be formed although enough sequences wait; None when a batch is possible or too few wait."""
-        if self.registration is None or not self._exhausted or self.lanes.sequences < self.registration.batch_size:
+        """Why no batch can be formed although enough rollouts wait; None when a batch is possible or too few wait."""
+        if self.registration is None or not self._exhausted or self.lanes.size < self.registration.batch_size:
             return None
         batch_size = self.registration.batch_size
         for env_id, share in self._counted()[0].items():
@@ -328,7 +328,7 @@ class BatchQueue(Generic[R]):
         minimums, allocated, pulls = self._counted()
         largest = max(1, self.lanes.largest())
         own_size = max(environment.request.group_size, self.lanes.largest_of(env_id))
-        own = self.lanes.sequences_of[env_id]
+        own = self.lanes.size_of[env_id]
         steps, version = self.progress or (UNSET, UNSET)
         share = _pull(environment.request) / pulls if pulls > 0 else 0.0  # of the work, by weight x context length
         return EnvStatus(
@@ -352,10 +352,10 @@ class BatchQueue(Generic[R]):
         return sum(
             max(
                 0,
-                math.ceil(sequences / largest) * largest
+                math.ceil(size / largest) * largest
                 - int(batch_size * minimums.get(other, 0.0) if other is not None else 0),
             )
-            for other, sequences in self.lanes.sequences_of.items()
+            for other, size in self.lanes.size_of.items()
             if other != env_id
         )
 
@@ -441,12 +441,12 @@ def is_same_run(before: Registration, after: Registration) -> bool:
     return names[0] == names[1]
 
 
-def _take_exactly(buffer: Lanes[R], sequences: int) -> list[Group[R]]:
-    """Remove and return groups of exactly `sequences` sequences in all, oldest first; empty when no subset is exact."""
-    if buffer.sequences < sequences or not can_sum(buffer.sizes(), sequences):
+def _take_exactly(buffer: Lanes[R], size: int) -> list[Group[R]]:
+    """Remove and return groups of exactly `size` rollouts in all, oldest first; empty when no subset is exact."""
+    if buffer.size < size or not can_sum(buffer.sizes(), size):
         return []
     groups = sorted(buffer)
-    chosen = [groups[index] for index in indices_summing_to([group.sequences for group in groups], sequences)]
+    chosen = [groups[index] for index in indices_summing_to([group.size for group in groups], size)]
     buffer.drop({group.order for group in chosen})
     return chosen
 

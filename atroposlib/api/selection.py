@@ -1,7 +1,7 @@
 """Which queued groups make the next batch: pure functions over first-in first-out lanes of groups.
 
-A group is a few sequences that were sampled for one prompt; it is never split. A batch holds exactly `batch_size`
-sequences. Groups wait in lanes, one per (environment, group size), each in order of arrival:
+A group is a few rollouts of one prompt; it is never split. A batch holds exactly `batch_size` rollouts. Groups wait in
+lanes, one per (environment, group size), each in order of arrival:
 
     (env 0, size 8)  ■■■■ ■■■■ ■■■■        every rule below takes groups from the heads of lanes only, so a choice
     (env 1, size 4)  ■■ ■■                 costs time in proportion to the batch and the number of lanes, and never
@@ -9,7 +9,7 @@ sequences. Groups wait in lanes, one per (environment, group size), each in orde
 
 Three rules:
 
-- packs: groups of equal size are gathered into packs of M sequences, M being the largest group size in the queue;
+- packs: groups of equal size are gathered into packs of M rollouts, M being the largest group size in the queue;
   packs are taken in the order in which they became complete. This keeps a batch balanced between environments of
   different group sizes.
 - packs with minimums: as above per environment; environments with a minimum share fill it first, in order of
@@ -30,21 +30,21 @@ from typing import Generic, NamedTuple, TypeVar
 
 R = TypeVar("R")
 EnvId = int | None
-Lane = tuple[EnvId, int]  # environment, sequences per group
+Lane = tuple[EnvId, int]  # environment, rollouts per group
 
 
 class Group(NamedTuple, Generic[R]):
     """A queued group. `order` is unique and rises with arrival; `record` is the caller's and is never looked into."""
 
     order: int
-    sequences: int
+    size: int  # in rollouts
     env_id: EnvId
     record: R
 
     @property
     def lane(self) -> Lane:
         """The lane in which the group waits."""
-        return self.env_id, self.sequences
+        return self.env_id, self.size
 
 
 class Lanes(Generic[R]):
@@ -52,8 +52,8 @@ class Lanes(Generic[R]):
 
     def __init__(self, groups: Iterable[Group[R]] = ()) -> None:
         self.groups = 0
-        self.sequences = 0
-        self.sequences_of: Counter[EnvId] = Counter()
+        self.size = 0
+        self.size_of: Counter[EnvId] = Counter()
         self._lanes: dict[Lane, deque[Group[R]]] = {}
         for group in groups:
             self.append(group)
@@ -111,16 +111,16 @@ class Lanes(Generic[R]):
     def _count(self, lane: Lane, groups: int) -> None:
         env_id, size = lane
         self.groups += groups
-        self.sequences += groups * size
-        self.sequences_of[env_id] += groups * size
-        if not self.sequences_of[env_id]:
-            del self.sequences_of[env_id]
+        self.size += groups * size
+        self.size_of[env_id] += groups * size
+        if not self.size_of[env_id]:
+            del self.size_of[env_id]
 
     def __iter__(self) -> Iterator[Group[R]]:
         return (group for groups in self._lanes.values() for group in groups)
 
     def items(self, largest: int | None = None) -> Iterator[tuple[Lane, deque[Group[R]]]]:
-        """Lanes of groups of at most `largest` sequences."""
+        """Lanes of groups of at most `largest` rollouts."""
         return ((lane, groups) for lane, groups in self._lanes.items() if largest is None or lane[1] <= largest)
 
     def sizes(self) -> dict[int, int]:
@@ -139,19 +139,19 @@ class Lanes(Generic[R]):
         return max((size for env, size in self._lanes if env == env_id), default=0)
 
     def oldest(self, at_most: int | None = None) -> Group[R] | None:
-        """The group that waits longest (of those not above `at_most` sequences)."""
+        """The group that waits longest (of those not above `at_most` rollouts)."""
         return min((groups[0] for _, groups in self.items(at_most)), default=None)
 
 
 def choose_batch(
     lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] | None = None, *, overtaken: bool = False
 ) -> list[Group[R]] | None:
-    """Groups of exactly `batch_size` sequences in all, or None when there is no such choice.
+    """Groups of exactly `batch_size` rollouts in all, or None when there is no such choice.
 
     `minimums` maps an environment to the share (0 to 1) of each batch that is its own. `overtaken`: the oldest group
     has been passed over by enough batches, and goes first if it can be part of any.
     """
-    if lanes.sequences < batch_size:
+    if lanes.size < batch_size:
         return None
     if overtaken:
         return exact_batch(lanes, batch_size, minimums) or packed_batch(lanes, batch_size, minimums)
@@ -188,23 +188,23 @@ def _shared_packs(lanes: Lanes[R], batch_size: int, pack: int, minimums: Mapping
         if pack % lane[1] == 0
     }
     packable = {lane: count for lane, count in packable.items() if count}
-    required = required_sequences(batch_size, minimums, packable)
+    required = required_rollouts(batch_size, minimums, packable)
     if required is None:
         return None
     contents = dict(lanes.items(batch_size))
     chosen: list[Group[R]] = []
-    for env_id, sequences in required.items():
+    for env_id, count in required.items():
         own = (_in_packs(contents[lane], lane[1], pack) for lane in packable if lane[0] == env_id)
-        chosen += _fill(own, room=batch_size - _total(chosen), enough=sequences)
+        chosen += _fill(own, room=batch_size - _total(chosen), enough=count)
     taken = Counter(group.lane for group in chosen)
     rest = (_by_arrival(islice(contents[lane], taken[lane], count)) for lane, count in packable.items())
     return chosen + _fill(rest, room=batch_size - _total(chosen))
 
 
-def required_sequences(
+def required_rollouts(
     batch_size: int, minimums: Mapping[int, float], available: Iterable[Lane]
 ) -> dict[int, int] | None:
-    """Environment -> sequences of the next batch that must be its own.
+    """Environment -> rollouts of the next batch that must be its own.
 
     None when an environment with a minimum has nothing `available`. Shares above the whole batch are scaled down,
     but not below the environment's smallest group.
@@ -238,7 +238,7 @@ def _by_arrival(groups: Iterable[Group[R]]) -> Iterator[tuple[int, Group[R]]]:
 
 
 def _fill(streams: Iterable[Iterator[tuple[int, Group[R]]]], *, room: int, enough: int | None = None) -> list[Group[R]]:
-    """Groups by rising key from streams of one group size each, until `enough` (default: `room`) sequences are taken.
+    """Groups by rising key from streams of one group size each, until `enough` (default: `room`) rollouts are taken.
 
     A stream whose next group does not fit into `room` is left: no later group of it would.
     """
@@ -250,17 +250,17 @@ def _fill(streams: Iterable[Iterator[tuple[int, Group[R]]]], *, room: int, enoug
     taken = 0
     while heap and taken < goal:
         _, group, index = heapq.heappop(heap)
-        if taken + group.sequences > room:
+        if taken + group.size > room:
             continue
         chosen.append(group)
-        taken += group.sequences
+        taken += group.size
         if head := next(heads[index][2], None):
             heapq.heappush(heap, (*head, index))
     return chosen
 
 
 def _total(groups: Iterable[Group[R]]) -> int:
-    return sum(group.sequences for group in groups)
+    return sum(group.size for group in groups)
 
 
 # --- exact ----------------------------------------------------------------------------------------------------------
@@ -273,13 +273,13 @@ def exact_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] 
     older second one ...
     """
     contents = dict(lanes.items(batch_size))
-    required = required_sequences(batch_size, minimums or {}, contents)
+    required = required_rollouts(batch_size, minimums or {}, contents)
     if required is None:
         return None
     chosen: list[Group[R]] = []
-    for env_id, sequences in required.items():
+    for env_id, count in required.items():
         own = (_by_arrival(iter(groups)) for lane, groups in contents.items() if lane[0] == env_id)
-        chosen += _fill(own, room=batch_size - _total(chosen), enough=sequences)
+        chosen += _fill(own, room=batch_size - _total(chosen), enough=count)
     taken = Counter(group.lane for group in chosen)
     rest = {lane: (groups, taken[lane]) for lane, groups in contents.items() if len(groups) > taken[lane]}
     completion = _oldest_exact(rest, batch_size - _total(chosen))
@@ -287,7 +287,7 @@ def exact_batch(lanes: Lanes[R], batch_size: int, minimums: Mapping[int, float] 
 
 
 def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: int) -> list[Group[R]] | None:
-    """The oldest groups that sum to `target` sequences. Each lane comes with the number of groups already taken from
+    """The oldest groups that sum to `target` rollouts. Each lane comes with the number of groups already taken from
     it.
 
     If the first n groups in order of arrival can be part of a solution, so can the first n-1: the longest such run
@@ -307,11 +307,11 @@ def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: 
         length = bisect_left(range(1, len(run) + 1), True, key=lambda n: not _completes(counts, run[:n], target))
         chosen += run[:length]
         target -= _total(run[:length])
-        counts.subtract(group.sequences for group in run[:length])
+        counts.subtract(group.size for group in run[:length])
         for group in run[:length]:
             start[group.lane] += 1
         if length < len(run):
-            counts[run[length].sequences] = 0
+            counts[run[length].size] = 0
         else:
             counts = Counter({size: count for size, count in counts.items() if size <= target})
     return chosen
@@ -319,7 +319,7 @@ def _oldest_exact(contents: Mapping[Lane, tuple[deque[Group[R]], int]], target: 
 
 def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
     for group in groups:
-        room -= group.sequences
+        room -= group.size
         if room < 0:
             return
         yield group
@@ -327,13 +327,13 @@ def _while_fits(groups: Iterable[Group[R]], room: int) -> Iterator[Group[R]]:
 
 def _completes(counts: Counter[int], run: Sequence[Group[R]], target: int) -> bool:
     left = counts.copy()
-    left.subtract(group.sequences for group in run)
+    left.subtract(group.size for group in run)
     return can_sum(left, target - _total(run))
 
 
 def can_sum(counts: Mapping[int, int], target: int) -> bool:
-    """Whether some of the groups (size -> how many) sum to exactly `target` sequences."""
-    reached = 1  # bit s is set when s sequences can be reached
+    """Whether some of the groups (size -> how many) sum to exactly `target` rollouts."""
+    reached = 1  # bit s is set when s rollouts can be reached
     for size, count in counts.items():
         for copies in _binary_parts(min(count, target // size)):
             reached |= reached << copies * size

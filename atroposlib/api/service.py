@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from atroposlib.api import changes
 from atroposlib.api.activity import Reports
-from atroposlib.api.changes import Change, PostedGroup, Rollout, encode_change
+from atroposlib.api.changes import Change, PostedGroup, StoredGroup, encode_change
 from atroposlib.api.counters import Counters
 from atroposlib.api.dead_letters import MAX_LETTERS_IN_MEMORY, DeadLetters
 from atroposlib.api.group_checks import flaw
@@ -137,7 +137,7 @@ class RolloutService:
         self._count_delivery(groups)
         return contents
 
-    async def lease(self, trainer: int, holding: Sequence[int]) -> tuple[Lease[Rollout], list[Content]] | None:
+    async def lease(self, trainer: int, holding: Sequence[int]) -> tuple[Lease[StoredGroup], list[Content]] | None:
         """The next batch, kept until it is acknowledged; None: not yet.
 
         One that the trainer was given and does not name in `holding` is given again. Raises NotRegistered,
@@ -252,7 +252,7 @@ class RolloutService:
                 self._untold += await self._set_aside(unusable, "delivery")
         return None
 
-    async def _unusable(self, groups: Sequence[Group[Rollout]]) -> list[tuple[Group[Rollout], str]]:
+    async def _unusable(self, groups: Sequence[Group[StoredGroup]]) -> list[tuple[Group[StoredGroup], str]]:
         """Those that do not meet the trainer's needs, each with the reason. A group that met them is not read again."""
         needs, unread = self.needs, list(self._unread(groups))
         if not unread:
@@ -264,11 +264,11 @@ class RolloutService:
                 self._bodies[body.id] = replace(body, checked=needs)
         return [(group, reason) for group, reason in zip(unread, reasons, strict=True) if reason is not None]
 
-    def _unread(self, groups: Iterable[Group[Rollout]]) -> Iterator[Group[Rollout]]:
+    def _unread(self, groups: Iterable[Group[StoredGroup]]) -> Iterator[Group[StoredGroup]]:
         needs = self.needs
         return (group for group in groups if needs != Needs() and self._bodies[group.record.id].checked != needs)
 
-    async def _set_aside(self, found: Sequence[tuple[Group[Rollout], str]], found_by: str) -> list[SetAside]:
+    async def _set_aside(self, found: Sequence[tuple[Group[StoredGroup], str]], found_by: str) -> list[SetAside]:
         letters = []
         for identity, (group, reason) in enumerate(found, self.dead_letters.next_id):
             letters.append(
@@ -306,9 +306,9 @@ class RolloutService:
         vocab_size = self.settings.vocab_size or (run.vocab_size if run is not None else None)
         return Needs(vocab_size, run is not None and run.trainable_only)
 
-    def _count_delivery(self, groups: Sequence[Group[Rollout]]) -> None:
+    def _count_delivery(self, groups: Sequence[Group[StoredGroup]]) -> None:
         self.counters.batches += 1
-        self.counters.sequences_delivered += sum(group.sequences for group in groups)
+        self.counters.rollouts_delivered += sum(group.size for group in groups)
 
     # --- environments ------------------------------------------------------------------------------------------------
 
@@ -406,7 +406,7 @@ class RolloutService:
             trainer_heard_s=self._trainers.silence(self.state.trainer, now),
             asked_s=None if self._asked_at is None else now - self._asked_at,
             batch_size=run.batch_size if run is not None else 0,
-            waiting=queue.lanes.sequences,
+            waiting=queue.lanes.size,
             waiting_groups=queue.lanes.groups,
             obstacle=queue.obstacle(),
             queue_full=len(self._bodies) >= limits.max_queued_groups or self.held_bytes >= limits.max_queued_bytes,
@@ -469,7 +469,7 @@ class RolloutService:
                 "post again when the trainer has taken some"
             )
 
-    def _contents(self, groups: Sequence[Group[Rollout]]) -> list[Content]:
+    def _contents(self, groups: Sequence[Group[StoredGroup]]) -> list[Content]:
         found = []
         for group in groups:
             body = self._bodies[group.record.id]
@@ -477,11 +477,11 @@ class RolloutService:
             self.counters.stale_down_weighted += found[-1][2] < 1
         return found
 
-    def _weight(self, rollout: Rollout) -> float:
+    def _weight(self, group: StoredGroup) -> float:
         limit, version = self.settings.max_staleness, self.state.policy_version
-        if limit is None or rollout.version is None or version is None or self.settings.stale_groups == "drop":
+        if limit is None or group.version is None or version is None or self.settings.stale_groups == "drop":
             return 1.0
-        return weight(max(0, version - rollout.version), limit)
+        return weight(max(0, version - group.version), limit)
 
     async def reset(self) -> None:
         """Forget everything."""

@@ -7,7 +7,7 @@ have no age.
 import heapq
 from collections.abc import Iterable
 
-from atroposlib.api.changes import Rollout
+from atroposlib.api.changes import StoredGroup
 from atroposlib.api.selection import Group
 
 
@@ -18,14 +18,14 @@ class WaitingVersions:
         self._version_of: dict[int, int] = {}  # order of a group -> its version
         self._oldest_first: list[tuple[int, int]] = []  # heap of (version, order); may hold groups that left
 
-    def add(self, groups: Iterable[Group[Rollout]]) -> None:
+    def add(self, groups: Iterable[Group[StoredGroup]]) -> None:
         """Add waiting groups."""
         for group in groups:
             if group.record.version is not None:
                 self._version_of[group.order] = group.record.version
                 heapq.heappush(self._oldest_first, (group.record.version, group.order))
 
-    def discard(self, groups: Iterable[Group[Rollout]]) -> None:
+    def discard(self, groups: Iterable[Group[StoredGroup]]) -> None:
         """Remove groups that no longer wait."""
         for group in groups:
             self._version_of.pop(group.order, None)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from atroposlib.api import changes
-from atroposlib.api.changes import Change, GroupsPosted, Rollout
+from atroposlib.api.changes import Change, GroupsPosted, StoredGroup
 from atroposlib.api.leases import Lease, LeaseBook
 from atroposlib.api.queue import BatchQueue, GroupTooLarge, UnknownEnvironment, is_same_run
 from atroposlib.api.selection import Group
@@ -20,7 +20,7 @@ from atroposlib.wire.batching import Registration
 MAX_ANSWERED = 65_536  # idempotency keys that are remembered, the latest ones
 REFUSALS = (UnknownEnvironment, GroupTooLarge)  # of a change that came too late; the state is as before
 
-Batch = Sequence[Group[Rollout]]
+Batch = Sequence[Group[StoredGroup]]
 
 
 class RolloutState:
@@ -32,8 +32,8 @@ class RolloutState:
 
     def _clear(self, instance: str) -> None:
         self.trainer = 0  # uuid; 0 is nobody
-        self.queue: BatchQueue[Rollout] = BatchQueue(instance)
-        self.leases: LeaseBook[Rollout] = LeaseBook()
+        self.queue: BatchQueue[StoredGroup] = BatchQueue(instance)
+        self.leases: LeaseBook[StoredGroup] = LeaseBook()
         self.rejected = 0  # groups that were set aside
         self.answered: OrderedDict[str, list[int | None]] = OrderedDict()  # key of a post -> the reply to it
         self._versions = WaitingVersions()
@@ -116,7 +116,7 @@ class RolloutState:
         """The policy version that the trainer last reported."""
         return None if self.queue.progress is None else self.queue.progress[1]
 
-    def groups(self) -> Iterator[tuple[str, Group[Rollout]]]:
+    def groups(self) -> Iterator[tuple[str, Group[StoredGroup]]]:
         """Every group whose content is still needed, with where it is: `waiting`, `buffered`, `leased`, `returned`."""
         dump = self.queue.dump()
         yield from (("waiting", group) for group in dump.waiting)
@@ -149,13 +149,13 @@ class RolloutState:
         self.next_id = max(self.next_id, change.first + len(change.groups))
         try:
             for group in change.groups:
-                self.queue.check_size(group.sequences)
+                self.queue.check_size(group.size)
         except GroupTooLarge:
             self._gone += range(change.first, change.first + len(change.groups))
             raise
         answer = []
         for identity, group in enumerate(change.groups, change.first):
-            buffered, queued = self.queue.accept(group.sequences, group.env_id, Rollout(identity, group.version))
+            buffered, queued = self.queue.accept(group.size, group.env_id, StoredGroup(identity, group.version))
             answer.append(buffered)
             self._versions.add(queued)
         if change.key is not None:
@@ -164,7 +164,7 @@ class RolloutState:
                 self.answered.popitem(last=False)
         return answer
 
-    def _on_batch(self, change: changes.BatchTaken) -> Lease[Rollout] | None:
+    def _on_batch(self, change: changes.BatchTaken) -> Lease[StoredGroup] | None:
         groups = self.queue.take(change.orders)
         self._versions.discard(groups)
         if change.lease:
@@ -173,7 +173,7 @@ class RolloutState:
         self._forget(groups)
         return None
 
-    def _on_leases_taken(self, change: changes.LeasesTaken) -> Lease[Rollout] | None:
+    def _on_leases_taken(self, change: changes.LeasesTaken) -> Lease[StoredGroup] | None:
         """The last of the leases, if any is left."""
         lease = None
         for lease_id in change.leases:
@@ -187,7 +187,7 @@ class RolloutState:
                 self._forget(self.leases.close([lease_id]))
         return lease
 
-    def _on_rejected(self, rejected: Sequence[int]) -> list[Group[Rollout]]:
+    def _on_rejected(self, rejected: Sequence[int]) -> list[Group[StoredGroup]]:
         """The groups that were set aside. A held batch keeps its others; an empty one counts as never delivered."""
         orders = set(rejected)
         removed, empty = self.leases.remove(orders)
@@ -198,7 +198,7 @@ class RolloutState:
         self.rejected += len(removed)
         return removed
 
-    def _on_dropped(self, gone: Sequence[int]) -> list[Group[Rollout]]:
+    def _on_dropped(self, gone: Sequence[int]) -> list[Group[StoredGroup]]:
         """The groups that were dropped. A returned batch that held one is a batch no more: its other groups wait by
         themselves.
         """
@@ -222,7 +222,7 @@ class RolloutState:
         self.trainer = trainer
         self._forget(self.leases.close(registration.trained_leases))
         self._wait_again(self.leases.give_back(self.leases), step=False)
-        forgotten: list[Group[Rollout]] = []
+        forgotten: list[Group[StoredGroup]] = []
         if before is not None and not is_same_run(before, registration):
             forgotten = [*self.queue.clear_groups(), *self.leases.close(list(self.leases))]
             self._versions = WaitingVersions()
@@ -230,7 +230,7 @@ class RolloutState:
         self.queue.register(registration)
         self.queue.put_back(
             self.leases.close(
-                [lease.lease_id for lease in self.leases.values() if lease.sequences != registration.batch_size]
+                [lease.lease_id for lease in self.leases.values() if lease.size != registration.batch_size]
             )
         )
         return len(forgotten)
@@ -245,10 +245,10 @@ class RolloutState:
         returned = [group for lease in snapshot.leases if lease.returned for group in lease.groups]
         self._versions.add([*snapshot.queue.waiting, *returned])
 
-    def _wait_again(self, leases: list[Lease[Rollout]], *, step: bool) -> None:
+    def _wait_again(self, leases: list[Lease[StoredGroup]], *, step: bool) -> None:
         for lease in leases:
             self.queue.current_step -= step
             self._versions.add(lease.groups)
 
-    def _forget(self, groups: Iterable[Group[Rollout]]) -> None:
+    def _forget(self, groups: Iterable[Group[StoredGroup]]) -> None:
         self._gone += [group.record.id for group in groups]

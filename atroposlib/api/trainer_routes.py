@@ -43,7 +43,7 @@ async def register(request: Request) -> Response:
     service = service_of(request)
     trainer, forgotten = await service.register(registration)
     log.info(
-        "Trainer registered: batch_size=%d sequences, starting_step=%d",
+        "Trainer registered: batch_size=%d rollouts, starting_step=%d",
         registration.batch_size,
         registration.starting_step,
     )
@@ -64,7 +64,7 @@ async def register(request: Request) -> Response:
 
 @serves(legacy_router, routes.BATCH)
 async def batch(request: Request) -> Response:
-    """Take the next batch: groups of exactly `batch_size` sequences in all, oldest first, or null when there is none
+    """Take the next batch: groups of exactly `batch_size` rollouts in all, oldest first, or null when there is none
     yet.
 
     Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions`,

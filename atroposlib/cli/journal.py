@@ -135,7 +135,7 @@ def _export(reader: JournalReader, replayed: Replayed, arguments: argparse.Names
                         "status": status,
                         "env_id": group.env_id,
                         "environment": environments[group.env_id].name if group.env_id in environments else None,
-                        "sequences": group.sequences,
+                        "rollouts": group.size,
                         "policy_version": group.record.version,
                         "group": _content(body),
                     }

@@ -79,11 +79,11 @@ def _not_registered(activity: Activity) -> str:
 
 
 def _batch(activity: Activity) -> str:
-    """`3 of 8 groups of the next batch are there`, or in sequences where the sizes of groups differ."""
+    """`3 of 8 groups of the next batch are there`, or in rollouts where the sizes of groups differ."""
     sizes = {each.group_size for each in activity.environments if each.env_id is not None and each.connected}
     if len(sizes) == 1 and (size := sizes.pop()) > 0 and activity.batch_size % size == 0:
         return f"{activity.waiting // size} of {activity.batch_size // size} groups of the next batch are there"
-    return f"{activity.waiting} of {activity.batch_size} sequences of the next batch are there"
+    return f"{activity.waiting} of {activity.batch_size} rollouts of the next batch are there"
 
 
 def _environment(environment: EnvActivity) -> str:

@@ -165,7 +165,7 @@ def test_backups_taken_while_groups_come_in_are_whole(path: Path, tmp_path: Path
 def test_export_writes_each_group_with_where_it_is(client: TestClient, path: Path, tmp_path: Path) -> None:
     run("export", path, "--output", tmp_path / "groups.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
-    found = [(line["status"], line["environment"], line["sequences"], line["group"]["tokens"][0][0]) for line in lines]
+    found = [(line["status"], line["environment"], line["rollouts"], line["group"]["tokens"][0][0]) for line in lines]
     assert found == [("leased", "math_0", 4, 2), ("waiting", None, 4, 3), ("buffered", "math_0", 3, 4)]
     assert {**lines[1]["group"], **group(4, 3)} == lines[1]["group"]
     assert lines[0]["id"] == 2

@@ -119,11 +119,11 @@ class AnySequenceOfCalls(RuleBasedStateMachine):
         lanes = self.queue.lanes
         groups = [group for _, lane in lanes.items() for group in lane]
         assert lanes.groups == self.queue.status().queue_size == len(groups)
-        assert lanes.sequences == sum(group.sequences for group in groups)
+        assert lanes.size == sum(group.size for group in groups)
         of_env: Counter[int | None] = Counter()
         for group in groups:
-            of_env[group.env_id] += group.sequences
-        assert lanes.sequences_of == of_env
+            of_env[group.env_id] += group.size
+        assert lanes.size_of == of_env
 
     @invariant()
     def every_status_can_be_told(self) -> None:
@@ -215,7 +215,7 @@ def test_parts_of_a_group_leave_together_once_they_fill_the_group_size() -> None
     assert queue.accept(8, 0, "whole")[0] is None
 
 
-def test_a_huge_group_size_costs_nothing_before_as_many_sequences_wait() -> None:
+def test_a_huge_group_size_costs_nothing_before_as_many_rollouts_wait() -> None:
     queue = started(batch_size=8)
     queue.register_env(env(group_size=2**31 - 1))
     tracemalloc.start()
@@ -273,7 +273,7 @@ def test_no_weight_divides_by_zero(weight: float, expected: float) -> None:
     assert queue.env_status(0).env_weight == expected
 
 
-def test_an_obstacle_is_told_once_enough_sequences_wait() -> None:
+def test_an_obstacle_is_told_once_enough_rollouts_wait() -> None:
     queue = started(batch_size=10)
     post(queue, 8)
     assert next_batch(queue) is None

@@ -65,11 +65,11 @@ def test_a_batch_is_exact_and_takes_whole_groups_from_the_heads_of_lanes(
     chosen = choose_batch(lanes, batch_size, minimums, overtaken=overtaken)
     if chosen is None:
         return
-    assert sum(group.sequences for group in chosen) == batch_size
+    assert sum(group.size for group in chosen) == batch_size
     assert len(set(chosen)) == len(chosen)
     assert lanes.take([group.order for group in chosen]) == chosen  # refuses what is not at the head
     assert lanes.groups == len(groups) - len(chosen)
-    assert lanes.sequences == sum(sizes) - batch_size
+    assert lanes.size == sum(sizes) - batch_size
     left = [group for _, lane in lanes.items() for group in lane]
     assert sorted(left + chosen) == groups
 
@@ -80,7 +80,7 @@ def test_minimums_are_met_exactly_with_groups_of_one_size(sizes: list[int], shar
     own = len(sizes[::4]) * 4
     if own >= 16 * share:
         assert chosen is not None
-        assert sum(group.sequences for group in chosen if group.env_id == 0) >= 16 * share
+        assert sum(group.size for group in chosen if group.env_id == 0) >= 16 * share
 
 
 @given(st.integers(1, 4), st.integers(1, 14), st.integers(1, 8), MINIMUMS)
@@ -94,8 +94,8 @@ def test_groups_of_one_size_meet_every_minimum_as_far_as_its_environment_has_gro
     if chosen is None or sum(-(-sequences // size) * size for sequences in required.values()) > batch_size:
         return
     for env_id, sequences in required.items():
-        queued = sum(group.sequences for group in queue if group.env_id == env_id)
-        assert sum(group.sequences for group in chosen if group.env_id == env_id) >= min(sequences, queued)
+        queued = sum(group.size for group in queue if group.env_id == env_id)
+        assert sum(group.size for group in chosen if group.env_id == env_id) >= min(sequences, queued)
 
 
 def test_no_batch_without_a_group_of_an_environment_that_has_a_minimum() -> None:
@@ -133,7 +133,7 @@ def test_choosing_costs_no_walk_over_a_long_queue() -> None:
         visited = 0
 
         @property
-        def sequences(self) -> int:
+        def size(self) -> int:
             Counted.visited += 1
             return self[1]
 

@@ -120,7 +120,7 @@ class AnyHistory(RuleBasedStateMachine):
             return
         change, groups = delivery
         ids = [group.record.id for group in groups]
-        assert sum(group.sequences for group in groups) == registration.batch_size
+        assert sum(group.size for group in groups) == registration.batch_size
         assert not set(ids) & {identity for held in self.living.values() for identity in held}, (
             "delivered twice to a living trainer"
         )
@@ -223,7 +223,7 @@ def test_the_batch_that_waits_is_the_oldest_returned_one_of_the_size_asked_for()
         return Lease(lease_id, 5, [Group(order, size, None, None) for order, size in enumerate(sizes)], returned)
 
     book = book_of(batch(1, 4, returned=False), batch(2, 3, returned=True), batch(3, 2, 2, returned=True))
-    found = [book.waiting(sequences) for sequences in (3, 4, 5)]
+    found = [book.waiting(size) for size in (3, 4, 5)]
     assert [lease and lease.lease_id for lease in found] == [2, 3, None]
 
 

@@ -9,7 +9,7 @@ from atroposlib.wire.batching import Activity, EnvActivity, EnvReport
 
 
 def waiting(environments: list[EnvActivity], **fields: Any) -> Activity:
-    """A trainer that waits for a batch of 32 sequences."""
+    """A trainer that waits for a batch of 32 rollouts."""
     found: dict[str, Any] = {
         "trainer": True,
         "trainer_heard_s": 1.0,
@@ -33,7 +33,7 @@ def test_no_trainer_has_registered() -> None:
 
 def test_no_environment_is_registered() -> None:
     assert explain(waiting([])) == [
-        "0 of 32 sequences of the next batch are there; no environment is registered: start one, or see its log"
+        "0 of 32 rollouts of the next batch are there; no environment is registered: start one, or see its log"
     ]
 
 
@@ -50,10 +50,10 @@ def test_the_batch_fills() -> None:
     assert line == "environment gsm8k_0 (heard 2 s ago) samples 5 groups; 27 groups posted"
 
 
-def test_groups_of_several_sizes_are_counted_in_sequences() -> None:
+def test_groups_of_several_sizes_are_counted_in_rollouts() -> None:
     other = EnvActivity("two", 1, 1.0, 8)
     head, _, line = explain(waiting([environment(in_flight=1), other], waiting=12))
-    assert head == "12 of 32 sequences of the next batch are there"
+    assert head == "12 of 32 rollouts of the next batch are there"
     assert line == "environment two (heard 1 s ago) sends no reports"
 
 

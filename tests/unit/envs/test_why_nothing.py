@@ -97,7 +97,7 @@ class BrokenCode(CountingEnv):
 
 async def test_no_environment(api: Api) -> None:
     async with asking(api) as why:
-        await why.says("0 of 8 sequences of the next batch are there; no environment is registered: start one")
+        await why.says("0 of 8 rollouts of the next batch are there; no environment is registered: start one")
 
 
 async def test_vllm_is_not_up(tmp_path: Path, api: Api) -> None:

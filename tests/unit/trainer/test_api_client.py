@@ -304,7 +304,7 @@ def test_a_long_wait_asks_seldom_logs_little_and_looks_after_the_bridge(
     assert 10 < len(pauses) < 25
     assert pauses[:10] == [0.0] * 10
     (waiting,) = (line for line in caplog.messages if "a batch" in line)
-    assert "0 of 2 sequences of the next batch are there; no environment is registered" in waiting
+    assert "0 of 2 rollouts of the next batch are there; no environment is registered" in waiting
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
