@@ -43,6 +43,7 @@ CHECKED_FIELDS = (
     "group_overrides",
     "overrides",
     "policy_versions",
+    "version_spans",
     "rollouts",
     "finish_reasons",
     "failed",
@@ -140,6 +141,7 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
     _check_advantages(group, tokens)
     _check_settings(group, tokens)
     _check_versions(group, tokens)
+    _check_spans(group, tokens)
     _check_finish_reasons(group, tokens)
 
 
@@ -259,6 +261,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
     "top_k": (lambda value: -1 <= value < 2**31 and value == int(value), "an integer from -1 to 2147483647"),
     "staleness_weight": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "staleness_limit": (lambda value: 0 <= value < 2**53, "a number of policy versions"),
 }
 
 
@@ -357,6 +360,44 @@ def _check_versions(group: Mapping[str, Any], tokens: _Rows) -> None:
         raise Untrainable(
             f"{first[index]} to {last[index]} are not a first and a last policy version", rows.name, index
         )
+
+
+def _check_spans(group: Mapping[str, Any], tokens: _Rows) -> None:
+    if (given := _given(group, "version_spans")) is None:
+        return
+    expect_count("version_spans", len(given), len(tokens.lengths))
+    for index, spans in enumerate(given):
+        pairs = _list(spans, "version_spans", index)
+        if not pairs:
+            raise Untrainable("no version; give null for the field where they are not known", "version_spans", index)
+        before = -1
+        for place, pair in enumerate(pairs):
+            if not (isinstance(pair, (list, tuple)) and len(pair) == 2 and all(map(_is_count, pair))):
+                raise Untrainable(
+                    f"{shown(pair)} is not the start of a span and its version", "version_spans", index, place
+                )
+            if pair[0] <= before or (place == 0 and pair[0] != 0):
+                rule = f"after {before}, where the span before starts" if place else "0, where the first span starts"
+                raise Untrainable(f"{pair[0]} is not {rule}", "version_spans", index, place)
+            before = pair[0]
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**53
+
+
+def oldest_version(group: ScoredData) -> int | None:
+    """The oldest policy version that a checked group was sampled under, as far as known."""
+    if isinstance(group.version_spans, list):
+        return min((version for spans in group.version_spans for _, version in spans), default=None)
+    if isinstance(group.policy_versions, list):
+        return min((first for first, _last in group.policy_versions), default=None)
+    return None
+
+
+def staleness_weight(staleness: NDArray[np.int64] | int, limit: int) -> NDArray[np.float64]:
+    """The weight of what was sampled so many policy versions ago: 1 up to `limit`, then falling in proportion."""
+    return np.asarray(np.minimum(1.0, (limit + 1) / (staleness + 1)))
 
 
 def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:

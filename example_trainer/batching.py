@@ -27,6 +27,7 @@ from example_trainer.advantages import group_advantages, has_signal
 from example_trainer.averaging import token_weights
 from example_trainer.config import LossSettings
 from example_trainer.objectives import Advantage
+from example_trainer.staleness import sampled_staleness, staleness_weights
 
 PLAIN = LossSettings()
 Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
@@ -78,7 +79,8 @@ class Batch:
     loss_divisor: int
     reward_mean: float
     reward_std: float
-    staleness_mean: float | None
+    staleness_mean: float | None  # policy versions, over sampled tokens whose version is known
+    staleness_max: int | None
     rejected: dict[int, str] = field(default_factory=dict)
     shown: ScoredData | None = None
 
@@ -113,7 +115,7 @@ def make_batch(
     sequences: list[Sequence] = []
     completions: list[int] = []
     scores: list[float] = []  # of rollouts
-    staleness: list[int] = []
+    staleness: list[NDArray[np.int64]] = []
     zero_variance = truncated = divisor = failed = 0
     reasons: list[str] = []
     for group in trainable:
@@ -127,11 +129,8 @@ def make_batch(
         rollouts = np.array(rollouts_of(group))
         weights, share = token_weights(tokens, rollouts, loss.loss_mean, loss.loss_constant or seq_len)
         divisor += share
-        staleness += [
-            policy_version - int(first)
-            for first, _last in (group.policy_versions if isinstance(group.policy_versions, list) else [])
-        ]
-        advantages = _advantages(group, loss.advantage)
+        staleness += sampled_staleness(group, policy_version)
+        advantages = _advantages(group, loss.advantage, policy_version)
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
         if signal or loss.has_penalties:
@@ -141,6 +140,7 @@ def make_batch(
                 if not (loss.mask_truncated and ends and ends[index] == CUT)
             ]
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
+    stale = np.concatenate(staleness or [np.empty(0, np.int64)])
     return Batch(
         sequences=[sequence for sequence in sequences if sequence.trained_tokens],
         groups=len(trainable),
@@ -154,13 +154,14 @@ def make_batch(
         loss_divisor=divisor,
         reward_mean=float(np.mean(scores)) if scores else math.nan,
         reward_std=float(np.std(scores)) if scores else math.nan,
-        staleness_mean=float(np.mean(staleness)) if staleness else None,
+        staleness_mean=float(stale.mean()) if len(stale) else None,
+        staleness_max=int(stale.max()) if len(stale) else None,
         rejected=rejected,
         shown=trainable[0] if trainable else None,
     )
 
 
-def _advantages(item: ScoredData, how: Advantage) -> list[NDArray[np.float32]]:
+def _advantages(item: ScoredData, how: Advantage, policy_version: int) -> list[NDArray[np.float32]]:
     """Advantages of each sequence, [length] or [1]: the environment's where given, else its rollout's."""
     scores = np.asarray(_rollout_scores(item))
     if given := item.advantages:  # environments send [] for "none"
@@ -173,10 +174,7 @@ def _advantages(item: ScoredData, how: Advantage) -> list[NDArray[np.float32]]:
     for index, override in enumerate(item.overrides or []):
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
-    staleness_weight = (item.group_overrides or {}).get("staleness_weight")
-    if staleness_weight is not None:  # an API that was told to down-weight groups of old policies
-        rows = [row * np.float32(staleness_weight) for row in rows]
-    return rows
+    return [row * weight for row, weight in zip(rows, staleness_weights(item, policy_version), strict=True)]
 
 
 def _rollout_scores(item: ScoredData) -> list[float]:

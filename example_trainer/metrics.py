@@ -81,6 +81,7 @@ def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int |
         "groups": batch.groups,
         "zero_variance_groups": batch.zero_variance_groups,
         "staleness_mean": batch.staleness_mean,
+        "staleness_max": batch.staleness_max,
         **measured,
         **run,
         "served_version": sync.policy_version,

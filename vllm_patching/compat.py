@@ -383,16 +383,18 @@ def refuse_undecodable_requests(engine: Any) -> None:
     engine.output_processor.add_request = checked
 
 
-def policy_versions(sequence: Any, started: int, finished: int) -> list[int]:
-    """[first, last] policy version one finished sequence was sampled under.
+def version_spans(sequence: Any, started: int, finished: int) -> list[list[int]] | None:
+    """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None where the
+    versions at its ends are known alone.
 
-    vLLM tells which tokens came from which version since 0.32; before, it is the versions served when the request
-    came and went.
+    vLLM tells which tokens came from which version since 0.32. Before, only the versions are known that were served
+    when the request came and went.
     """
-    if VERSION < Version("0.32"):
-        return [started, finished]
-    spans = sequence.weight_versions
-    return [int(spans[0].version), int(spans[-1].version)] if spans else [finished, finished]
+    if VERSION >= Version("0.32") and sequence.weight_versions:
+        # a stop string takes tokens back, of which the last spans may then have none
+        of_tokens = [span for span in sequence.weight_versions if span.start < max(1, len(sequence.token_ids))]
+        return [[span.start, int(span.version)] for span in of_tokens]
+    return [[0, finished]] if started == finished else None
 
 
 async def pause(engine: Any) -> None:

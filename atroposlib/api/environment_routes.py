@@ -12,7 +12,7 @@ from atroposlib.api.http import beside, is_packed, read_body, read_record, reply
 from atroposlib.api.openapi import serves
 from atroposlib.api.posted_groups import read_groups
 from atroposlib.api.queue import GroupTooLarge, UnknownEnvironment
-from atroposlib.groups import Needs, size_of
+from atroposlib.groups import Needs, oldest_version, size_of
 from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
@@ -173,8 +173,7 @@ def _read_and_check(body: bytes, packed: bool, in_list: bool, max_sequences: int
             suspicions = check_group(data, max_sequences=max_sequences, needs=needs)
         except RefusedBody as refusal:
             raise refusal.within(index) if in_list else refusal from None
-        versions = data.policy_versions if isinstance(data.policy_versions, list) else []
-        posted = PostedGroup(size_of(data), data.env_id, min((first for first, _ in versions), default=None))
+        posted = PostedGroup(size_of(data), data.env_id, oldest_version(data))
         ready.append(
             _Ready(posted, item, data.idempotency_key, len(data.tokens), sum(map(len, data.tokens)), suspicions)
         )

@@ -43,10 +43,9 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
             if values:  # environments send [] for "none"
                 expect_count(name, len(values), count)
                 expect_lengths(name, [len(inner) for inner in values], lengths)
-        if isinstance(data.policy_versions, list):
-            expect_count("policy_versions", len(data.policy_versions), count)
-        if isinstance(data.finish_reasons, list):
-            expect_count("finish_reasons", len(data.finish_reasons), count)
+        for name in ("policy_versions", "version_spans", "finish_reasons"):
+            if isinstance(entries := getattr(data, name), list):
+                expect_count(name, len(entries), count)
         _check_messages(data.messages or [])
         kind = "untrainable"
         check(data, needs)

@@ -44,7 +44,7 @@ _REQUIRED = [field.name for field in msgspec.structs.fields(PostedData) if field
 _FREE = ("messages", "generation_params", "overrides", "group_overrides", "images", "finish_reasons", "failed")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(PostedData)}
 _NUMBERS = frozenset(_TYPES) - {*_FREE, "idempotency_key"}
-_NESTED = frozenset({"distill_token_ids", "distill_logprobs"})  # arrays of arrays of arrays
+_NESTED = frozenset({"distill_token_ids", "distill_logprobs", "version_spans"})  # arrays of arrays of arrays
 _FLOATS = {"scores": 1, "advantages": 2, "ref_logprobs": 2, "inference_logprobs": 2, "distill_logprobs": 3}  # depths
 
 _BYTE = re.compile(r"\(byte (\d+)\)$")
@@ -103,11 +103,14 @@ def read_groups(body: bytes, packed: bool, *, in_list: bool) -> list[tuple[Poste
     return groups
 
 
-def with_weight(item: bytes, packed: bool, weight: float) -> bytes:
-    """The item with `group_overrides.staleness_weight`."""
+def with_weight(item: bytes, packed: bool, weight: float, limit: int | None) -> bytes:
+    """The item with `group_overrides.staleness_weight`, of its oldest token, and the limit from which weights fall."""
     codec = _CODEC[packed]
     content: dict[str, Any] = codec.decode(item, type=dict[str, Raw])
-    content["group_overrides"] = (codec.decode(content["group_overrides"]) or {}) | {"staleness_weight": weight}
+    content["group_overrides"] = (codec.decode(content["group_overrides"]) or {}) | {
+        "staleness_weight": weight,
+        "staleness_limit": limit,
+    }
     return bytes(codec.encode(content))
 
 

@@ -35,9 +35,8 @@ from atroposlib.api.queue import NOT_REGISTERED, Environment, NotRegistered
 from atroposlib.api.replay import bodies_of, replay
 from atroposlib.api.selection import Group
 from atroposlib.api.settings import RunApiConfig
-from atroposlib.api.staleness import weight
 from atroposlib.api.state import Batch, RolloutState
-from atroposlib.groups import Needs
+from atroposlib.groups import Needs, staleness_weight
 from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (
     Acknowledged,
@@ -481,7 +480,7 @@ class RolloutService:
         limit, version = self.settings.max_staleness, self.state.policy_version
         if limit is None or group.version is None or version is None or self.settings.stale_groups == "drop":
             return 1.0
-        return weight(max(0, version - group.version), limit)
+        return float(staleness_weight(max(0, version - group.version), limit))
 
     async def reset(self) -> None:
         """Forget everything."""

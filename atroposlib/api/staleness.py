@@ -40,8 +40,3 @@ class WaitingVersions:
         for entry in found:
             heapq.heappush(self._oldest_first, entry)
         return [order for _, order in found]
-
-
-def weight(staleness: int, limit: int) -> float:
-    """The weight of a group of this age: 1 up to the limit, then falling in proportion."""
-    return min(1.0, (limit + 1) / (staleness + 1))

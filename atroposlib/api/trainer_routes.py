@@ -68,8 +68,8 @@ async def batch(request: Request) -> Response:
     yet.
 
     Never waits. An item has the fourteen fields of ScoredData, null where absent, and `policy_versions`,
-    `finish_reasons` and `failed` if they were posted. Before any registration the reply is an error with an empty
-    batch. What is sent is forgotten: see /batch/lease.
+    `version_spans`, `rollouts`, `finish_reasons` and `failed` if they were posted. Before any registration the reply is
+    an error with an empty batch. What is sent is forgotten: see /batch/lease.
     """
     service = service_of(request)
     contents = await service.pop()
@@ -152,13 +152,14 @@ async def _batch_reply(request: Request, contents: Sequence[Content], answer: wi
         all(is_packed for _, is_packed, _ in contents) and wire.MSGPACK in request.headers.get("accept", "").lower()
     )
     is_changed = any(is_packed != packed or weight != 1 for _, is_packed, weight in contents)
-    body = await beside(request, functools.partial(_batch, contents, answer, packed), is_heavy=is_changed)
+    limit = service_of(request).settings.max_staleness
+    body = await beside(request, functools.partial(_batch, contents, answer, packed, limit), is_heavy=is_changed)
     return await large_reply(request, body, wire.MSGPACK if packed else "application/json")
 
 
-def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bool) -> bytes:
+def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bool, limit: int | None) -> bytes:
     answer.batch = []
     for data, is_packed, weight in contents:
-        item = data if weight == 1 else with_weight(data, is_packed, weight)
+        item = data if weight == 1 else with_weight(data, is_packed, weight, limit)
         answer.batch.append(Raw(as_json(item) if is_packed and not packed else item))
     return msgspec.msgpack.encode(answer) if packed else msgspec.json.encode(answer)

@@ -16,6 +16,7 @@ OF_THE_TOKENS = (
     "ref_logprobs",
     "advantages",
     "policy_versions",
+    "version_spans",
     "distill_token_ids",
     "distill_logprobs",
 )

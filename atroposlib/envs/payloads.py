@@ -2,7 +2,8 @@
 
 A group holds parallel lists, one entry per sequence (of a rollout there may be several, numbered by `rollouts`):
 tokens, masks (the token's id where it is trained on, -100 elsewhere), scores, inference_logprobs (the sampler's
-log-probabilities, 1.0 on masked positions), policy_versions ([first, last] a sequence).
+log-probabilities, 1.0 on masked positions), policy_versions ([first, last] a sequence), version_spans ([start, version]
+pairs a sequence).
 """
 
 import math
@@ -40,6 +41,7 @@ PER_SEQUENCE = (
     "distill_token_ids",
     "distill_logprobs",
     "policy_versions",
+    "version_spans",
     "finish_reasons",
 )
 # Of the generation parameters, what a trainer needs to know the distribution that was sampled from.
@@ -68,6 +70,7 @@ class ScoredDataGroup(TypedDict, total=False):
     distill_token_ids: list[list[list[int]]] | None
     distill_logprobs: list[list[list[float]]] | None
     policy_versions: list[list[int]] | None
+    version_spans: list[list[list[int]]] | None
     rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
     finish_reasons: list[str] | None
     failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
@@ -90,6 +93,7 @@ class ScoredDataItem(TypedDict, total=False):
     distill_token_ids: list[list[int]] | None
     distill_logprobs: list[list[float]] | None
     policy_versions: list[int] | None
+    version_spans: list[list[int]] | None
     finish_reasons: str | None
 
 
@@ -137,7 +141,7 @@ def defect(group: Mapping[str, Any], needs: Needs) -> str | None:
     if missing:
         return f"it has no {', '.join(missing)}"
     count = len(group["tokens"])
-    for key in ("masks", "scores", "inference_logprobs", "policy_versions", "finish_reasons"):
+    for key in ("masks", "scores", "inference_logprobs", "policy_versions", "version_spans", "finish_reasons"):
         if group.get(key) is not None and len(group[key]) != count:
             return f"{len(group[key])} {key} for {count} sequences"
     for key in ("masks", "inference_logprobs"):

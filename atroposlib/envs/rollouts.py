@@ -33,17 +33,22 @@ def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Scor
     """
     numbered = [(number, node) for number, rollout in enumerate(rollouts) for node in trained_once(rollout.sequences)]
     nodes = [node for _, node in numbered]
-    versions: list[Any] = [node.metadata.get("policy_versions") for node in nodes]
-    reasons: list[Any] = [node.metadata.get("finish_reason") for node in nodes]
     group = ScoredDataGroup(
         tokens=[node.tokens for node in nodes],
         masks=[node.masked_tokens for node in nodes],
         inference_logprobs=[node.logprobs for node in nodes],
         scores=[rewards[number] for number, _ in numbered],
         messages=[rollouts[number].messages for number, _ in numbered],  # type: ignore[misc]
-        policy_versions=versions if all(versions) else None,
-        finish_reasons=reasons if all(reasons) else None,
+        policy_versions=_of_all(nodes, "policy_versions"),
+        version_spans=_of_all(nodes, "version_spans"),
+        finish_reasons=_of_all(nodes, "finish_reason"),
     )
     if len(nodes) > len(rollouts):
         group["rollouts"] = [number for number, _ in numbered]
     return group
+
+
+def _of_all(nodes: Sequence[SequenceNode], name: str) -> list[Any] | None:
+    """A field of the nodes' metadata, if each of them has it."""
+    values = [node.metadata.get(name) for node in nodes]
+    return values if all(values) else None

@@ -170,6 +170,7 @@ class FakeInferenceServer:
                 [[{token: fake_logprob(token, at)}] for at, token in enumerate(tokens)] for tokens, _ in samples
             ],
             "policy_versions": [[self.policy_version, self.policy_version] for _ in samples],
+            "version_spans": [[[0, self.policy_version]] for _ in samples],
         }
         if body.get("prompt_logprobs") is not None:
             ranked = range(max(1, body["prompt_logprobs"]))

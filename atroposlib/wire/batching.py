@@ -378,10 +378,11 @@ class ScoredData(Struct):
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
     `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
     [sequence][position][top_k]. `policy_versions` is the first and last policy version that a sequence was sampled
-    under, `finish_reasons` why its last answer ended ("length": it was cut). `rollouts` is the number of the rollout
-    that a sequence belongs to, counted from 0 in order; without it each sequence is a rollout of its own. `failed`
-    counts the rollouts that have no score and no sequence here, by cause; in a batch each takes the place of one. An
-    item has these four only if they were posted.
+    under, `version_spans` says which of its tokens came from which: [start, version] pairs, each for the sampled tokens
+    from position `start` to the next pair's. `finish_reasons` is why its last answer ended ("length": it was cut).
+    `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each
+    sequence is a rollout of its own. `failed` counts the rollouts that have no score and no sequence here, by cause; in
+    a batch each takes the place of one. An item has these five only if they were posted.
     """
 
     tokens: list[list[int]]
@@ -399,13 +400,14 @@ class ScoredData(Struct):
     distill_token_ids: list[list[list[Integer]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[tuple[Step, Step]] | UnsetType | None = UNSET
+    version_spans: list[list[tuple[Step, Step]]] | UnsetType | None = UNSET
     rollouts: list[Integer] | UnsetType | None = UNSET
     finish_reasons: list[FinishReason] | UnsetType | None = UNSET
     failed: dict[Cause, Failures] | UnsetType | None = UNSET
 
 
 # Of ScoredData, the fields that an item has only if they were posted; the ancestor's items did not have them.
-IF_POSTED = ("policy_versions", "rollouts", "finish_reasons", "failed")
+IF_POSTED = ("policy_versions", "version_spans", "rollouts", "finish_reasons", "failed")
 
 
 class PostedData(ScoredData, omit_defaults=True):

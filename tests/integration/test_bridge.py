@@ -1,6 +1,7 @@
 """The broadcast bridge on a real vLLM, with real processes and real signals."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -194,6 +195,10 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
     assert len(load.versions) > 20
     assert all(first <= last for first, last in load.versions)
     assert any(first < last for first, last in load.versions)  # some were under way while a version was committed
+    assert [[spans[0][1], spans[-1][1]] for spans in load.spans] == load.versions
+    for spans in load.spans:  # each token of the 16 has a version, and versions only rise
+        assert spans[0][0] == 0
+        assert all(a[0] < b[0] < 16 and a[1] < b[1] for a, b in itertools.pairwise(spans))
     # 180 leaked staging buffers would be 400 MB, 180 leaked threads or sockets 180 of them
     for side in ("trainer", "server"):
         grown = {what: held[200][side][what] - held[20][side][what] for what in held[20][side]}
@@ -203,7 +208,7 @@ def check_two_hundred_syncs(server: Server, child: subprocess.Popen[str]) -> Non
 
 
 class Load:
-    """Clients that generate without a pause; `versions` are the policy versions of what they got."""
+    """Clients that generate without a pause; `versions` and `spans` are the policy versions of what they got."""
 
     def __init__(self, server: Server, clients: int) -> None:
         self._server = server
@@ -211,6 +216,7 @@ class Load:
         self._threads = [threading.Thread(target=self._run) for _ in range(clients)]
         self.failures: list[str] = []
         self.versions: list[list[int]] = []
+        self.spans: list[list[list[int]]] = []
 
     def __enter__(self) -> "Load":
         for thread in self._threads:
@@ -232,6 +238,7 @@ class Load:
                 self.failures.append(str(error))
             else:
                 self.versions += reply.json()["policy_versions"]
+                self.spans += reply.json()["version_spans"]
 
 
 def test_frozen_trainer_keeps_its_lease_then_loses_the_bridge(plain_server: Server) -> None:

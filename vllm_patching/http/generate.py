@@ -6,7 +6,8 @@ Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "promp
           without "max_tokens" a sequence may grow to the model's limit; 256.0 is 256, another type is a 400
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
-           "policy_versions": [[first, last] per sequence]}
+           "policy_versions": [[first, last] per sequence],
+           "version_spans": [[[start, version], ...] per sequence, null where the versions of the ends are known alone]}
 """
 
 import asyncio
@@ -39,6 +40,7 @@ class Reply(Struct):
     prompt_token_ids: list[int]
     token_ids: list[list[int]]
     policy_versions: list[list[int]]
+    version_spans: list[list[list[int]] | None]
     logprobs: list[list[list[Logprobs]]] | UnsetType = UNSET
     prompt_logprobs: list[Logprobs | None] | UnsetType = UNSET
 
@@ -74,6 +76,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
     reply = _reply(output, params, started, serving.policy_version)
     if adapter_version is not None:  # a request keeps its adapter to the end
         reply.policy_versions = [[adapter_version, adapter_version] for _ in output.outputs]
+        reply.version_spans = [[[0, adapter_version]] for _ in output.outputs]
     return reply
 
 
@@ -117,13 +120,15 @@ async def _disconnected(request: Request) -> None:
 
 
 def _reply(output: Any, params: Any, started: int, finished: int) -> Reply:
+    spans = [compat.version_spans(sequence, started, finished) for sequence in output.outputs]
     reply = Reply(
         text=[sequence.text for sequence in output.outputs],
         prompt=output.prompt,
         finish_reasons=[sequence.finish_reason for sequence in output.outputs],
         prompt_token_ids=list(output.prompt_token_ids),
         token_ids=[list(sequence.token_ids) for sequence in output.outputs],
-        policy_versions=[compat.policy_versions(sequence, started, finished) for sequence in output.outputs],
+        policy_versions=[[each[0][1], each[-1][1]] if each else [started, finished] for each in spans],
+        version_spans=spans,
     )
     if params.logprobs is not None:
         reply.logprobs = [

@@ -232,10 +232,23 @@ def _node(prompt: SequenceNode, sequence: SampledSequence, text: str) -> Sequenc
         metadata={
             "finish_reason": sequence.finish_reason,
             "policy_versions": list(versions) if versions is not None else None,
+            "version_spans": _version_spans(prompt, sequence),
         },
     )
     node._carried = prompt._carried
     return node
+
+
+def _version_spans(prompt: SequenceNode, sequence: SampledSequence) -> list[list[int]] | None:
+    """[start, version] of each run of tokens that one version sampled, over all turns; None where one is not known."""
+    if sequence.version_spans is None:
+        return None
+    turn = [[len(prompt.tokens) + start, version] for start, version in sequence.version_spans]
+    if not prompt.metadata:
+        return [[0, turn[0][1]], *turn[1:]]
+    if (earlier := prompt.metadata["version_spans"]) is None:
+        return None
+    return [*earlier, *(turn[1:] if turn[0][1] == earlier[-1][1] else turn)]
 
 
 def _reason(sequence: SampledSequence) -> Literal["stop", "length"]:
@@ -292,7 +305,7 @@ def _dummy_node(text: str, finish_reason: str) -> SequenceNode:
         tokens=DUMMY_TOKENS,
         masked_tokens=[NOT_TRAINED, *DUMMY_TOKENS[1:]],
         logprobs=[DUMMY_LOGPROB] * len(DUMMY_TOKENS),
-        metadata={"finish_reason": finish_reason, "policy_versions": None, "dummy_tokens": True},
+        metadata={"finish_reason": finish_reason, "policy_versions": None, "version_spans": None, "dummy_tokens": True},
     )
 
 

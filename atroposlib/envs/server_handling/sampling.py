@@ -23,13 +23,15 @@ class PromptLogprobs(TypedDict):
 class SampledSequence:
     """One completion. Raises ValueError unless it has a token, and exactly one log-probability per token.
 
-    `policy_versions` are the versions that sampled the first and the last token; None when the server does not say.
+    `policy_versions` are the versions that sampled the first and the last token, `version_spans` the runs of tokens of
+    one version, as (start, version); None when the server does not say.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
     policy_versions: tuple[int, int] | None = None
+    version_spans: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:

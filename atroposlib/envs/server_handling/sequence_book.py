@@ -19,8 +19,9 @@ class SequenceNode(BaseModel):
 
     tokens, masked_tokens and logprobs have one length. masked_tokens repeats each sampled id and is -100 elsewhere;
     logprobs is 1.0 elsewhere. full_text is the prompt's text and the completion's without its special tokens.
-    metadata holds finish_reason (of the last completion) and policy_versions ([first, last] over all sampled tokens,
-    None when the server does not say).
+    metadata holds finish_reason (of the last completion), policy_versions ([first, last] over all sampled tokens) and
+    version_spans ([start, version] pairs: the version of the sampled tokens from that position to the next pair's); the
+    latter two are None when a server does not say.
     """
 
     full_text: str
@@ -72,7 +73,7 @@ def unsampled_prompt(text: str, tokens: list[int]) -> SequenceNode:
 
 def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> SequenceNode:
     """`text` as a continuation of `parent`, whose full_text it starts with: parent's ids, then those of the added text
-    alone. Its metadata hold the parent's policy_versions; those of a prompt without sampled tokens are empty.
+    alone. Its metadata hold the parent's versions; those of a prompt without sampled tokens are empty.
 
     When the completion ended with a special token (the end of its turn) and the added text begins with that token's
     text, the sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what
@@ -85,13 +86,17 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Se
         added_text = added_text[len(ending) :]
     elif ending:
         kept -= 1
+    spans = parent.metadata.get("version_spans")
     added = tokenizer.encode(added_text, add_special_tokens=False) if added_text else []
     extended = SequenceNode(
         full_text=text,
         tokens=parent.tokens[:kept] + added,
         masked_tokens=parent.masked_tokens[:kept] + [NOT_TRAINED] * len(added),
         logprobs=parent.logprobs[:kept] + [NO_LOGPROB] * len(added),
-        metadata={"policy_versions": parent.metadata.get("policy_versions")},
+        metadata={
+            "policy_versions": parent.metadata.get("policy_versions"),
+            "version_spans": spans and [span for span in spans if span[0] < kept],
+        },
     )
     extended._carried = kept
     return extended

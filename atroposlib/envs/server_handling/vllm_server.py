@@ -41,6 +41,7 @@ class GenerateReply(msgspec.Struct):
     finish_reasons: list[str]
     logprobs: list[list[list[dict[int, float]]]]
     policy_versions: list[tuple[int, int]] | None = None
+    version_spans: list[list[tuple[int, int]] | None] | None = None
 
 
 class PromptLogprobsReply(msgspec.Struct):
@@ -78,6 +79,7 @@ class VLLMServer(OpenAIServer):
             len(reply.finish_reasons),
             len(reply.logprobs),
             len(reply.policy_versions or reply.token_ids),
+            len(reply.version_spans or reply.token_ids),
         }
         if counts != {expected}:
             raise PermanentServerError(
@@ -148,6 +150,7 @@ class VLLMServer(OpenAIServer):
             logprobs=[maps[0][token] for token, maps in zip(ids, positions, strict=True)],
             finish_reason=reply.finish_reasons[index],
             policy_versions=reply.policy_versions[index] if reply.policy_versions is not None else None,
+            version_spans=reply.version_spans[index] if reply.version_spans is not None else None,
         )
 
 

@@ -30,6 +30,7 @@ BESIDES = {"extra": [1, {"b": None}], "idempotency_key": "key"}
 # absent, null, or there: these are in an item only if they were posted
 NEWER: dict[str, Any] = {
     "policy_versions": [[1, 2]],
+    "version_spans": [[[0, 1], [1, 2]]],
     "rollouts": [0],
     "finish_reasons": ["length"],
     "failed": {"timeout": 2},

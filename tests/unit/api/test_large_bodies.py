@@ -272,8 +272,10 @@ def test_weights_and_translations_touch_what_they_must() -> None:
     _, plain = read_group(msgspec.json.encode(full), packed=False)
     _, item = read_group(msgspec.msgpack.encode(full), packed=True)
     assert msgspec.json.decode(as_json(item)) == msgspec.json.decode(plain)
-    weighted = msgspec.msgpack.decode(with_weight(item, True, 0.5))
-    assert weighted == msgspec.msgpack.decode(item) | {"group_overrides": {"sft": True, "staleness_weight": 0.5}}
+    weighted = msgspec.msgpack.decode(with_weight(item, True, 0.5, 2))
+    assert weighted == msgspec.msgpack.decode(item) | {
+        "group_overrides": {"sft": True, "staleness_weight": 0.5, "staleness_limit": 2}
+    }
 
 
 # --- gzip -----------------------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
 from atroposlib.api.liveness import Liveness
 from atroposlib.api.server import create_app
-from atroposlib.api.staleness import weight
+from atroposlib.groups import staleness_weight
 from tests.unit.api.support import ITEM_KEYS, api_settings, group, marks, register, register_env, registration
 
 
@@ -227,9 +228,9 @@ def test_or_they_are_weighted_down() -> None:
     batches = [client.get("/batch").json()["batch"][0] for _ in range(7)]
     assert [batch["group_overrides"] for batch in batches] == [
         None,
-        {"staleness_weight": 0.5},
-        {"staleness_weight": 0.6},
-        {"staleness_weight": 0.75},
+        {"staleness_weight": 0.5, "staleness_limit": 2},
+        {"staleness_weight": 0.6, "staleness_limit": 2},
+        {"staleness_weight": 0.75, "staleness_limit": 2},
         None,
         None,
         None,
@@ -238,8 +239,17 @@ def test_or_they_are_weighted_down() -> None:
 
 
 def test_a_weight_falls_with_age_from_one() -> None:
-    assert [weight(staleness, 1) for staleness in range(4)] == [1.0, 1.0, 2 / 3, 0.5]
-    assert weight(3, 0) == 0.25
+    assert staleness_weight(np.arange(4), 1).tolist() == [1.0, 1.0, 2 / 3, 0.5]
+    assert staleness_weight(3, 0) == 0.25
+
+
+@pytest.mark.parametrize(("oldest", "kept"), [(2, False), (3, True)])
+def test_a_group_is_as_old_as_its_oldest_token_where_each_token_s_version_is_known(oldest: int, kept: bool) -> None:
+    client, _ = api(max_staleness=2)
+    register(client, batch_size=2)
+    client.post("/scored_data", json=group(2, 7, version_spans=[[[0, 5]], [[0, 5], [1, oldest]]]))
+    client.post("/trainer-step", json={"step": 5, "policy_version": 5})
+    assert (marks(client) == [7]) == kept
 
 
 # --- repeated posts -------------------------------------------------------------------------------------------------

@@ -210,6 +210,7 @@ def test_everything_posted_comes_back_unchanged(client: TestClient) -> None:
         distill_token_ids=[[[1, 2]], [[3, 4]]],
         distill_logprobs=[[[-0.1, -2.0]], [[-0.3, -1.0]]],
         policy_versions=[[3, 3], [3, 4]],
+        version_spans=[[[0, 3]], [[0, 3], [1, 4]]],
         finish_reasons=["stop", "length"],
         failed={"timeout": 1, "scorer": 2},
     )
@@ -254,6 +255,7 @@ def test_fields_that_the_ancestor_did_not_know_appear_only_when_posted(client: T
     register(client, batch_size=4)
     given: dict[str, Any] = {
         "policy_versions": [[0, 0], [0, 1]],
+        "version_spans": [[[0, 0]], [[0, 0], [1, 1]]],
         "rollouts": [0, 1],
         "finish_reasons": ["stop", "length"],
         "failed": {},
@@ -433,6 +435,8 @@ def test_a_number_that_is_not_finite_is_refused_with_its_position(client: TestCl
         ({"inference_logprobs": [[0.0, 0.0]]}, ["inference_logprobs"], "1 entries for 2 sequences"),
         ({"policy_versions": [[0, 0]]}, ["policy_versions"], "1 entries for 2 sequences"),
         ({"policy_versions": [[0, 0], [1]]}, ["policy_versions", 1], "length 2"),
+        ({"version_spans": [[[0, 0]]]}, ["version_spans"], "1 entries for 2 sequences"),
+        ({"version_spans": [[[0, 0]], [[0]]]}, ["version_spans", 1, 0], "length 2"),
         ({"rollouts": [0]}, ["rollouts"], "1 entries for 2 sequences"),
         ({"rollouts": []}, ["rollouts"], "0 entries for 2 sequences"),
         ({"rollouts": [1, 1]}, ["rollouts", 0], "1 is not 0; rollouts are counted from 0 in order"),

@@ -15,14 +15,14 @@ PROMPT = {"prompt_token_ids": [5, 6]}
 
 
 def sequence(ids: list[int], *versions: int, finish_reason: str = "stop") -> Any:
-    """One sampled sequence as vLLM describes it, its tokens labelled with the versions that they came from."""
+    """One sampled sequence as vLLM describes it, each token labelled with the version that it came from."""
     logprobs = [
         {token: SimpleNamespace(logprob=-token / 10), 1: SimpleNamespace(logprob=-0.05)}
         if token != 1
         else {token: SimpleNamespace(logprob=-token / 10)}
         for token in ids
     ]
-    spans = [SimpleNamespace(version=str(version)) for version in versions]
+    spans = [SimpleNamespace(version=str(version), start=start) for start, version in enumerate(versions)]
     return SimpleNamespace(
         text="t" * len(ids), finish_reason=finish_reason, token_ids=ids, logprobs=logprobs, weight_versions=spans
     )
@@ -50,6 +50,7 @@ async def test_each_sequence_comes_with_its_ids_and_their_own_log_probabilities(
         "prompt_token_ids": [5, 6],
         "token_ids": [[7, 8], [9]],
         "policy_versions": [[3, 3], [3, 3]],
+        "version_spans": [[[0, 3]], [[0, 3]]],
         "logprobs": [[[{"7": -0.7}], [{"8": -0.8}]], [[{"9": -0.9}]]],
     }
 
@@ -64,14 +65,24 @@ async def test_the_prompt_s_log_probabilities_are_given_where_asked_for() -> Non
 
 
 @pytest.mark.parametrize(
-    ("versions", "expected"), [((3,), [3, 3]), ((3, 4), [3, 4]), ((3, 4, 6), [3, 6]), ((), [2, 2])]
+    ("versions", "expected", "spans"),
+    [
+        ((3,), [3, 3], [[0, 3]]),
+        ((3, 4), [3, 4], [[0, 3], [1, 4]]),
+        ((3, 4, 6), [3, 6], [[0, 3], [1, 4], [2, 6]]),
+        ((3, 4, 6, 7), [3, 6], [[0, 3], [1, 4], [2, 6]]),  # the last token was taken back
+        ((), [1, 2], None),
+    ],
 )
-async def test_a_sequence_names_the_first_and_the_last_version_of_its_tokens(
-    monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...], expected: list[int]
+async def test_a_sequence_names_the_versions_of_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+    versions: tuple[int, ...],
+    expected: list[int],
+    spans: list[list[int]] | None,
 ) -> None:
     monkeypatch.setattr(compat, "VERSION", Version("0.32"))
     engine = FakeEngine(1)
-    engine.output = output(sequence([7], *versions))
+    engine.output = output(sequence([7, 8, 9], *versions))
     async with serving(engine) as client:
         await opened(client, world_size=2)
         await committed(client, engine, 1)
@@ -81,7 +92,7 @@ async def test_a_sequence_names_the_first_and_the_last_version_of_its_tokens(
 
         engine.during["generate"] = sync
         reply = await client.post("/generate", json={"prompt": PROMPT})
-    assert reply.json()["policy_versions"] == [expected]
+    assert (reply.json()["policy_versions"], reply.json()["version_spans"]) == ([expected], [spans])
 
 
 async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s_ends(
@@ -100,8 +111,8 @@ async def test_before_vllm_labels_tokens_the_versions_are_those_at_the_request_s
         engine.during["generate"] = sync
         across = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
         after = await client.post("/generate", json={"prompt": PROMPT, "n": 2})
-    assert across.json()["policy_versions"] == [[1, 2]] * 2
-    assert after.json()["policy_versions"] == [[2, 2]] * 2
+    assert (across.json()["policy_versions"], across.json()["version_spans"]) == ([[1, 2]] * 2, [None] * 2)
+    assert (after.json()["policy_versions"], after.json()["version_spans"]) == ([[2, 2]] * 2, [[[0, 2]]] * 2)
 
 
 async def test_what_a_poisoned_engine_gave_up_is_refused_with_the_reason() -> None:

@@ -56,7 +56,7 @@ async def test_group_carries_what_was_sampled(tmp_path: Path) -> None:
     assert backlog == []
     assert group["scores"] == [1.0, 0.0, 1.0, 0.0]
     assert Counter(scored.outcome for scored in env.scored) == {"right": 2, "wrong": 1, "unparseable": 1}
-    assert group["policy_versions"] == [[3, 3]] * 4
+    assert (group["policy_versions"], group["version_spans"]) == ([[3, 3]] * 4, [[[0, 3]]] * 4)
     assert group["generation_params"] == {"temperature": 1.0, "top_p": 1.0}
     tokenizer = make_tiny_tokenizer()
     prompt = f"<|im_start|>user\n{item.question}<|im_end|>\n<|im_start|>assistant\n"

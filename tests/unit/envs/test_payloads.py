@@ -65,6 +65,7 @@ def test_good_group_is_accepted_also_with_null_overrides() -> None:
         (group(masks=[[1, 2, 3], [1, 2]]), "sequence 1: 2 masks for 3 tokens"),
         (group(inference_logprobs=[[1.0], [1.0, -1.0, -2.0]]), "sequence 0: 1 inference_logprobs for 3 tokens"),
         (group(policy_versions=[[0, 0]]), "1 policy_versions for 2 sequences"),
+        (group(version_spans=[[[0, 0]]]), "1 version_spans for 2 sequences"),
     ],
 )
 def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], reason: str) -> None:

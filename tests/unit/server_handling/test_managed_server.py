@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode
-from atroposlib.envs.server_handling.sampling import SampledTokens
+from atroposlib.envs.server_handling.managed_server import ManagedServer, ManagedServerAdapter, SequenceNode, _node
+from atroposlib.envs.server_handling.sampling import SampledSequence, SampledTokens
+from atroposlib.envs.server_handling.sequence_book import extended_prompt, unsampled_prompt
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.server_manager import APIServerConfig
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
@@ -77,7 +78,7 @@ async def test_a_reply_becomes_a_node_of_prompt_and_sampled_tokens(setup: Setup)
                 tokens=prompt + output,
                 masked_tokens=[-100] * len(prompt) + output,
                 logprobs=[1.0] * len(prompt) + [fake_logprob(token, at) for at, token in enumerate(output)],
-                metadata={"finish_reason": "stop", "policy_versions": [0, 0]},
+                metadata={"finish_reason": "stop", "policy_versions": [0, 0], "version_spans": [[0, 0]]},
             )
         ]
     }
@@ -98,7 +99,26 @@ async def test_the_next_turn_extends_the_node_with_one_end_of_turn_token(setup: 
         "<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\ncool<|im_end|>"
     )
     assert sampled_text(node) == "hello<|im_end|>cool<|im_end|>"
-    assert node.metadata == {"finish_reason": "stop", "policy_versions": [0, 3]}
+    second = len(node.tokens) - 1 - len(TOKENIZER.encode("cool"))
+    spans = [[0, 0], [second, 3]]
+    assert node.metadata == {"finish_reason": "stop", "policy_versions": [0, 3], "version_spans": spans}
+
+
+async def test_versions_of_tokens_are_joined_over_turns_and_unknown_with_one_that_is(setup: Setup) -> None:
+    prompt = unsampled_prompt("?", [1, 2])
+    first = _node(prompt, SampledSequence([5, 6, END], [-0.5] * 3, "stop", (3, 4), [(0, 3), (1, 4)]), "56")
+    assert first.metadata["version_spans"] == [[0, 3], [3, 4]]
+    again = extended_prompt(first.full_text + "<|im_end|>", first, TOKENIZER)
+    same = _node(again, SampledSequence([7, 8], [-0.5] * 2, "stop", (4, 5), [(0, 4), (1, 5)]), "78")
+    assert same.metadata == {
+        "finish_reason": "stop",
+        "policy_versions": [3, 5],
+        "version_spans": [[0, 3], [3, 4], [6, 5]],
+    }
+    unknown = _node(again, SampledSequence([7], [-0.5], "stop", (4, 5)), "7")
+    assert unknown.metadata["version_spans"] is None
+    later = extended_prompt(unknown.full_text, unknown, TOKENIZER)
+    assert _node(later, SampledSequence([7], [-0.5], "stop", (5, 5), [(0, 5)]), "7").metadata["version_spans"] is None
 
 
 async def test_the_server_is_shown_the_sampled_ids_again_not_their_text_tokenised(setup: Setup) -> None:

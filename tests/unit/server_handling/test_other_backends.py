@@ -80,7 +80,7 @@ async def test_sglang_gives_tokens_log_probabilities_and_versions(tmp_path: Path
     assert len(nodes) == n
     assert nodes[0].tokens[-len(YES) :] == YES
     assert nodes[0].logprobs[-len(YES) :] == [-0.5] * len(YES)
-    assert nodes[0].metadata == {"finish_reason": "stop", "policy_versions": [3, 3]}
+    assert nodes[0].metadata == {"finish_reason": "stop", "policy_versions": [3, 3], "version_spans": None}
 
 
 async def test_sglang_gives_prompt_log_probabilities(tmp_path: Path) -> None:

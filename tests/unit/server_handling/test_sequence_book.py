@@ -23,7 +23,7 @@ def node_of(prompt: SequenceNode, sampled: list[int]) -> SequenceNode:
         tokens=prompt.tokens + sampled,
         masked_tokens=prompt.masked_tokens + sampled,
         logprobs=prompt.logprobs + [-0.5] * len(sampled),
-        metadata={"policy_versions": [1, 2]},
+        metadata={"policy_versions": [1, 2], "version_spans": [[0, 1], [len(prompt.tokens) + len(sampled) - 1, 2]]},
     )
 
 
@@ -51,7 +51,9 @@ def test_the_ids_say_what_the_prompt_says_and_sampled_ones_are_carried(
         assert TOKENIZER.decode(prompt.tokens) == text
         assert [token for token in prompt.masked_tokens if token != NOT_TRAINED] == kept
         assert len(prompt.tokens) == len(prompt.masked_tokens) == len(prompt.logprobs)
-        assert prompt.metadata == {"policy_versions": [1, 2]}
+        last = [len(node.tokens) - 1, 2]  # goes with the token
+        spans = [[0, 1], last] if written or not ended else [[0, 1]]
+        assert prompt.metadata == {"policy_versions": [1, 2], "version_spans": spans}
 
 
 def _leaf(text: str) -> SequenceNode:

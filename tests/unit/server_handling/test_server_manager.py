@@ -77,7 +77,7 @@ async def test_sampled_tokens_carry_the_policy_version(
 ) -> None:
     fakes[0].policy_version = 7
     sampled = await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5], max_tokens=10)
-    assert sampled.sequences[0].policy_versions == (7, 7)
+    assert (sampled.sequences[0].policy_versions, sampled.sequences[0].version_spans) == ((7, 7), [(0, 7)])
 
 
 async def test_the_request_for_tokens_holds_ids_and_sampling_parameters_alone(

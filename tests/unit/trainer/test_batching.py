@@ -171,10 +171,25 @@ def test_completion_tokens_count_all_that_was_sampled() -> None:
     assert batch_of(*groups).completion_tokens == batch_of(*groups, seq_len=5).completion_tokens == sampled
 
 
-def test_staleness_counts_from_the_first_policy_that_sampled() -> None:
-    batch = batch_of(item([1.0, 0.0], policy_versions=[[3, 4], [2, 2]]), item([1.0, 0.0]), policy_version=5)
-    assert batch.staleness_mean == 2.5
+def with_answers_of(*lengths: int, **fields: Any) -> dict[str, Any]:
+    """A group with answers of so many tokens to a prompt of two."""
+    tokens = [[1] * (2 + length) for length in lengths]
+    return item([float(index) for index in range(len(lengths))]) | {
+        "tokens": tokens,
+        "masks": [[-100] * 2 + [1] * length for length in lengths],
+        "inference_logprobs": [[1.0] * 2 + [-1.0] * length for length in lengths],
+        **fields,
+    }
+
+
+def test_staleness_is_of_sampled_tokens_and_of_a_sequence_s_first_version_where_it_has_no_other() -> None:
+    first = with_answers_of(1, 3, policy_versions=[[3, 4], [2, 2]])
+    batch = batch_of(first, item([1.0, 0.0]), policy_version=5)
+    assert (batch.staleness_mean, batch.staleness_max) == ((1 * 2 + 3 * 3) / 4, 3)
     assert batch_of(item([1.0, 0.0])).staleness_mean is None
+    spans = with_answers_of(1, 4, policy_versions=[[1, 5], [1, 5]], version_spans=[[[0, 1], [2, 5]], [[0, 3], [4, 4]]])
+    found = batch_of(spans, policy_version=5)  # no token that was sampled is of version 1
+    assert (found.staleness_mean, found.staleness_max) == ((0 + 2 * 2 + 2 * 1) / 5, 2)
 
 
 def test_a_first_token_is_never_trained_even_where_the_mask_names_it() -> None:
@@ -201,6 +216,18 @@ def test_the_staleness_weight_scales_all_advantages_of_the_group(given: list[lis
     weighted["group_overrides"] = {"staleness_weight": 0.0}  # it teaches nothing any more
     found = batch_of(weighted)
     assert (found.sequences, found.zero_variance_groups) == ([], 1)
+
+
+def test_tokens_of_known_versions_have_weights_of_their_own() -> None:
+    group = with_answers_of(3, 3)
+    (plain, _) = batch_of(group).sequences
+    group["group_overrides"] = {"staleness_weight": 0.25, "staleness_limit": 1}
+    (alike, _) = batch_of(group, policy_version=9).sequences
+    group["version_spans"] = [[[0, 2], [3, 6], [4, 9]], [[0, 9]]]
+    mixed, fresh = batch_of(group, policy_version=9).sequences
+    assert (alike.advantages / plain.advantages).tolist() == [0.25] * 5
+    assert (mixed.advantages / plain.advantages).tolist() == [0.25, 0.25, 0.25, 0.5, 1.0]
+    assert (fresh.advantages / plain.advantages).tolist() == [-1.0] * 5
 
 
 def test_one_group_s_staleness_weight_is_not_another_s() -> None:
