@@ -40,7 +40,7 @@ from atroposlib.envs.payloads import (
     ScoredDataItem,
     completion_lengths,
     defect,
-    group_items,
+    group_rollouts,
     rejection,
     wire_form,
     with_failed,
@@ -142,9 +142,9 @@ class Environment(ABC):
         `evaluate_log`.
         """
 
-    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | None, list[Item]]:
-        """One scored sample of `item`, or None to drop the whole group; then items to process later. One that raises,
-        or takes too long, has failed: its siblings go on.
+    async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | list[ScoredDataItem] | None, list[Item]]:
+        """One scored rollout of `item`, as its sequence or a list of its sequences, or None to drop the whole group;
+        then items to process later. One that raises, or takes too long, has failed: its siblings go on.
         """
         raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
 
@@ -158,8 +158,8 @@ class Environment(ABC):
         )
         left, failed = self._env_run.survivors(results, item)
         backlog = [later for _, more in left for later in more or []]
-        samples = [sample for sample, _ in left if sample is not None]
-        return (with_failed(group_items(samples), failed) if len(samples) == len(left) else None), backlog
+        rollouts = [rollout if isinstance(rollout, list) else [rollout] for rollout, _ in left if rollout]
+        return (with_failed(group_rollouts(rollouts), failed) if len(rollouts) == len(left) else None), backlog
 
     async def postprocess_histories(self, trajectories: Any) -> Groups:
         """The groups as they are to be sent; None drops them."""

@@ -25,6 +25,7 @@ __all__ = [
     "completion_lengths",
     "defect",
     "group_items",
+    "group_rollouts",
     "rejection",
     "wire_form",
     "with_failed",
@@ -124,6 +125,14 @@ def group_items(items: Sequence[Mapping[str, Any]]) -> ScoredDataGroup:
     merged = {key: value for item in items for key, value in (item.get("group_overrides") or {}).items()}
     group["group_overrides"] = merged or None
     return cast(ScoredDataGroup, group)
+
+
+def group_rollouts(rollouts: Sequence[Sequence[Mapping[str, Any]]]) -> ScoredDataGroup:
+    """One group of rollouts, each the list of its sequences. It says which belong together if any has several."""
+    group = group_items([item for rollout in rollouts for item in rollout])
+    if any(len(rollout) > 1 for rollout in rollouts):
+        group["rollouts"] = [number for number, rollout in enumerate(rollouts) for _ in rollout]
+    return group
 
 
 def with_failed(group: ScoredDataGroup, failed: Mapping[Cause, int]) -> ScoredDataGroup:

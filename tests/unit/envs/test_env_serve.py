@@ -9,6 +9,7 @@ import pytest
 
 from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.errors import GroupTooLargeError, PeerError
+from atroposlib.envs.payloads import ScoredDataItem
 from atroposlib.envs.serve import serve
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from tests.unit.envs.fakes import Api, CountingEnv, Trainer, config, running_api, server_config
@@ -116,6 +117,30 @@ async def test_on_policy_samples_come_from_the_policy_they_train(
     await asyncio.wait_for(serving, 10)
     seen = [{tuple(span) for item in batch for span in item["policy_versions"]} for batch in trainer.batches]
     assert seen == [{(version, version)} for version in range(4)]
+
+
+async def test_rollouts_of_one_to_three_sequences_make_batches_by_rollouts(
+    tmp_path: Path, api: Api, inference: FakeInferenceServer
+) -> None:
+    class Branching(CountingEnv):
+        """Its n-th rollout has n % 3 + 1 sequences."""
+
+        async def collect_trajectory(self, item: int) -> tuple[list[ScoredDataItem], list[Any]]:  # type: ignore[override]
+            sample, more = await super().collect_trajectory(item)
+            return [sample] * (self.samples % 3 + 1), more  # type: ignore[list-item]
+
+    env = build(tmp_path, api, inference, Branching, data_path_to_save_groups=str(tmp_path / "s.jsonl"))
+    trainer = Trainer(api.url, num_steps=2)
+    serving = asyncio.create_task(serve(env))
+    await trainer.register()
+    await trainer.train(2)
+    await asyncio.wait_for(serving, 10)
+    saved = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
+    for batch in trainer.batches:
+        assert [item["rollouts"][-1] for item in batch] == [3, 3]  # two groups of four, of 8 sequences on average
+        assert sum(len(item["tokens"]) for item in batch) == sum(len(item["rollouts"]) for item in batch) > 8
+        assert all(item["rollouts"] in [group["rollouts"] for group in saved] for item in batch)
+    assert len(saved[0]["completion_tokens"]) == 4
 
 
 async def test_nothing_is_sampled_while_an_evaluation_runs(
