@@ -13,9 +13,9 @@ def group_advantages(scores: NDArray[np.float64], how: Advantage) -> NDArray[np.
 
         group_std    score less the mean, over the population standard deviation + 1e-4: GRPO (Shao et al. 2024, arXiv
                      2402.03300, section 4.1.2)
-        group_mean   score less the mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, equation 2)
+        group_mean   score less the mean: Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2)
         rloo         score less the mean of the others, n / (n - 1) times as much: RLOO (Ahmadian et al. 2024, arXiv
-                     2402.14740, equation 8)
+                     2402.14740)
 
     A group of one has no siblings: its score is its advantage.
     """

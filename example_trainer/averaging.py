@@ -4,7 +4,7 @@ A step minimises sum(weight x loss) / divisor over the sampled tokens of its bat
 that micro-batches, chunks of the head and ranks add up shares of one mean, however the tokens are dealt to them. A
 rollout is one sampled answer, of one sequence or several; groups of equal scores count in the divisor like all others.
 
-    token       sum of all tokens / tokens                  DAPO (Yu et al. 2025, arXiv 2503.14476, equation 8)
+    token       sum of all tokens / tokens                  DAPO (Yu et al. 2025, arXiv 2503.14476, section 3.3)
     sequence    mean over rollouts of each one's own mean   GRPO (Shao et al. 2024, arXiv 2402.03300, equation 3)
     constant    sum of all tokens / (rollouts x constant)   Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, section 3.2)
 """

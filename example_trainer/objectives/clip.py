@@ -38,7 +38,7 @@ def dual_clipped(loss: Tensor, advantages: Tensor, limit: float) -> tuple[Tensor
     """The loss of a token with A < 0, at most `limit` x |A|, beyond which it has no gradient; and where that acted.
 
     Dual-clip PPO (Ye et al. 2020, "Mastering complex control in MOBA games with deep reinforcement learning", arXiv
-    1912.09729, equation 4).
+    1912.09729).
     """
     most = -limit * advantages
     cut = (advantages < 0) & (loss > most)

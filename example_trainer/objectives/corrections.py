@@ -20,8 +20,9 @@ def importance_weights(log_weights: Tensor, in_loss: bool, settings: LossSetting
                brings you off-policy RL training", https://fengyao.notion.site/off-policy-rl; Ionides 2008, "Truncated
                importance sampling"). A lower bound would make tokens count more than their importance, so only `mask`
                has one.
-    mask       w within the bounds, else 0: IcePop (Ling team 2025, arXiv 2510.18855, equation 4), and masked importance
-               sampling (Liu et al. 2025, "When speed kills stability", https://richardli.xyz/rl-collapse)
+    mask       w within the bounds, else 0: IcePop (Ling team 2025, arXiv 2510.18855), and masked importance
+               sampling (Liu et al. 2025, "When speed kills stability: demystifying RL collapse from the
+               training-inference mismatch")
     """
     lowest, highest = settings.importance_bounds
     weights = log_weights.clamp(-settings.log_ratio_limit, settings.log_ratio_limit).exp()
@@ -36,7 +37,7 @@ def too_far_off_policy(advantages: Tensor, lost: Tensor, limit: float) -> Tensor
     """Which tokens are dropped: those with A < 0 of a sequence that has lost more than `limit` nats a token since it
     was sampled. `lost` is the sequence's mean of sampler's less current log-probability.
 
-    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556, equation 8): pushing down what the policy would
+    Off-policy sequence masking of DeepSeek-V3.2 (arXiv 2512.02556): pushing down what the policy would
     hardly say any more teaches little, and unsettles much.
     """
     return (advantages < 0) & (lost > limit)
