@@ -168,6 +168,16 @@ def test_get_batch_passes_them_over_too(client: TestClient) -> None:
     assert marks(client.get("/batch").json()) == [2, 3]
 
 
+def test_a_group_that_is_set_aside_keeps_its_rollouts(client: TestClient) -> None:
+    bad = {name: values + values[:1] for name, values in trainable(1, **HOPELESS).items()}
+    bad |= {"rollouts": [0, 1, 1], "scores": [0.0, 1.0, 1.0]}
+    post(client, bad, trainable(2), trainable(3))
+    start(client)
+    assert marks(client.get("/batch").json()) == [2, 3]
+    (letter,) = client.get("/dead-letters?groups=true").json()
+    assert letter["group"]["rollouts"] == [0, 1, 1]
+
+
 def test_the_trainer_keeps_the_rest_of_a_batch_it_rejected_a_group_of(client_of: TestClient) -> None:
     with client_of as client:
         trainer = start(client)

@@ -443,8 +443,8 @@ def test_accepting_the_loss_of_one_groups_bytes_keeps_the_others(path: Path, cap
     with TestClient(create_app(journal=path)) as client:
         register(client, batch_size=4)
         env_id = register_env(client, group_size=4)
-        for mark in range(3):
-            client.post("/scored_data", json=group(4, mark, env_id=env_id))
+        for mark in range(3):  # four rollouts in five sequences
+            client.post("/scored_data", json=group(5, mark, env_id=env_id, rollouts=[0, 0, 1, 2, 3]))
     with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE bodies SET body = x'00' WHERE id = 2")
     found, line = accepted(path, caplog)
