@@ -37,14 +37,17 @@ def test_all_turns_are_trained_and_the_reward_rises(tmp_path: Path) -> None:
     environment = ["--env.file", str(REPOSITORY / "environments/self_check_server.py")]
     environment += ["--env.tokenizer_name", str(thought_stripping_tokenizer(tmp_path / "tokenizer"))]
     environment += ["--env.max_new_tokens", "24", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
+    environment += ["--env.ensure_scores_are_not_same", "false"]  # so that the mean reward is the policy's
     done = launch(
         "train", "arithmetic", "--steps", str(STEPS), *environment, *ports, *where, cwd=tmp_path, timeout_s=2700
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # two sequences of a rollout, or one where the model did not close its thoughts
+    assert sum(row["sequences"] for row in rows) > 1.2 * sum(row["rollouts"] for row in rows)
     for row in rows:
         assert row["rollouts"] == 64
-        assert 64 < row["sequences"] <= 128  # two of a rollout, or one where the model did not close its thoughts
+        assert 64 <= row["sequences"] <= 128
         assert row["logprob_diff_max"] < 1e-2  # the trainer reads the tokens that were sampled
     groups = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     for group in groups:
