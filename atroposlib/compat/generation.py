@@ -17,6 +17,7 @@ from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.config import Config, load_config
 from atroposlib.envs.records import append_jsonl
 from atroposlib.errors import AtroposError, one_line_errors, reaching
+from atroposlib.groups import rollouts_of
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire import routes
@@ -148,11 +149,18 @@ def _call(api: BatchingApi, route: Route[R], body: Registration | None = None) -
 
 
 def ranked(config: GenerationConfig, group: ScoredData) -> list[int]:
-    """The group's samples, best first; none when its scores differ too little."""
-    scores = group.scores
+    """The first sequence of each of the group's rollouts, best first; none when the scores differ too little."""
+    scores, rollouts = group.scores, rollouts_of(group)
     if not scores or max(scores) - min(scores) < config.minimum_score_diff_max_min:
         return []
-    return sorted(range(len(scores)), key=lambda index: -scores[index])
+    firsts = [place for place in range(len(scores)) if not place or rollouts[place] != rollouts[place - 1]]
+    return sorted(firsts, key=lambda index: -scores[index])
+
+
+def sequences_with(group: ScoredData, first: int) -> list[int]:
+    """All sequences of the rollout whose first one this is."""
+    rollouts = rollouts_of(group)
+    return [place for place, rollout in enumerate(rollouts) if rollout == rollouts[first]]
 
 
 def prompt_and_completion(group: ScoredData, index: int, tokenizer: Any) -> tuple[str, str]:

@@ -8,7 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
-from atroposlib.compat.generation import GenerationConfig, messages_of, prompt_and_completion, ranked, run
+from atroposlib.compat.generation import (
+    GenerationConfig,
+    messages_of,
+    prompt_and_completion,
+    ranked,
+    run,
+    sequences_with,
+)
 from atroposlib.wire.batching import ScoredData
 
 
@@ -26,8 +33,9 @@ def records(config: SftConfig, group: ScoredData, tokenizer: Any) -> Iterator[di
             continue
         if config.save_messages:
             yield {"messages": messages_of(group, index), "score": score}
-        else:
-            prefix, completion = prompt_and_completion(group, index, tokenizer)
+            continue
+        for sequence in sequences_with(group, index):
+            prefix, completion = prompt_and_completion(group, sequence, tokenizer)
             yield {"prefix": prefix, "completion": completion, "score": score}
 
 

@@ -70,6 +70,7 @@ class Watcher:
             "tokens": group["tokens"],
             "messages": group.get("messages"),
             "images": group.get("images"),
+            "rollouts": group.get("rollouts"),
         }
         if shown["scores"] and (not self.groups or shown != {key: self.groups[0][key] for key in shown}):
             self.seen += 1

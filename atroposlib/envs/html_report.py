@@ -56,9 +56,11 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
 
 
 def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The group with one entry of each list for each rollout: those of its last sequence, whose messages are all."""
+    """The group with one entry of each list for each rollout: those of its last sequence, whose messages are all. A
+    group without messages stays as it is.
+    """
     rollouts = group.get("rollouts")
-    if not isinstance(rollouts, list):
+    if not isinstance(rollouts, list) or not group.get("messages"):
         return group
     last = list({str(rollout): place for place, rollout in enumerate(rollouts)}.values())
     return {

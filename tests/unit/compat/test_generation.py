@@ -61,6 +61,14 @@ def test_pairs_are_best_with_worst_and_differ_enough() -> None:
     assert list(dpo.records(dpo.DpoConfig(), scored(0.4, 0.5), TOKENIZER)) == []
 
 
+def test_a_rollout_of_several_sequences_is_one_sample() -> None:
+    several = msgspec.structs.replace(scored(1.0, 1.0, 0.2), rollouts=[0, 0, 1])
+    kept = list(sft.records(sft.SftConfig(save_top_n_per_group=1), several, TOKENIZER))
+    assert [line["completion"] for line in kept] == ["ask 0", "ask 1"]
+    pairs = list(dpo.records(dpo.DpoConfig(), several, TOKENIZER))
+    assert [(pair["pos"], pair["neg"]) for pair in pairs] == [("ask 0", "ask 2")]
+
+
 async def test_exactly_as_many_records_are_written_as_asked_for(tmp_path: Path) -> None:
     async with running_api() as api:
         written = asyncio.create_task(
