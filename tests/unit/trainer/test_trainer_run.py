@@ -20,6 +20,7 @@ from example_trainer.checkpoint import find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.metrics import ROW_KEYS
+from example_trainer.objectives import PRESETS
 from example_trainer.weights.written import CheckpointError
 from tests.unit.trainer.fakes import VOCAB, FakeApi, RecordingBridge, item, model_folder, serve
 
@@ -344,6 +345,22 @@ def test_recomputed_log_probabilities_make_the_first_update_s_ratio_one(model: s
     for row in rows(tmp_path):
         assert (row["ratio_mean"], row["ratio_clipped_frac"]) == (1.0, 0.0)
         assert row["logprob_diff_mean"] > 0.1
+
+
+@pytest.mark.parametrize("algorithm", list(PRESETS))
+def test_every_preset_trains_with_corrections_and_several_updates(model: str, tmp_path: Path, algorithm: str) -> None:
+    several: dict[str, Any] = {
+        "updates_per_batch": 2,
+        "old_logprobs": "recomputed",
+        "importance": "mask",
+        "off_policy_mask": 0.5,
+    }
+    train(model, tmp_path, algorithm=algorithm, training_steps=2, checkpoint_interval=0, **several)
+    for row in rows(tmp_path):
+        assert row["loss"] is not None
+        assert row["grad_norm"] > 0
+        assert row["ratio_max"] >= 1
+        assert 0 < row["importance_masked_frac"] < 1
 
 
 def test_kl_to_the_start_model_grows_from_zero(model: str, tmp_path: Path) -> None:
