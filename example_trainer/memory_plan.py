@@ -41,7 +41,7 @@ MOMENTS = {
 }
 CUDA = GB  # CUDA context, NCCL's buffers, gaps of the allocator: an allowance, not measured
 PROCESSES = 3 * GIB  # vLLM, trainer, environment and API without weights and KV cache, on a CPU
-VLLM_PROCESSES = GIB  # of it, one vLLM server's
+VLLM_PROCESSES = 1300 * MIB  # of it, those of one vLLM server
 VLLM_OWN = 2 * GB  # activations and CUDA graphs of vLLM beside weights and KV cache: an allowance, not measured
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 SHARED_UTILIZATION = 0.4  # of a GPU's memory, for vLLM beside a trainer

@@ -113,7 +113,7 @@ def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool
     chosen: list[int] = []
     for port in named:
         following = chosen[-1] + 1 if chosen else PORTS[section]
-        while following in named:
+        while following in (*named, *chosen):
             following += 1
         if dry_run:
             chosen.append(following if port is None else port)

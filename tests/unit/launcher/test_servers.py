@@ -1,5 +1,6 @@
 """Several vLLM servers in one run: what each is told, where each is, and what is refused before anything starts."""
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 from atroposlib.flags import ConfigError
 from example_trainer.launcher import evaluate, train
 from example_trainer.launcher.document import MASKED, without_secrets
+from example_trainer.launcher.ports import Ports, PortTaken
 from example_trainer.launcher.run_file import Choice, merge, read_run, validated
 from example_trainer.launcher.servers import each_server, is_server, merged_servers, server_name, with_flag, with_ports
 from example_trainer.launcher.service import Service
@@ -104,6 +106,23 @@ def test_the_ports_of_a_flag_are_one_each_or_the_first() -> None:
         with_ports([{}, {}], (1, 2, 3))
     assert plan(*TWO, "--vllm-port", "9101").site.vllm_ports == (9101, 9102)
     assert plan(*TWO, "--vllm-port", "9101,9107").site.vllm_ports == (9101, 9107)
+
+
+def test_a_port_that_is_not_given_is_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, Ports() as ports:
+        port = taken.getsockname()[1]
+        monkeypatch.setitem(train.PORTS, "vllm", port)
+        first, second = train.choose_ports("vllm", [None, None], ports, dry_run=False)
+        assert port < first < second
+        with pytest.raises(PortTaken, match=f"--vllm-port {second} is taken"):
+            train.choose_ports("vllm", [None, second], Ports(), dry_run=False)
+    monkeypatch.setitem(train.PORTS, "vllm", 9001)
+    assert train.choose_ports("vllm", [None, 9001, None], Ports(), dry_run=True) == (9002, 9001, 9003)
+
+
+def test_two_servers_of_one_port_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vllm\.port: vllm-1 and vllm-2 both have 9005: give each a port of its own"):
+        plan(*TWO, "--vllm.1.port", "9005", "--vllm.2.port", "9005")
 
 
 # --- what the programs are told ---------------------------------------------------------------------------------------
