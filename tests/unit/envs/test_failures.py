@@ -127,7 +127,7 @@ class FifthFails(CountingEnv):
 
 async def test_with_a_fifth_of_all_rollouts_failing_no_group_of_eight_is_lost(tmp_path: Path) -> None:
     async with running_api() as api, FakeInferenceServer() as inference:
-        settings: dict[str, Any] = {"group_size": 8, "rollout_timeout": 0.15, "max_failed_items": 0}
+        settings: dict[str, Any] = {"group_size": 8, "rollout_timeout": 1.5, "max_failed_items": 0}
         env = FifthFails(config(tmp_path, api.url, **settings), server_config(inference))
         trainer = Trainer(api.url, batch_size=32, num_steps=3)
         serving = asyncio.create_task(serve(env))
