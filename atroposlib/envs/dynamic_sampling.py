@@ -1,15 +1,21 @@
 """Sampling goes on until every group of a batch has a signal, within limits.
 
-    group with a signal ──────────────────────────────▶ sent
-    group of equal scores ──▶ held ─┬─ batch is full ──▶ thrown away
-                                    └─ max_items sampled for it ──▶ sent, oldest first, until the batch is full
+    item ──begin──▶ sampled ──add──▶ groups ──end──▶ ┬─ with a signal ─────────────▶ sent
+                                                     └─ of equal scores ──▶ held ─┬─ batch is full ──▶ thrown away
+                                                                                  └─ max_items sampled for it ──▶ sent,
+                                                                                     oldest first, until it is full
 
 DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2) with a bound: a policy that always succeeds, or
 never, would otherwise be sampled for ever. An environment counts the groups of a batch by itself, since it shares each
 batch with others only by its share.
+
+On-policy, what was begun for a batch is of no use to the next. Groups are then chosen in the order in which they were
+begun, and those begun by the time at which the batch is full are thrown away. If the first to end were chosen, long
+answers would be thrown away more often than short ones.
 """
 
 from collections import deque
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from atroposlib.logs import get_logger
@@ -17,6 +23,7 @@ from atroposlib.logs import get_logger
 log = get_logger(__name__)
 
 G = TypeVar("G")
+REMEMBERED = 64  # groups, for the share that has a signal
 
 
 class Chosen(NamedTuple, Generic[G]):
@@ -29,32 +36,78 @@ class Chosen(NamedTuple, Generic[G]):
 class BatchFilling(Generic[G]):
     """The groups for one batch after the other. For each at most `max_items` are sampled before equal scores pass."""
 
-    def __init__(self, max_items: int) -> None:
+    def __init__(self, max_items: int, on_policy: bool) -> None:
         self._max_items = max_items
-        self._sampled = 0  # for this batch
-        self._sent = 0
+        self._on_policy = on_policy
+        self._open: dict[int, list[tuple[G, bool]]] = {}  # items that are undecided, in the order of their begin
+        self._ended: set[int] = set()  # of these
+        self._next = 0  # item
+        self._void_before = 0  # items that are of no use any more
+        self._begun = self._sampled = 0  # items for this batch
+        self._sent = 0  # groups for this batch
         self._held: deque[G] = deque()  # without a signal, oldest first; never more than a batch could take
+        self._recent: deque[bool] = deque(maxlen=REMEMBERED)  # whether groups had a signal
+        self.batches = 0  # that are full
         self.filled_in = 0  # groups without a signal that were sent, of all batches
 
-    def offer(self, group: G, has_signal: bool, groups_per_batch: int) -> Chosen[G]:
-        """What to do now that `group` has been sampled; an environment fills `groups_per_batch` of each batch."""
-        self._sampled += 1
+    def begin(self) -> int:
+        """The number of an item that is going to be sampled."""
+        item, self._next = self._next, self._next + 1
+        self._open[item] = []
+        self._begun += 1
+        return item
+
+    def add(self, item: int, group: G, has_signal: bool) -> None:
+        """Note a group that the item gave."""
+        self._open[item].append((group, has_signal))
+
+    def end(self, item: int, groups_per_batch: int) -> Chosen[G]:
+        """What to do now that the item gives no more groups; the environment fills `groups_per_batch` of each batch."""
+        self._ended.add(item)
         chosen: Chosen[G] = Chosen([], [])
-        if has_signal:
-            chosen.sent.append(group)
-        elif len(self._held) < groups_per_batch:
-            self._held.append(group)
-        else:
-            chosen.thrown_away.append(group)
-        self._sent += len(chosen.sent)
+        for each in self._decidable(item):
+            self._decide(each, chosen, groups_per_batch)
+        return chosen
+
+    def _decidable(self, ended: int) -> list[int]:
+        """Items to decide on now that one of them has ended: on-policy those that no older one may come before."""
+        if not self._on_policy or ended < self._void_before:
+            return [ended]
+        items = (item for item in self._open if item >= self._void_before)
+        return list(takewhile(self._ended.__contains__, items))
+
+    def may_begin(self) -> int | None:
+        """How many more items this batch can be given; None is any number."""
+        if not self._on_policy or self._sampled >= self._max_items:
+            return None
+        return max(0, self._max_items - self._begun)
+
+    def oversampling(self, groups_per_batch: int) -> float:
+        """How many groups to sample for each that is missing, going by the share that had a signal lately."""
+        share = (1 + sum(self._recent)) / (1 + len(self._recent))
+        return max(1.0, min(1 / share, self._max_items / groups_per_batch))
+
+    def _decide(self, item: int, chosen: Chosen[G], groups_per_batch: int) -> None:
+        groups = self._open.pop(item)
+        self._ended.discard(item)
+        self._recent.extend(has_signal for _, has_signal in groups)
+        if item < self._void_before:
+            chosen.thrown_away.extend(group for group, _ in groups)
+            return
+        self._sampled += 1
+        for group, has_signal in groups:
+            if has_signal:
+                chosen.sent.append(group)
+                self._sent += 1
+            elif len(self._held) < groups_per_batch:
+                self._held.append(group)
+            else:
+                chosen.thrown_away.append(group)
         missing = min(groups_per_batch - self._sent, len(self._held))
         if self._sampled >= self._max_items and missing > 0:
             self._fill_in(chosen, missing, groups_per_batch)
         if self._sent >= groups_per_batch:
-            chosen.thrown_away.extend(self._held)
-            self._held.clear()
-            self._sampled = self._sent = 0
-        return chosen
+            self._next_batch(chosen)
 
     def _fill_in(self, chosen: Chosen[G], missing: int, groups_per_batch: int) -> None:
         if self._sampled == self._max_items:
@@ -68,3 +121,13 @@ class BatchFilling(Generic[G]):
         chosen.sent.extend(self._held.popleft() for _ in range(missing))
         self._sent += missing
         self.filled_in += missing
+
+    def _next_batch(self, chosen: Chosen[G]) -> None:
+        chosen.thrown_away.extend(self._held)
+        self._held.clear()
+        self.batches += 1
+        self._sampled = self._sent = 0
+        self._begun = len(self._open)
+        if self._on_policy:
+            self._void_before = self._next
+            self._begun = 0

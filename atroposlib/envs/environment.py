@@ -16,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -26,7 +27,7 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs import checkpoints
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
-from atroposlib.envs.dynamic_sampling import BatchFilling
+from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
@@ -365,6 +366,9 @@ class Environment(ABC):
         await self._env_run.start_groups()
 
 
+_item_number: ContextVar[int | None] = ContextVar("item_number", default=None)  # in a BatchFilling
+
+
 async def _start_none() -> None:
     """Outside of `serve` there is no queue to fill."""
 
@@ -388,11 +392,14 @@ class EnvRun:
         self.outcomes = Outcomes()
         self.waits_for = ""  # empty while groups are sampled
         self.in_flight = 0  # groups
+        self.sending = 0  # groups that dynamic sampling has chosen and the API does not have yet
         self._rejected_in_row = 0
         self._unscored_in_row = 0
         self._unsaid_drops: Counter[str] = Counter()
         self._drops_said_at = -math.inf
-        self._filling: BatchFilling[tuple[ScoredDataGroup, Item]] = BatchFilling(env.config.max_items_per_batch)
+        self.filling: BatchFilling[tuple[ScoredDataGroup, Item]] | None = None
+        if env.config.max_items_per_batch and env.config.ensure_scores_are_not_same:
+            self.filling = BatchFilling(env.config.max_items_per_batch, env.config.max_batches_offpolicy == 0)
         self.durations = Durations()
         self.eval_results: Metrics = {}
 
@@ -420,6 +427,28 @@ class EnvRun:
 
     async def handle(self, item: Item) -> None:
         """Everything that becomes of `item`, up to the API if there is one. Raises what the author's methods raise."""
+        if self.filling is None or self.link is None:
+            await self._handle(item)
+            return
+        number = self.filling.begin()
+        token = _item_number.set(number)
+        is_cancelled = False
+        try:
+            await self._handle(item)
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+        finally:
+            _item_number.reset(token)
+            chosen = self._settled(self.filling.end(number, self.groups_per_batch))
+            if chosen and not is_cancelled:
+                self.sending += len(chosen)
+                try:
+                    await self._send_all(chosen)
+                finally:
+                    self.sending -= len(chosen)
+
+    async def _handle(self, item: Item) -> None:
         try:
             groups, more = await self._collected(item)
             self.env.backlog.extend(more or [])
@@ -469,17 +498,36 @@ class EnvRun:
         accepted = []
         for group in whole:
             self.note_failed_rollouts(Counter(group.get("failed") or {}))
-            for chosen, its_item in self._chosen(group, item, send, limit_lengths):
-                accepted.append(await self.env._before_sending(chosen))
-                await self.env.add_rollouts_for_wandb(accepted[-1], its_item)
-                self._remember(accepted[-1])
-        if accepted and send:
-            await self._send(accepted)
+            accepted += self._chosen(group, item, send, limit_lengths)
+        if accepted:
+            await self._send_all(accepted, send)
         if len(whole) < len(groups):
             self.counts["groups_malformed"] += len(groups) - len(whole)
             raise MalformedGroup(
                 "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
             )
+
+    async def _send_all(self, chosen: Sequence[tuple[ScoredDataGroup, Item]], send: bool = True) -> None:
+        """Keep groups, of these items, in the files and tables, and send them."""
+        kept = [(await self.env._before_sending(group), item) for group, item in chosen]
+        for group, item in kept:
+            await self.env.add_rollouts_for_wandb(group, item)
+            self._remember(group)
+        if send:
+            await self._send([group for group, _ in kept])
+
+    @property
+    def groups_per_batch(self) -> int:
+        """How many groups of a batch are this environment's."""
+        return max(1, int(self.env.derived_batch_size) // int(self.env.config.group_size))
+
+    def _settled(self, chosen: Chosen[tuple[ScoredDataGroup, Item]]) -> list[tuple[ScoredDataGroup, Item]]:
+        """The groups to send; those that are thrown away are counted."""
+        for thrown, _ in chosen.thrown_away:
+            self._note_thrown_away(thrown)
+        if self.filling is not None:
+            self.counts["groups_filled_in"] = self.filling.filled_in
+        return chosen.sent
 
     def _chosen(
         self, group: ScoredDataGroup, item: Item, send: bool, limit_lengths: bool
@@ -497,7 +545,7 @@ class EnvRun:
         rejected = rejection(group, **limits, scores_must_differ=config.ensure_scores_are_not_same)
         if rejected is not None:
             self.counts["groups_without_signal"] += 1
-        if not send or not config.max_items_per_batch:
+        if not send or self.filling is None:
             if rejected is not None:
                 self._note_rejected(rejected, group, item)
                 return []
@@ -505,12 +553,10 @@ class EnvRun:
             return [(group, item)]
         if rejected is not None:
             self.outcomes.note_dropped(*rejected)  # as far as is known
-        needed = max(1, self.env.derived_batch_size // config.group_size)
-        chosen = self._filling.offer((group, item), rejected is None, needed)
-        for thrown, _ in chosen.thrown_away:
-            self._note_thrown_away(thrown)
-        self.counts["groups_filled_in"] = self._filling.filled_in
-        return chosen.sent
+        number = _item_number.get()
+        own = self.filling.begin() if number is None else number  # an author may send groups outside of any item
+        self.filling.add(own, (group, item), rejected is None)
+        return [] if number is not None else self._settled(self.filling.end(own, self.groups_per_batch))
 
     def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
         """Count a group that is dropped. The log has one line a minute, however many there are."""

@@ -6,6 +6,7 @@ in flight is finished and kept. With `max_batches_offpolicy` 0 the limit is one 
 until the trainer has trained on every batch it took, so that all samples come from the policy they train.
 """
 
+import math
 from dataclasses import dataclass
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
@@ -40,9 +41,13 @@ def plan(
     max_workers: int,
     evaluating: bool,
     idle_s: float,
+    sending: int = 0,
+    oversampling: float = 1.0,
+    may_begin: int | None = None,
 ) -> Plan:
     """Groups to start. `in_flight` was counted before `status` was asked for; `idle_s` is the time since the trainer
-    moved on.
+    moved on. `sending` groups are as good as queued. With `oversampling` 2 half of the groups in flight are expected to
+    be of use; `may_begin` is a limit.
     """
     if batch_size <= 0:
         return Plan(0, "the trainer has not said its batch size")
@@ -60,11 +65,14 @@ def plan(
     limit = max(1, batches * share // config.group_size)
     # groups of others fill at most what is nobody's least share: no batch is formed without this environment's own
     of_others = batches * batch_share(batch_size, status.unallocated_fraction, None) // config.group_size
-    queued = status.self_queue_size + min(status.queue_size - status.self_queue_size, of_others)
-    if queued + in_flight >= limit:
+    queued = sending + status.self_queue_size + min(status.queue_size - status.self_queue_size, of_others)
+    wanted = math.ceil((limit - queued) * oversampling)  # in flight
+    if in_flight >= wanted:
         return Plan(0, f"{queued} groups queued and {in_flight} in flight reach the limit of {limit}")
-    ahead = queued + in_flight
-    return Plan(max(0, min(limit - ahead, max_workers - in_flight)), f"{in_flight} of {max_workers} workers are busy")
+    if may_begin == 0:
+        return Plan(0, f"{in_flight} groups in flight are the last of max_items_per_batch")
+    start = min(wanted - in_flight, max_workers - in_flight, wanted if may_begin is None else may_begin)
+    return Plan(max(0, start), f"{in_flight} of {max_workers} workers are busy")
 
 
 def evaluation_interval(config: BaseEnvConfig) -> int | None:

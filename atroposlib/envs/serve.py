@@ -103,6 +103,7 @@ class ServeLoop:
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
         run.start_groups = self._sample
         self._status, self._counted = EnvStatus(current_step=0, queue_size=0), 0
+        self._sending = self._batches_seen = 0  # by dynamic sampling, when the status was asked for
         self._evaluation: asyncio.Task[None] | None = None
         self._due: int | None = None
         self._moved_at = time.monotonic()
@@ -131,7 +132,7 @@ class ServeLoop:
         while True:
             turn_began = time.monotonic()
             # before the status is asked for: a group must not slip between the two counts
-            in_flight = self.pool.in_flight
+            in_flight, sending, batches = self.pool.in_flight, self.run.sending, self._batches_filled
             status = await self.env.get_status()
             if self.schedule.went_back(status.version):
                 log.info(
@@ -143,7 +144,7 @@ class ServeLoop:
             await self._follow(status)
             if status.version >= self.run.total_steps:
                 break
-            self._status, self._counted = status, in_flight
+            self._status, self._counted, self._sending, self._batches_seen = status, in_flight, sending, batches
             await self.env.add_train_workers()
             self.run.durations.add("mainloop_timings", time.monotonic() - turn_began)
             await self.pool.wait(TURN_S)
@@ -225,14 +226,20 @@ class ServeLoop:
             batch_size=self.env.config.batch_size,
             total_steps=self.run.total_steps,
             in_flight=self._counted,
+            sending=self._sending,
             max_workers=self.env.max_num_workers,
             evaluating=self._evaluation is not None,
             idle_s=time.monotonic() - self._moved_at,
+            oversampling=1.0 if run.filling is None else run.filling.oversampling(run.groups_per_batch),
+            may_begin=None if run.filling is None else run.filling.may_begin(),
         )
         before = self.pool.in_flight
         for _ in range(min(1, decision.start) if rest_s else decision.start):
             item = await self._next_item()
             if item is None:
+                break
+            if self._batches_filled != self._batches_seen:  # it is for a batch of another policy
+                self.env.backlog.append(item)
                 break
             self.pool.start(item)
         self._rest_until = now + rest_s
@@ -249,6 +256,11 @@ class ServeLoop:
         elif now - self._idle_since >= IDLE_REPORT_S:
             log.info("Sampling nothing: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
             self._idle_since = now
+
+    @property
+    def _batches_filled(self) -> int:
+        """By dynamic sampling. The status does not tell of those that were filled after it was asked for."""
+        return 0 if self.run.filling is None else self.run.filling.batches
 
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""

@@ -50,6 +50,12 @@ def test_the_batch_fills() -> None:
     assert line == "environment gsm8k_0 (heard 2 s ago) samples 5 groups; 27 groups posted"
 
 
+def test_what_was_thrown_away_and_what_failed_is_told() -> None:
+    report = environment(posted=27, in_flight=5, thrown_away=12, failed={"timeout": 2, "scorer": 4})
+    _, line = explain(waiting([report]))
+    assert "27 groups posted, 12 sampled and thrown away; 6 rollouts failed (4 scorer, 2 timeout)" in line
+
+
 def test_groups_of_several_sizes_are_counted_in_rollouts() -> None:
     other = EnvActivity("two", 1, 1.0, 8)
     head, _, line = explain(waiting([environment(in_flight=1), other], waiting=12))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.dynamic_sampling import BatchFilling
+from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.payloads import ScoredDataGroup
 from atroposlib.envs.reporting import Reporting
 from atroposlib.envs.serve import serve
@@ -17,9 +17,14 @@ pytestmark = pytest.mark.timeout(60)
 
 def offered(groups: str, max_items: int, per_batch: int) -> list[tuple[str, str]]:
     """What is sent and what is thrown away after each group; capitals have a signal."""
-    filling: BatchFilling[str] = BatchFilling(max_items)
-    chosen = [filling.offer(group, group.isupper(), per_batch) for group in groups]
+    filling: BatchFilling[str] = BatchFilling(max_items, on_policy=False)
+    chosen = [ended(filling, filling.begin(), group, per_batch) for group in groups]
     return [("".join(each.sent), "".join(each.thrown_away)) for each in chosen]
+
+
+def ended(filling: BatchFilling[str], item: int, group: str, per_batch: int) -> Chosen[str]:
+    filling.add(item, group, group.isupper())
+    return filling.end(item, per_batch)
 
 
 def test_groups_with_a_signal_are_sent_at_once_and_the_others_when_the_limit_is_reached_oldest_first() -> None:
@@ -37,6 +42,39 @@ def test_no_more_is_held_than_a_batch_takes() -> None:
 def test_beyond_the_limit_every_group_is_taken_until_the_batch_is_full() -> None:
     """Items were lost otherwise, or the limit is below the size of a batch."""
     assert offered("abCde", 1, 3) == [("a", ""), ("b", ""), ("C", ""), ("d", ""), ("e", "")]
+
+
+def test_on_policy_the_oldest_are_chosen_and_what_was_begun_for_a_full_batch_is_thrown_away() -> None:
+    """Else the first to end were chosen, which are short; and the next batch would hold samples of an old policy."""
+    filling: BatchFilling[str] = BatchFilling(6, on_policy=True)
+    one, two, three, four = (filling.begin() for _ in range(4))
+    assert ended(filling, three, "C", 2) == ([], [])
+    assert ended(filling, two, "B", 2) == ([], [])
+    assert ended(filling, one, "a", 2) == (["B", "C"], ["a"])
+    assert filling.may_begin() == 6
+    five = filling.begin()
+    assert ended(filling, five, "E", 2) == (["E"], [])  # it does not wait for one of no use
+    assert ended(filling, four, "D", 2) == ([], ["D"])
+
+
+def test_on_policy_no_more_is_begun_than_the_limit_unless_items_were_lost() -> None:
+    filling: BatchFilling[str] = BatchFilling(2, on_policy=True)
+    one, two = filling.begin(), filling.begin()
+    assert filling.may_begin() == 0
+    assert ended(filling, one, "A", 2) == (["A"], [])
+    assert filling.may_begin() == 0
+    assert filling.end(two, 2) == ([], [])  # gave no group
+    assert filling.may_begin() is None
+    assert ended(filling, filling.begin(), "c", 2) == (["c"], [])
+
+
+def test_as_many_more_are_sampled_as_had_no_signal_lately() -> None:
+    filling: BatchFilling[str] = BatchFilling(24, on_policy=False)
+    assert filling.oversampling(8) == 1
+    for group in "aBcaBcabcAb":
+        ended(filling, filling.begin(), group, 8)
+    assert filling.oversampling(8) == pytest.approx(12 / 4)
+    assert filling.oversampling(12) == 2  # never more than the limit allows
 
 
 def group(score: float) -> ScoredDataGroup:
@@ -76,6 +114,27 @@ async def test_a_batch_goes_on_with_what_there_is_after_max_items(
     assert counts["tokens_thrown_away"] == 4 * 4
     assert caplog.text.count("it goes on with others, oldest first (--env.max_items_per_batch)") == 2
     assert "6 groups were sampled for a batch and 1 of the 4 it takes have a signal" in caplog.text
+
+
+async def test_on_policy_batches_stay_on_policy_with_many_in_flight(tmp_path: Path) -> None:
+    class Uneven(RarelySignal):
+        async def collect_trajectories(self, item: int) -> Any:
+            version = self._env_run.policy_version
+            await asyncio.sleep(item % 5 / 100)
+            return group(float(item % 3 == 0)) | {"policy_versions": [[version, version]] * 4}, []
+
+    async with running_api() as api, FakeInferenceServer() as inference:
+        settings: dict[str, Any] = {"max_items_per_batch": 9, "max_num_workers": 6, "max_batches_offpolicy": 0}
+        env = Uneven(config(tmp_path, api.url, steps_per_eval=0, **settings), server_config(inference))
+        trainer = Trainer(api.url, batch_size=8, num_steps=4)
+        serving = asyncio.create_task(serve(env))
+        await trainer.register()
+        await trainer.train(4)
+        await asyncio.wait_for(serving, 20)
+    versions = [{tuple(span) for item in batch for span in item["policy_versions"]} for batch in trainer.batches]
+    assert versions == [{(version, version)} for version in range(4)]
+    assert all(sum(item["scores"]) for batch in trainer.batches for item in batch)
+    assert env._env_run.counts["groups_thrown_away"] >= 8
 
 
 async def test_without_a_limit_groups_of_equal_scores_are_dropped_as_they_come(tmp_path: Path) -> None:

@@ -55,6 +55,17 @@ def test_groups_of_others_never_fill_an_environments_least_share(own: int, other
     assert groups(status, {"min_batch_allocation": 0.5}) == expected
 
 
+def test_dynamic_sampling_has_more_in_flight_within_its_limit() -> None:
+    queued = {"queue_size": 6}
+    assert groups(queued, in_flight=1) == 1
+    assert groups(queued, in_flight=1, oversampling=2.5) == 4
+    assert groups(queued, in_flight=1, oversampling=2.5, max_workers=3) == 2
+    assert groups(queued, in_flight=1, oversampling=2.5, may_begin=3) == 3
+    assert groups(queued, in_flight=1, oversampling=2.5, may_begin=0) == 0
+    assert groups(queued, in_flight=1, oversampling=2.5, sending=1) == 2
+    assert groups({"queue_size": 8}, oversampling=2.5) == 0
+
+
 def test_groups_of_others_fill_what_is_nobodys_least_share() -> None:
     status = {"queue_size": 3, "self_queue_size": 0, "unallocated_fraction": 0.25}
     assert groups(status, {"min_batch_allocation": 0.5}) == 6 - 2
