@@ -29,7 +29,10 @@ Curve = list[tuple[float, float]]  # minutes, held-out accuracy
 
 ARMS: dict[str, list[str]] = {
     "without": ["--env.ensure_scores_are_not_same", "false"],
-    "with": ["--env.ensure_scores_are_not_same", "true", "--env.max_items_per_batch", "{max_items}"],
+    "with": [
+        *("--env.ensure_scores_are_not_same", "true", "--env.max_items_per_batch", "{max_items}"),
+        *("--env.max_num_workers", "{max_items}"),  # without it a batch has all its groups in flight, too
+    ],
 }
 
 
