@@ -6,6 +6,7 @@ Every rank holds a Learner, over its own shards of the weights. Methods marked `
 0 calls them (parallel.py). With one rank in float32 the model is whole, and nothing of FSDP2 takes part.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ from example_trainer.policy import token_logprobs
 from example_trainer.rank_processes import Place
 from example_trainer.shard import fsdp_modules, reshard
 from example_trainer.step import StepMetrics, batch_gradients
-from example_trainer.weights.gathered import RowGather
+from example_trainer.weights.gathered import RowExchange
 from example_trainer.weights.load import load_sharded, load_trained, start_policy
 from example_trainer.weights.shards import ShardWriter, Written
 from example_trainer.weights.shared import SharedWeights
@@ -51,7 +52,8 @@ class Learner:
         self._storage = storage
         self.comparison = Comparison()  # of the log-probabilities computed last, over all ranks
         self._writer = ShardWriter()
-        self._rows: RowGather | None = None
+        self._rows: RowExchange | None = None
+        self._places: Mapping[str, Tensor] = {}  # of the rows that are gathered; on rank 0
 
     @collective
     def settled(self) -> TrainerConfig:
@@ -192,12 +194,17 @@ class Learner:
         reshard(self.trained.policy)
         return found
 
+    def gather(self, places: Mapping[str, Tensor]) -> None:
+        """On rank 0, put whole parameters into these flat tensors, by name (weights/gathered.py)."""
+        self._places = places
+        self.bring_rows(list(places), [str(place.dtype).removeprefix("torch.") for place in places.values()])
+
     @collective
-    def gather(self, names: list[str], dtype: str) -> list[Tensor]:
-        """On rank 0, each rank's rows of these parameters (weights/gathered.py)."""
+    def bring_rows(self, names: list[str], dtypes: list[str]) -> None:
+        """Every rank's part of `gather`."""
         if self._rows is None:
-            self._rows = RowGather(self.trained.policy)
-        return self._rows.rows(names, dtype)
+            self._rows = RowExchange(self.trained.policy, self._device)
+        self._rows.bring(names, dtypes, self._places)
 
     def _micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This rank's share of them."""

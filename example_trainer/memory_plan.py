@@ -12,7 +12,7 @@ A rank of FSDP2 keeps its rows of weights, gradients and moments in float32. On 
     backward    the same, activations, and of the layers: this one gathered, the next one gathered, this one's gradient,
                 and a float32 buffer in which the one before is summed over ranks
     summing     the root group three times in float32: gathered, its gradient, the buffer in which it is summed
-    handing     the weights' bucket, three times: gathered, packed, and the one before it, which is sent
+    handing     two buckets of weights: one that is sent, and the next, which is gathered
 
 tests/unit/trainer/test_memory_plan.py compares the sums with what PyTorch allocates for a sharded step, and the
 activations with what autograd saves.
@@ -46,6 +46,7 @@ VLLM_OWN = 2 * GB  # activations and CUDA graphs of vLLM beside weights and KV c
 UTILIZATION = 0.92  # vLLM's default of --gpu-memory-utilization
 SHARED_UTILIZATION = 0.4  # of a GPU's memory, for vLLM beside a trainer
 FILE_BUCKET = 256 * MIB  # of a sharded model that is written
+GATHERED = 64 * MIB  # of one that is sent, in buckets that may be smaller
 
 Offload = Literal["none", "moments", "all"]
 OFFLOADS: tuple[Offload, ...] = ("none", "moments", "all")  # cheapest first
@@ -240,7 +241,7 @@ class Training:
                 moved = MemoryItem("moments of one tensor", -(-MOMENTS["adamw"] * size.largest // shard))
                 found["update"] = [*stays, moved]
         updated = [item for item in stays if not item.what.startswith("gradients")]  # and cleared
-        found["handing over the weights"] = [*updated, MemoryItem("buckets of the bridge", 3 * self.bucket)]
+        found["handing over the weights"] = [*updated, MemoryItem("buckets of the bridge", 2 * self.bucket)]
         return {name: _real(items) for name, items in found.items()}
 
     @property
@@ -253,7 +254,8 @@ class Training:
         if not isinstance(bridge, Broadcast):
             return max(largest, FILE_BUCKET)
         automatic = "nccl" if self.on_gpu else "gloo"
-        return max(largest, bridge.bucket_bytes(automatic if bridge.backend == "auto" else bridge.backend))
+        sent = bridge.bucket_bytes(automatic if bridge.backend == "auto" else bridge.backend)
+        return max(largest, sent, GATHERED)
 
     @property
     def peak(self) -> str:

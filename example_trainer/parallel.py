@@ -44,7 +44,7 @@ log = get_logger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 PULSE_S = 1.0  # between two signs of life of a rank
-FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.03  # between two looks of a rank for the next call
+FIRST_PAUSE_S, LAST_PAUSE_S = 0.0002, 0.03  # between two looks of a rank for the next call
 LOOPBACK = "lo"
 FAILURES = "failures"  # how many ranks have failed, in the store
 

@@ -10,7 +10,7 @@ servers, needs no agreement on where it stands.
 import copy
 import functools
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -30,41 +30,47 @@ from example_trainer.weights.files import safetensors_header
 from example_trainer.weights.source import WeightSource, places, shapes_of
 from example_trainer.weights.written import WHOLE_MODEL, Form, TrainedModel
 
-# names and dtype -> each rank's flat rows of these tensors; nothing on ranks other than 0
-Gather = Callable[[list[str], str], list[Tensor]]
+# Fills flat tensors, by parameter name, with whole parameters cast to their dtype
+Gather = Callable[[Mapping[str, Tensor]], None]
 Shape = tuple[int, ...]
 FILE_BUCKET_BYTES = 256 << 20
+GATHER_BYTES = 64 << 20  # of a bridge's buckets at once
 
 
-class RowGather:
-    """Every rank's part in bringing rows of `policy` to rank 0. The memory they lie in is kept for the next ones."""
+class RowExchange:
+    """One rank's part in bringing rows of `policy` to rank 0; they travel between the ranks' `device`s."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, device: torch.device) -> None:
         self._parameters = dict(policy.model.named_parameters())
-        self._memory: defaultdict[int, Memory] = defaultdict(Memory)  # by rank
+        self._device = device
 
-    def rows(self, names: Sequence[str], dtype: str) -> list[Tensor]:
-        """On rank 0, what each rank that shards holds of `names`: flat, one tensor after the other, valid until the
-        next call. Every rank calls this.
+    def bring(self, names: Sequence[str], dtypes: Sequence[str], places: Mapping[str, Tensor]) -> None:
+        """Cast this rank's rows of `names` to `dtypes` and send them to rank 0, which puts those of all ranks into
+        `places`. Every rank calls this.
         """
-        asked = [self._parameters[name] for name in names]
-        mesh, kind = asked[0].device_mesh, getattr(torch, dtype)  # type: ignore[attr-defined]  # a DTensor
-        if mesh.ndim > 1 and mesh.get_local_rank(0) != 0:  # a replica of what the first ones send
-            return []
+        first = self._parameters[names[0]]
+        mesh = first.device_mesh  # type: ignore[attr-defined]  # a DTensor
         shard = mesh.ndim - 1
+        if mesh.ndim > 1 and mesh.get_local_rank(0) != 0:  # a replica of what the first ones send
+            return
         group, rank, size = mesh.get_group(shard), mesh.get_local_rank(shard), mesh.size(shard)
-        lengths = [sum(part_of(weight.shape, other, size)[1] for weight in asked) for other in range(size)]
-        here = range(size) if rank == 0 else [rank]
-        found = [self._memory[other].of(lengths[other] * kind.itemsize, asked[0].device).view(kind) for other in here]
-        kept = [local(weight.detach()).flatten() for weight in asked]
-        mine = found[0]
-        for rows, place in zip(kept, mine.split([len(rows) for rows in kept]), strict=True):
-            place.copy_(rows)  # cast before it travels
-        if rank > 0:
-            exchange([dist.P2POp(dist.isend, mine, group=group, group_peer=0)])
-            return []
-        exchange([dist.P2POp(dist.irecv, found[n], group=group, group_peer=n) for n in range(1, size)])
-        return found
+        messages = []
+        for name, dtype in zip(names, dtypes, strict=True):
+            rows = local(self._parameters[name].detach()).flatten()
+            if rank > 0:
+                sent = rows.to(self._device, getattr(torch, dtype))
+                messages.append(dist.P2POp(dist.isend, sent, group=group, group_peer=0))
+                continue
+            parts = [places[name][part] for part in parts_of(self._parameters[name].shape, size)]
+            parts[0].copy_(rows)
+            messages += [
+                dist.P2POp(dist.irecv, part, group=group, group_peer=other)
+                for other, part in enumerate(parts)
+                if other > 0
+            ]
+        messages = [message for message in messages if message.tensor.numel()]
+        for work in dist.batch_isend_irecv(messages) if messages else []:
+            work.wait()
 
 
 class Memory:
@@ -81,19 +87,32 @@ class Memory:
         return self._bytes[:nbytes]
 
 
-def part_of(shape: Sequence[int], rank: int, size: int) -> tuple[int, int]:
-    """Where the values of one of `size` ranks begin in a flat tensor of that shape, and how many they are."""
-    rows, *others = shape
+def parts_of(shape: Sequence[int], size: int) -> list[slice]:
+    """Which values of a flat tensor of that shape each of `size` ranks holds: FSDP2's even chunks of rows."""
+    rows, row = shape[0], math.prod(shape[1:])
     chunk = -(-rows // size)
-    first = min(rank * chunk, rows)
-    return first * math.prod(others), (min(first + chunk, rows) - first) * math.prod(others)
+    return [slice(min(rank * chunk, rows) * row, min((rank + 1) * chunk, rows) * row) for rank in range(size)]
 
 
-def exchange(messages: list[dist.P2POp]) -> None:
-    """Send and receive, but for messages without a byte."""
-    some = [message for message in messages if message.tensor.numel()]
-    for work in dist.batch_isend_irecv(some) if some else []:
-        work.wait()
+def _gathers(buckets: Sequence[Bucket]) -> Iterator[list[Bucket]]:
+    """Buckets that are gathered at once: to ask the ranks takes milliseconds, however little they bring."""
+    several: list[Bucket] = []
+    for bucket in buckets:
+        if several and bucket.end - several[0].start > GATHER_BYTES:
+            yield several
+            several = []
+        several.append(bucket)
+    if several:
+        yield several
+
+
+def _joined(several: Sequence[Bucket]) -> Bucket:
+    return Bucket(several[0].start, several[-1].end, tuple(tensor for bucket in several for tensor in bucket.tensors))
+
+
+def _cut(several: Sequence[Bucket], packed: Future[Tensor]) -> Iterator[Tensor]:
+    start = several[0].start
+    return (packed.result()[bucket.start - start : bucket.end - start] for bucket in several)
 
 
 class GatheredWeights(WeightSource):
@@ -101,9 +120,10 @@ class GatheredWeights(WeightSource):
 
     collective = True
 
-    def __init__(self, shapes: Mapping[str, Shape], gather: Gather) -> None:
+    def __init__(self, shapes: Mapping[str, Shape], gather: Gather, device: torch.device) -> None:
         self._shapes = dict(shapes)
         self._gather = gather
+        self._device = device
         self._memory = (Memory(), Memory())  # of the bucket that is sent, and of the next
 
     def shapes(self) -> dict[str, Shape]:
@@ -113,43 +133,27 @@ class GatheredWeights(WeightSource):
         return self._packed(bucket, Memory())
 
     def stream(self, buckets: Sequence[Bucket]) -> Generator[Tensor, None, None]:
-        """While one bucket is sent the ranks gather the next one."""
-        with ThreadPoolExecutor(1, thread_name_prefix="NextBucket") as ranks:  # its end waits for the last gather
-            gathered: deque[Future[Tensor]] = deque()
-            for bucket, memory in zip(buckets, cycle(self._memory), strict=False):
-                gathered.append(ranks.submit(self._packed, bucket, memory))
+        """While some buckets are sent the ranks gather the next ones."""
+        gathered: deque[Iterator[Tensor]] = deque()
+        with ThreadPoolExecutor(1, thread_name_prefix="NextBuckets") as ranks:  # its end waits for the last gather
+            for several, memory in zip(_gathers(buckets), cycle(self._memory), strict=False):
+                gathered.append(_cut(several, ranks.submit(self._packed, _joined(several), memory)))
                 if len(gathered) == len(self._memory):
-                    yield gathered.popleft().result()
+                    yield from gathered.popleft()
             for last in gathered:
-                yield last.result()
+                yield from last
 
     def _packed(self, bucket: Bucket, memory: Memory) -> Tensor:
-        place: dict[str, Tensor] = {}
-        packed = torch.empty(0)
-        for dtype in dict.fromkeys(tensor.dtype for tensor in bucket.tensors):
-            found = dict(self._parts([tensor.name for tensor in bucket.tensors if tensor.dtype == dtype], dtype))
-            if not place:  # the gather says on which device
-                packed = memory.of(bucket.end - bucket.start, next(iter(found.values()))[0].device)
-                place = {tensor.name: there for tensor, there in places(bucket, packed)}
-            for name, parts in found.items():
-                torch.cat(parts, out=place[name])
+        packed = memory.of(bucket.end - bucket.start, self._device)
+        self._gather({tensor.name: place for tensor, place in places(bucket, packed)})
         return packed
 
-    def whole(self, names: list[str], dtype: str) -> dict[str, Tensor]:
+    def whole(self, names: Sequence[str], dtype: str) -> dict[str, Tensor]:
         """These tensors, whole."""
-        return {name: torch.cat(parts).view(self._shapes[name]) for name, parts in self._parts(names, dtype)}
-
-    def _parts(self, names: list[str], dtype: str) -> Iterator[tuple[str, list[Tensor]]]:
-        """Each of these tensors by name, as the flat values of each rank, which the next gather overwrites."""
-        found = self._gather(names, dtype)
-        starts = [0] * len(found)
-        for name in names:
-            parts = []
-            for rank, held in enumerate(found):
-                length = part_of(self._shapes[name], rank, len(found))[1]
-                parts.append(held[starts[rank] : starts[rank] + length])
-                starts[rank] += length
-            yield name, parts
+        kind = getattr(torch, dtype)
+        found = {name: torch.empty(math.prod(self._shapes[name]), dtype=kind, device=self._device) for name in names}
+        self._gather(found)
+        return {name: flat.view(self._shapes[name]) for name, flat in found.items()}
 
     def walk(self, dtype: str, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every tensor, or those of `names`, whole and in order; about FILE_BUCKET_BYTES of them exist at once."""
@@ -185,25 +189,24 @@ def write_about_model(folder: Path, model: PreTrainedModel, tokenizer: PreTraine
         tokenizer.save_pretrained(folder)
 
 
-def whole_model(gather: Gather) -> Form:
+def whole_model(gather: Gather, device: torch.device) -> Form:
     """The Hugging Face directory of a sharded model, in float32."""
 
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         shapes = shapes_of(model)
         write_about_model(folder, model, tokenizer)
-        write_safetensors(
-            folder / "model.safetensors", shapes, "float32", GatheredWeights(shapes, gather).walk("float32")
-        )
+        walk = GatheredWeights(shapes, gather, device).walk("float32")
+        write_safetensors(folder / "model.safetensors", shapes, "float32", walk)
 
     return replace(WHOLE_MODEL, write=write)
 
 
-def adapter_of_ranks(gather: Gather) -> Form:
+def adapter_of_ranks(gather: Gather, device: torch.device) -> Form:
     """The PEFT folder of a sharded adapter, as one rank writes it."""
 
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        walk = GatheredWeights(shapes_of(model), gather).walk("float32", trained)
+        walk = GatheredWeights(shapes_of(model), gather, device).walk("float32", trained)
         write_adapter(folder, model, {saved_name(name): tensor.cpu() for name, tensor in walk})
 
     return replace(ADAPTER, write=write)
@@ -215,6 +218,7 @@ class ShardedModel(TrainedModel):
 
     sharded: Policy
     gather: Gather
+    device: torch.device
     logprobs: Callable[[list[int]], Tensor]
 
     @functools.cached_property
@@ -222,7 +226,7 @@ class ShardedModel(TrainedModel):
         return self.sharded
 
     def source(self, manifest: Manifest) -> WeightSource:
-        return GatheredWeights(shapes_of(self.model), self.gather)
+        return GatheredWeights(shapes_of(self.model), self.gather, self.device)
 
     def prompt_logprobs(self, tokens: list[int]) -> Tensor:
         return self.logprobs(tokens)

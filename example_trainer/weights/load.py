@@ -61,10 +61,12 @@ def load_sharded(
     if config.bridge.trains_adapter:
         model, adapter = meta_adapted_model(source, config, compute_dtype(config, device))
         policy = sharded_policy(config, model, config.model_name, device, mesh, adapter)
-        form = adapter_of_ranks(gather)
+        form = adapter_of_ranks(gather, device)
     else:
-        policy, form = sharded_model(config, source, device, mesh), whole_model(gather)
-    return ShardedModel(policy.model, load_tokenizer(source), form, sharded=policy, gather=gather, logprobs=logprobs)
+        policy, form = sharded_model(config, source, device, mesh), whole_model(gather, device)
+    return ShardedModel(
+        policy.model, load_tokenizer(source), form, sharded=policy, gather=gather, device=device, logprobs=logprobs
+    )
 
 
 def start_policy(config: TrainerConfig, device: torch.device, mesh: DeviceMesh | None) -> Policy:

@@ -56,7 +56,7 @@ def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     assert server.status()["policy_version"] == 2
     assert (tmp_path / "save" / "final_model" / "model.safetensors").is_file()
 
-    status, said = train(server, tmp_path, ["-m", "tests.unit.trainer.drilled_trainer"], "1 gather KILL")
+    status, said = train(server, tmp_path, ["-m", "tests.unit.trainer.drilled_trainer"], "1 bring_rows KILL")
     assert status == 1, said[-3000:]
     assert "grpo: error: trainer rank 1 of 2 was ended by SIGKILL" in said
     start = time.monotonic()

@@ -171,7 +171,7 @@ def test_two_ranks_train_listen_on_loopback_alone_and_end_on_ctrl_c(drills: Dril
     assert "Parity: vLLM's log-probabilities are the trainer's" in trainer.log
 
 
-@pytest.mark.parametrize("where", ["gather", pytest.param("gradients", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("where", ["bring_rows", pytest.param("gradients", marks=pytest.mark.nightly)])
 def test_a_rank_that_is_killed_in_a_forward_pass_or_a_sync_ends_all(drills: Drills, where: str) -> None:
     with drilled(drills, f"1 {where} KILL") as trainer:
         since = trainer.wait_for("DRILL")

@@ -1,7 +1,7 @@
 """The contract of every WeightSource: names and shapes as on the wire, tied ones once, and the bytes of each bucket."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 
 import pytest
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.wire.bridge import Manifest, compare, lay_out
 from example_trainer.weights.flat import FlatWeights
-from example_trainer.weights.gathered import GatheredWeights
+from example_trainer.weights.gathered import GatheredWeights, parts_of
 from example_trainer.weights.shared import SharedWeights, shared_tensors
 from example_trainer.weights.source import WeightSource, shapes_of
 from tests.unit.trainer.arenas import ranks_of
@@ -35,18 +35,15 @@ def gathered(size: int) -> Make:
     """Of ranks that hold rows as FSDP2 deals them."""
 
     def make(model: PreTrainedModel, manifest: Manifest) -> WeightSource:
-        held = {name: value.chunk(size) for name, value in values(model).items()}
-        memory = [torch.empty(1 << 16) for _ in range(size)]  # overwritten by each gather, as that of the ranks
+        def gather(places: Mapping[str, Tensor]) -> None:
+            for name, place in places.items():
+                parts, rows = parts_of(source.shapes()[name], size), values(model)[name].chunk(size)
+                assert [place[part].numel() for part in parts] == [*map(torch.numel, rows), *[0] * (size - len(rows))]
+                for part, held in zip(parts, rows, strict=False):
+                    place[part].copy_(held.flatten())
 
-        def gather(names: list[str], dtype: str) -> list[Tensor]:
-            found = []
-            for rank, kept in enumerate(memory):
-                rows = [held[name][rank].flatten() for name in names if rank < len(held[name])]
-                flat = torch.cat([*rows, torch.empty(0)]).to(getattr(torch, dtype))
-                found.append(kept.view(flat.dtype)[: len(flat)].copy_(flat))
-            return found
-
-        return GatheredWeights(shapes_of(model), gather)
+        source = GatheredWeights(shapes_of(model), gather, torch.device("cpu"))
+        return source
 
     return make
 
@@ -102,14 +99,13 @@ def test_a_transfer_that_fails_leaves_no_gather_under_way() -> None:
     manifest = served_as(model, "float32")
     begun, ended = [], []
 
-    def gather(names: list[str], dtype: str) -> list[Tensor]:
-        begun.append(names)
+    def gather(places: Mapping[str, Tensor]) -> None:
+        begun.append(list(places))
         time.sleep(0.05)
-        ended.append(names)
-        return [torch.cat([values(model)[name].flatten() for name in names])]
+        ended.append(list(places))
 
     buckets = manifest.buckets(1)
-    with closing(GatheredWeights(shapes_of(model), gather).stream(buckets)) as stream:
+    with closing(GatheredWeights(shapes_of(model), gather, torch.device("cpu")).stream(buckets)) as stream:
         next(stream)
     assert begun == ended
     assert len(begun) < len(buckets)
