@@ -114,6 +114,7 @@ def run_arm(name: str, options: argparse.Namespace, items: list[dict[str, Any]])
     config = {
         "model_name": options.model,
         "lr": 1e-6,
+        "dual_clip": 0.0,  # the made-up log-probabilities make ratios of thousands, and each bound has an edge
         "micro_batch_tokens": options.micro_batch_tokens,
         "seq_len": 4096,
         **ARMS[name],
