@@ -138,7 +138,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         ),
         (
             device_checks.check_gpu_memory(GPUS, MODES["broadcast"], MODEL, "bfloat16", 1, True),
-            "needs 1.8 GB on GPU 1 (H200), and 11 MB are free",
+            "needs 1.5 GB on GPU 1 (H200), and 11 MB are free",
         ),
         (
             device_checks.check_disk(MIB, MODEL, MODES["restart"], "/data"),
