@@ -1,21 +1,26 @@
-"""`view-run`, also `view-run-multimodal`: a page with the last groups of a live run, which it neither resets nor takes
-anything from.
+"""`view-run`, also `view-run-multimodal`: a window on a run.
 
-It asks the batching API for its latest example again and again (GET /latest_example), and shows what it has seen on
-a page of its own.
+    view-run RUN_DIRECTORY...     the window of `atropos view`, on the run's files
+    view-run --api-url URL        the last groups of a live run whose files are elsewhere
+
+The latter asks the batching API for its latest example again and again (GET /latest_example), and adds what is new to
+the page. It neither resets the run nor takes anything from it.
 """
 
 import asyncio
 import contextlib
 import html
+import sys
+from argparse import Namespace
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import uvicorn
 from fastapi import FastAPI
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import Field
 
 from atroposlib.config import Config, load_config
@@ -24,25 +29,46 @@ from atroposlib.errors import one_line_errors
 from atroposlib.http_guard import HostGuard, HostName, OwnHosts
 from atroposlib.logs import configure_logging, get_logger
 from atroposlib.utils.tokenizers import load_tokenizer
+from atroposlib.view.runs import Runs
+from atroposlib.view.serve import page_of, run
 
 log = get_logger(__name__)
 
 REQUEST_TIMEOUT_S = 10.0
+# Adds new groups above the others and leaves those alone, so that what is opened stays open.
+SCRIPT = """
+let last = LAST;
+const note = document.getElementById('note'), groups = document.getElementById('groups');
+async function look() {
+  try {
+    const found = await (await fetch('new?after=' + last)).json();
+    if (found.last < last) location.reload();
+    note.textContent = found.note;
+    groups.insertAdjacentHTML('afterbegin', found.html);
+    last = found.last;
+    for (const old of [...groups.children].slice(MOST)) if (!old.open) old.remove();
+  } catch { note.textContent = 'view-run does not answer'; }
+  setTimeout(look, INTERVAL);
+}
+setTimeout(look, INTERVAL);
+"""
 
 
 class ViewConfig(Config):
-    """Flags."""
+    """Show the latest groups of a batching API in the browser."""
 
     api_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")
     host: str = Field(default="127.0.0.1", description="Address to serve the page on.")
-    allowed_host: list[HostName] = Field(default=[], description="A further name that browsers call it by; repeatable.")
+    allowed_host: list[HostName] = Field(
+        default=[], description="Another host name under which browsers may address it; repeatable."
+    )
     port: int = Field(default=9002, ge=0, le=65535, description="Port to serve the page on.")
     tokenizer: str | None = Field(
-        default=None, description="Tokenizer to show groups without messages; their ids are shown if unset."
+        default=None, description="Tokenizer for groups without messages; without it their token ids are shown."
     )
-    interval: float = Field(default=2.0, gt=0, description="Seconds between two looks.")
-    groups: int = Field(default=20, ge=1, description="Groups to show.")
+    interval: float = Field(default=2.0, gt=0, description="Seconds between two requests.")
+    groups: int = Field(default=20, ge=1, description="Number of groups to show.")
 
 
 class Watcher:
@@ -62,7 +88,7 @@ class Watcher:
             reply.raise_for_status()
             group = reply.json()
         except (httpx.HTTPError, ValueError) as error:
-            self.problem = f"{self.config.api_url} cannot be asked: {error or type(error).__name__}"
+            self.problem = f"{self.config.api_url} does not answer: {error or type(error).__name__}"
             return
         self.problem = ""
         shown = {
@@ -77,13 +103,23 @@ class Watcher:
             self.groups.appendleft({**shown, "number": self.seen})
 
     def page(self) -> str:
-        """The page, which loads itself again."""
-        note = self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
-        refresh = f"<meta http-equiv=refresh content={max(2, round(self.config.interval))}>"
-        body = "".join(group_html(self._with_text(group), group["number"]) for group in self.groups)
+        """The page, which asks for what is new."""
+        interval = max(500, round(1000 * self.config.interval))
+        script = SCRIPT.replace("LAST", str(self.seen)).replace("MOST", str(self.config.groups))
         return (
-            f"<!doctype html><meta charset=utf-8>{refresh}<title>view-run</title><style>{STYLE}</style>"
-            f"<h1>Latest groups</h1><p>{html.escape(note)}</p>{body}"
+            f"<!doctype html><meta charset=utf-8><title>view-run</title><style>{STYLE}</style><h1>Latest groups</h1>"
+            f"<p id=note>{html.escape(self.note())}</p><div id=groups>{self.groups_after(0)}</div>"
+            f"<script>{script.replace('INTERVAL', str(interval))}</script>"
+        )
+
+    def note(self) -> str:
+        """How many groups there were, or what is wrong."""
+        return self.problem or f"{self.seen} different groups seen at {self.config.api_url}"
+
+    def groups_after(self, number: int) -> str:
+        """The sections of the groups after this one, newest first."""
+        return "".join(
+            group_html(self._with_text(group), group["number"]) for group in self.groups if group["number"] > number
         )
 
     def _with_text(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -112,24 +148,44 @@ def create_app(watcher: Watcher) -> FastAPI:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
-    app = FastAPI(lifespan=lifespan)
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(HostGuard, hosts=OwnHosts.of(watcher.config.host, watcher.config.allowed_host))
 
     @app.get("/")
     async def page() -> HTMLResponse:
         return HTMLResponse(watcher.page())
 
+    @app.get("/new")
+    async def new(after: int = 0) -> JSONResponse:
+        return JSONResponse({"last": watcher.seen, "note": watcher.note(), "html": watcher.groups_after(after)})
+
     return app
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted."""
-    config = load_config(ViewConfig, prog="view-run")
+    words = list(sys.argv[1:] if argv is None else argv)
+    first_flag = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    directories = [Path(word) for word in words[:first_flag]]
+    config = load_config(ViewConfig, words[first_flag:], prog="view-run")
     configure_logging("view-run")
     with one_line_errors("view-run", OSError):
+        if directories:
+            show_files(directories, config)
+            return
         app = create_app(Watcher(config))
     log.info("Open http://%s:%d", config.host, config.port)
     uvicorn.run(app, host=config.host, port=config.port, log_level="warning")
+
+
+def show_files(directories: Sequence[Path], config: ViewConfig) -> None:
+    """The window of `atropos view` on these runs. Raises NotADirectoryError, CannotServe."""
+    for directory in directories:
+        if not directory.is_dir():
+            raise NotADirectoryError(f"{directory} is not a directory: name a run's, or --api-url")
+    runs = Runs(directories)
+    where = Namespace(host=config.host, port=config.port, allowed_host=config.allowed_host, open=False)
+    run(where, runs, page_of(list(runs.all())))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import httpx
+import pytest
 import requests
 from fastapi.testclient import TestClient
 
 from atroposlib.cli import view_run, view_run_multimodal  # type: ignore[attr-defined]  # an old path
+from atroposlib.compat import view_run as view_run_module
 from atroposlib.compat.view_run import ViewConfig, Watcher
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from tests.unit.compat.test_generation import group
@@ -53,6 +56,37 @@ async def test_images_that_stand_in_the_data_are_shown_and_nothing_else_is_fetch
     assert "onerror='" not in page
 
 
+async def test_what_is_open_stays_open_because_only_new_groups_are_added() -> None:
+    async with running_api() as api, httpx.AsyncClient(trust_env=False) as client:
+        watcher = Watcher(ViewConfig(api_url=api.url))
+        await Trainer(api.url, batch_size=4).register()
+        page = TestClient(view_run.create_app(watcher), base_url="http://127.0.0.1")
+        for number in (1, 2):
+            await asyncio.to_thread(requests.post, f"{api.url}/scored_data", json=group(0.0, float(number)))
+            await watcher.look(client)
+            found = page.get("/new", params={"after": number - 1}).json()
+            assert found["last"] == number
+            assert found["html"].count("<details><summary>Group ") == 1
+        assert page.get("/new", params={"after": 2}).json()["html"] == ""
+    assert "http-equiv" not in watcher.page()
+
+
+def test_with_a_run_directory_it_opens_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[Any, Any, str]] = []
+    monkeypatch.setattr(view_run_module, "run", lambda *given: served.append(given))
+    view_run.main([str(tmp_path), "--port", "9123", "--interval", "3"])
+    ((options, runs, page),) = served
+    assert (options.host, options.port) == ("127.0.0.1", 9123)
+    assert list(runs.all()) == [tmp_path.name]
+    assert page == f"#/run/{tmp_path.name}"
+
+
+def test_a_run_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        view_run.main([str(tmp_path / "nobody")])
+    assert "nobody is not a directory" in capsys.readouterr().err
+
+
 def test_command_of_the_ancestor_is_the_same_program() -> None:
     assert view_run_multimodal.main is view_run.main
 
@@ -61,7 +95,7 @@ async def test_api_that_is_away_is_said_on_the_page() -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         watcher = Watcher(ViewConfig(api_url="http://127.0.0.1:1"))
         await watcher.look(client)
-    assert "http://127.0.0.1:1 cannot be asked" in watcher.page()
+    assert "http://127.0.0.1:1 does not answer" in watcher.page()
 
 
 def test_the_page_is_shown_under_its_own_names_only() -> None:

@@ -1,0 +1,137 @@
+"""metrics.jsonl as a table that a page asks for piece by piece, and as the trainer's timeline."""
+
+import math
+import os
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atroposlib.view.files import opened, read_at
+
+REPLY_BYTES = 4 << 20  # of the file, that one reply is made of
+TIMELINE_BYTES = 16 << 20  # the newest rows of a longer file
+SEAM_BYTES = 64
+PARTS = ("waiting", "training", "syncing", "evaluating")
+
+Number = int | float
+
+
+@dataclass
+class MetricRows:
+    """Rows after those that the page has. `generation` says where they end, for the next request. With `reset` these
+    are the first rows again, because the file is another one; with `more` there are more already.
+    """
+
+    columns: list[str]
+    rows: list[list[Number | None]]
+    next: int
+    generation: str
+    reset: bool
+    more: bool
+
+
+class TimedRow(msgspec.Struct):
+    """What the timeline needs of a row."""
+
+    step: int
+    time: float
+    step_s: float | None = None
+    generate_s: float | None = None
+    train_s: float | None = None
+    eval_wait_s: float | None = None
+
+
+def read_metrics(path: Path, after: int, generation: str | None) -> MetricRows:
+    """The rows after the first `after`, which ended where `generation` says. Raises NotReadable, OSError."""
+    try:
+        with opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            identity = f"{found.st_dev:x}-{found.st_ino:x}"
+            start = _start(descriptor, identity, generation) if after and generation else None
+            offset = start or 0
+            data = read_at(descriptor, offset, REPLY_BYTES)
+            data = data[: data.rfind(b"\n") + 1]
+            end = offset + len(data)
+            seam = _seam(descriptor, end)
+    except FileNotFoundError:
+        return MetricRows([], [], 0, "", bool(after), False)
+    lines = data.split(b"\n")[:-1]
+    known = after if start is not None else 0
+    skipped = min(after, len(lines)) if generation is None else 0
+    rows = [row for row in map(json_object, lines[skipped:]) if row is not None]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return MetricRows(
+        columns,
+        [[finite_number(row.get(key)) for key in columns] for row in rows],
+        known + len(lines),
+        f"{identity}-{end:x}-{seam:x}",
+        reset=generation is not None and after > 0 and start is None,
+        more=bool(data) and end < found.st_size,
+    )
+
+
+def trainer_steps(path: Path, first: int | None, last: int | None) -> list[dict[str, Any]]:
+    """What the trainer did in each step from `first` to `last`. Rows without `time` are left out."""
+    with suppress(FileNotFoundError), opened(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        data = read_at(descriptor, max(0, size - TIMELINE_BYTES), TIMELINE_BYTES)
+        rows = [row for row in map(_timed, data.split(b"\n")) if row is not None]
+        lowest, highest = first or 0, math.inf if last is None else last
+        return [_of_step(row) for row in rows if lowest <= row.step <= highest]
+    return []
+
+
+def json_object(line: bytes) -> dict[str, Any] | None:
+    """The object on a line; None for anything else."""
+    with suppress(ValueError, RecursionError):
+        row = msgspec.json.decode(line) if line else None
+        return row if isinstance(row, dict) else None
+    return None
+
+
+def finite_number(value: object) -> Number | None:
+    """A number that every reader of JSON can hold; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if abs(value) < 2**53 else float(value)
+
+
+def _timed(line: bytes) -> TimedRow | None:
+    with suppress(ValueError, RecursionError):
+        return _TIMED_ROW.decode(line)
+    return None
+
+
+def _of_step(row: TimedRow) -> dict[str, Any]:
+    """A row's durations in their order: the trainer waits, trains, syncs and waits for evaluations."""
+    step, waiting, training = row.step_s or 0.0, row.generate_s or 0.0, row.train_s or 0.0
+    spent = (waiting, training, step - waiting - training, row.eval_wait_s or 0.0)
+    seconds = [max(0.0, each) for each in spent]
+    at, found = row.time - sum(seconds), []
+    for what, duration in zip(PARTS, seconds, strict=True):
+        if duration > 0:
+            found.append({"start": at, "end": at + duration, "what": what})
+        at += duration
+    return {"step": row.step, "trainer": found}
+
+
+def _start(descriptor: int, identity: str, generation: str) -> int | None:
+    """Where the rows that the page has end; None if the file is another one by now."""
+    *known, end, checksum = generation.split("-")[-4:]
+    with suppress(ValueError):
+        offset = int(end, 16)
+        if "-".join(known) == identity and 0 < offset < 2**62 and _seam(descriptor, offset) == int(checksum, 16):
+            return offset
+    return None
+
+
+def _seam(descriptor: int, end: int) -> int:
+    start = max(0, end - SEAM_BYTES)
+    return zlib.crc32(read_at(descriptor, start, end - start))
+
+
+_TIMED_ROW = msgspec.json.Decoder(TimedRow)

@@ -1,0 +1,176 @@
+// One group: its prompt once, its answers side by side, best first, as text or as tokens.
+
+import { badge, button, control, count, dots, empty, fill, h, link, num, own, seconds, textOf, when } from "./dom.js";
+import { TABS, source } from "./groups.js";
+import { address, get, here, hereWith, listParams, param, site, turn } from "./site.js";
+import { COLOURS, exactness, heat, legend, tokensOf, untell } from "./tokens.js";
+
+const ENDS = { stop: "complete", length: "cut off", abort: "aborted", tool_calls: "called a tool" };
+const ROLES = { user: "User", assistant: "Model", system: "System", tool: "Tool result" };
+
+const call = (name, body) => h("div.aside.tool", h("b", `Tool call${name ? `: ${name}` : ""}`), h("pre", textOf(body)));
+
+function thought(text, open) {
+	const words = count(text.split(/\s+/).filter(Boolean).length, "word");
+	return h("details.aside", { open }, h("summary", `Thought, ${words}`), h("p.text", text.trim()));
+}
+
+function writtenCall(text) {
+	try {
+		const { name, arguments: body } = JSON.parse(text);
+		return call(name, body);
+	} catch {
+		return call("", text); // not JSON
+	}
+}
+
+// Thoughts and tool calls are set apart. A prompt may open the thought, and a cut answer may not close it.
+function parts(text, open) {
+	if (text.includes("</think>") && !/<think>[^]*<\/think>/.test(text)) text = `<think>${text}`;
+	return text.split(/(<think>[^]*?(?:<\/think>|$)|<tool_call>[^]*?(?:<\/tool_call>|$))/).map((part) => {
+		const [, tag, inside] = /^<(think|tool_call)>([^]*?)(?:<\/\1>)?$/.exec(part) ?? [];
+		if (tag) return tag === "think" ? thought(inside, open) : writtenCall(inside.trim());
+		return part.trim() && h("p.text", part.trim());
+	});
+}
+
+function message({ role, content, reasoning_content, tool_calls }, open) {
+	const text = textOf(content).trim();
+	const calls = [tool_calls ?? []].flat().map((made) => made?.function ?? made ?? {});
+	return h(
+		"div.message",
+		{ class: own(ROLES, role) ? role : "other" },
+		h("small.role.muted", own(ROLES, role, textOf(role))),
+		reasoning_content && thought(textOf(reasoning_content), open),
+		role === "assistant" ? parts(text, open) : h("p.text", text),
+		calls.map((made) => call(made.name, made.arguments)),
+	);
+}
+
+const said = ({ messages, error }, from, open) => [
+	error && h("p.text.bad", error),
+	messages ? messages.slice(from).map((one) => message(one, open)) : empty("No messages were recorded."),
+];
+
+// How many messages all answers begin with.
+function shared(rollouts) {
+	const lists = rollouts.map((one) => one.messages).filter((list) => list?.length);
+	const equal = (i) => new Set(lists.map((list) => (i < list.length - 1 ? JSON.stringify(list[i]) : null))).size === 1;
+	let n = 0;
+	while (lists[0]?.[n + 1] && lists[0][n].role !== "assistant" && equal(n)) n++;
+	return n;
+}
+
+function marks({ score, advantage, failed, finish_reason: end }) {
+	return [
+		h("span.score", h("small.muted", "score "), num(score)),
+		advantage != null && h("span.advantage", h("span.muted", "advantage "), (advantage > 0 ? "+" : "") + num(advantage)),
+		failed && badge("bad", `failed: ${failed}`),
+		end && badge(end === "stop" ? "" : "warn", own(ENDS, end, end)),
+	];
+}
+
+function sequences(one, colour, beside) {
+	return (one.sequences ?? []).map((sequence, i, all) => {
+		const tokens = tokensOf(sequence);
+		const from = beside && colour !== "mask" ? Math.max(0, tokens.findIndex((t) => t.trained)) : 0;
+		const facts = dots(
+			all.length > 1 && `sequence ${i + 1}`,
+			`${count(tokens.length, "token")}, ${num(tokens.filter((t) => t.trained).length)} trained on`,
+			from > 0 && "without the prompt",
+			!sequence.pieces && "ids: the model's tokenizer is not on this machine",
+		);
+		return [h("small.muted", facts), heat(tokens, colour, from)];
+	});
+}
+
+// One of them: as both.
+function answers(order, picked) {
+	const colour = own(COLOURS, param("colour")) ? param("colour") : "diff";
+	const tokens = picked || param("show") === "tokens";
+	const all = picked ? [picked] : order;
+	const from = picked ? 0 : shared(order);
+	const names = Object.fromEntries(Object.entries(COLOURS).map(([id, { name }]) => [id, name]));
+	const pick = (text, show) =>
+		h("button", { id: text, "aria-pressed": String(tokens === Boolean(show)), onclick: () => turn({ show }) }, text);
+	const answer = (one) => {
+		const name = `answer ${one.rollout + 1}`;
+		const text = h("section.conversation", said(one, from, picked));
+		const parts = picked ? [text, h("section", sequences(one, colour))] : tokens ? sequences(one, colour, true) : text;
+		const body = h(`div.${picked ? "two" : "said"}`, { tabindex: 0, role: "region", "aria-label": `Text of ${name}` }, parts);
+		const other = picked ? link("All answers", hereWith({ rollout: null })) : link(`Open ${name}`, hereWith({ rollout: one.rollout }));
+		return h("article.answer.card", h("div.row", marks(one)), body, other);
+	};
+	const every = all.flatMap((one) => (one.sequences ?? []).flatMap(tokensOf));
+	return [
+		from > 0 && h("section.card", order.find((one) => one.messages).messages.slice(0, from).map((one) => message(one))),
+		h(
+			"div.row",
+			h("h2", picked ? `Answer ${picked.rollout + 1} of ${order.length}` : `${count(order.length, "answer")}, best first`),
+			!picked && [pick("Text", null), pick("Tokens", "tokens")],
+			tokens && [control("Colour by", names, colour, (value) => turn({ colour: value }), { id: "colour" }), legend(colour, every)],
+		),
+		tokens && h("p.muted", exactness(every) ?? "No log-probabilities of the trainer."),
+		h("div.answers", { class: picked && "one" }, all.map(answer)),
+	];
+}
+
+export function groupView(name, n) {
+	const body = h("div.group", empty("Loading …"));
+	const of = source();
+	let group = null;
+	let around = {};
+	site.group = n;
+
+	// In the list that this group was opened from.
+	async function neighbours() {
+		const offset = Math.max(0, Number(param("at")) - 25);
+		const { rows } = await get([name, "groups"], { ...Object.fromEntries(listParams()), offset, limit: 50 });
+		const i = rows.findIndex((row) => row.n === n);
+		const to = (k) => {
+			const changes = { at: offset + k, rollout: null };
+			return i >= 0 && rows[k] && address(["run", name, "group", rows[k].n], changes, here().params);
+		};
+		return { previous: to(i - 1), next: to(i + 1) };
+	}
+
+	function draw() {
+		untell();
+		const best = (one) => one.score ?? -Infinity;
+		const order = group.rollouts.map((one, rollout) => ({ rollout, ...one })).sort((a, b) => best(b) - best(a));
+		const picked = order.length === 1 ? order[0] : order.find((one) => String(one.rollout) === param("rollout"));
+		const { step, policy_version: version, env, time, started, dropped, left_out } = group;
+		const facts = dots(
+			step != null && `step ${num(step)}`,
+			version != null && `policy version ${num(version)}`,
+			env,
+			time && when(time),
+			started && time && `sampled in ${seconds(time - started)}`,
+			Object.entries(group.generation_params ?? {}).map(([key, value]) => `${key} ${textOf(value)}`),
+		);
+		const reasons = [group.error, dropped && `Dropped: ${dropped}`, left_out && `Left out of training: ${left_out}`];
+		const { previous, next } = around;
+		const list = button("List", address(["run", name, "groups"], { source: of }, listParams()), { id: "up" });
+		const buttons = h("span.buttons", list, previous && button("Previous", previous), next && button("Next", next));
+		const reference = group.reference ?? "this environment recorded none";
+		fill(
+			body,
+			h("div.row", h("p.muted", facts), buttons),
+			reasons.map((text) => text && h("p.reason", text)),
+			of !== "dead_letters" && h("p.text.reference", h("b", "Reference answer: "), reference),
+			answers(order, picked),
+		);
+	}
+
+	// A very long group comes without some of its tokens: one answer has its own.
+	async function refresh(polled) {
+		if (polled) return; // nothing moves while a person reads
+		const load = (more) => get([name, "groups", n], { source: of, ...more });
+		const rollout = param("rollout");
+		if (!group) [group, around] = await Promise.all([load(), param("at") ? neighbours() : {}]);
+		if (group.shortened && rollout) group = { ...(await load({ rollout })), shortened: true };
+		draw();
+	}
+
+	return { title: `${name}: group`, tab: TABS[of], nodes: [body], refresh, step: (by) => (by < 0 ? around.previous : around.next) };
+}

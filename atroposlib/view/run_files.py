@@ -1,0 +1,290 @@
+"""One run directory as typed values: what it is, how far it has come, its metrics, evaluations, settings and logs.
+
+Every file may be missing, damaged, growing, or somebody else's: whatever is wrong becomes a sentence in `problems`.
+"""
+
+import datetime
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from atroposlib.logs import escape
+from atroposlib.view.files import NotReadable, read_small, read_tail
+from atroposlib.view.metric_rows import MetricRows, Number, finite_number, json_object, read_metrics, trainer_steps
+from atroposlib.wire.processes import Process, is_alive
+
+SMALL_BYTES = 1 << 20  # of run.json
+YAML_BYTES = 64 << 10  # of run.yaml; the launcher writes about one
+EVALUATION_BYTES = 16 << 20
+TAIL_BYTES = 64 << 10
+LOG_BYTES = 256 << 10
+LOG_LINES = 2000
+LINE_CHARACTERS = 4000  # of a log
+MAX_SETTINGS = 2000
+
+
+class Start(Struct):
+    """One start of a run, of run.json."""
+
+    time: str | None = None
+    command: list[str] = []
+    seed: int | None = None
+    model: str | None = None
+    commit: str | None = None
+    planned_steps: int | None = None
+    machine: Any = None
+
+
+class RunRecord(Struct):
+    """run.json."""
+
+    starts: list[Start] = []
+    planned_steps: int | None = None
+
+
+class ProcessRecord(Struct):
+    """pids/launcher, as the launcher writes it."""
+
+    pid: Annotated[int, Meta(gt=1, lt=2**22)]
+    start: Annotated[int, Meta(ge=0, lt=1 << 62)]
+    boot: str
+
+
+@dataclass(frozen=True)
+class _Parsed:
+    """run.yaml as it was when it was last changed."""
+
+    changed: tuple[int, int, int]
+    value: dict[str, Any]
+    problem: str
+
+
+@dataclass
+class RunFiles:
+    """A run directory."""
+
+    path: Path
+    label: str
+    _yaml: _Parsed | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """The run's entry in the list of runs."""
+        problems: list[str] = []
+        record = self.record(problems)
+        last = record.starts[-1] if record.starts else Start()
+        steps = last_values(self.path / "metrics.jsonl", ("step", "reward_mean", "time"), problems)
+        accuracy = last_values(self.path / "evaluations.jsonl", ("accuracy",), problems).get("accuracy")
+        state = self.state(bool(record.starts))
+        settings = self.run_yaml(problems)
+        return {
+            "run": self.label,
+            "path": str(self.path),
+            "state": state,
+            "started": _unix(record.starts[0].time) if record.starts else None,
+            "ended": self._last_write() if state == "ended" else None,
+            "steps_done": int(steps.get("step") or 0),
+            "planned_steps": self._planned(record, settings),
+            "model": last.model,
+            "seed": last.seed,
+            "commit": last.commit,
+            "command": last.command,
+            "machine": last.machine,
+            "environments": self._environments(settings),
+            "latest": {"reward_mean": steps.get("reward_mean"), "accuracy": accuracy},
+            "problems": problems,
+        }
+
+    def record(self, problems: list[str] | None = None) -> RunRecord:
+        """run.json, empty if there is none."""
+        return _decoded(self.path / "run.json", RunRecord, problems) or RunRecord()
+
+    @property
+    def model(self) -> str | None:
+        """Path or id of the model that was trained."""
+        starts = self.record().starts
+        return starts[-1].model if starts else None
+
+    def state(self, was_started: bool) -> str:
+        """running, ended, or unknown: the services were not started by a launcher."""
+        launcher = _decoded(self.path / "pids" / "launcher", ProcessRecord, None)
+        if launcher is not None and launcher.boot == _boot_id():
+            with suppress(OSError, ValueError):
+                if is_alive(Process(launcher.boot, 0, launcher.pid, launcher.start)):
+                    return "running"
+        return "ended" if was_started else "unknown"
+
+    def run_yaml(self, problems: list[str] | None = None) -> dict[str, Any]:
+        """run.yaml, empty if there is none. It is parsed once for each change of the file."""
+        path = self.path / "run.yaml"
+        try:
+            found = path.lstat()
+        except OSError:
+            return {}
+        changed = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if self._yaml is None or self._yaml.changed != changed:
+            self._yaml = _Parsed(changed, *_parsed(path))
+        if self._yaml.problem:
+            _note(problems, self._yaml.problem)
+        return self._yaml.value
+
+    def settings(self) -> dict[str, Any]:
+        """run.yaml with dots between its keys, and what the last start of the run says."""
+        starts = self.record().starts
+        last = starts[-1] if starts else Start()
+        flat: dict[str, Any] = {}
+        _flatten(self.run_yaml(), "", flat)
+        return {**flat, "seed": last.seed, "model": last.model, "commit": last.commit}
+
+    def metrics(self, after: int, generation: str | None) -> MetricRows:
+        """Rows after the first `after`; all of them if `generation` is not the file's."""
+        return read_metrics(self.path / "metrics.jsonl", after, generation)
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Every evaluation, oldest first."""
+        data = read_tail(self.path / "evaluations.jsonl", EVALUATION_BYTES)
+        return [row for row in map(json_object, data.split(b"\n")) if row is not None]
+
+    def timeline(self, first: int | None, last: int | None) -> list[dict[str, Any]]:
+        """What the trainer did in each step from `first` to `last`, in Unix seconds. Rows without `time` have none."""
+        return trainer_steps(self.path / "metrics.jsonl", first, last)
+
+    def log_names(self) -> list[str]:
+        """The services that have a log."""
+        with suppress(OSError):
+            return sorted(
+                entry.name.removesuffix(".log")
+                for entry in os.scandir(self.path)
+                if entry.name.endswith(".log") and entry.name.isprintable() and entry.is_file(follow_symlinks=False)
+            )
+        return []
+
+    def log(self, service: str, lines: int) -> list[str]:
+        """The last lines of a service's log, with nothing in them that a terminal obeys. `service` is one of
+        `log_names`.
+        """
+        data = read_tail(self.path / f"{service}.log", LOG_BYTES)
+        found = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        shown = [escape(line.decode(errors="replace")[:LINE_CHARACTERS]) for line in found[-lines - 1 :] if line]
+        return shown[-lines:]
+
+    def files(self, start: str) -> list[Path]:
+        """`START.jsonl` and every `START_X.jsonl`, the names in order."""
+        with suppress(OSError):
+            names = [entry.name for entry in os.scandir(self.path) if _is_rows_file(entry.name, start)]
+            return [self.path / name for name in sorted(names, key=lambda name: (len(name), name))]
+        return []
+
+    def _planned(self, record: RunRecord, settings: Mapping[str, Any]) -> int | None:
+        starts = [start.planned_steps for start in reversed(record.starts)]
+        found = [*starts, record.planned_steps, settings.get("steps")]
+        return next((steps for steps in found if isinstance(steps, int) and steps >= 0), None)
+
+    def _environments(self, settings: Mapping[str, Any]) -> list[str]:
+        named = settings.get("environments")
+        return [str(name) for name in named] if isinstance(named, dict) else []
+
+    def _last_write(self) -> float | None:
+        times = []
+        for name in ("launcher.log", "metrics.jsonl", "run.json"):
+            with suppress(OSError):
+                times.append((self.path / name).lstat().st_mtime)
+        return max(times, default=None)
+
+
+def _parsed(path: Path) -> tuple[dict[str, Any], str]:
+    """What a YAML file holds, and why it cannot be read."""
+    try:
+        return read_yaml(read_small(path, YAML_BYTES)), ""
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{path.name} cannot be read: {_reason(error)}"
+
+
+def read_yaml(content: bytes) -> dict[str, Any]:
+    """The mapping of a YAML file that may be hostile. Raises ValueError, RecursionError."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # in Python: the one in C crashes on deep nesting
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it has an alias, which could stand for any amount of text")
+            return super().compose_node(parent, index)
+
+    try:
+        found = yaml.load(content, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    return found if isinstance(found, dict) else {}
+
+
+def last_values(path: Path, keys: Iterable[str], problems: list[str] | None = None) -> dict[str, Number]:
+    """The last number of each name in a file of JSON lines."""
+    try:
+        lines = read_tail(path, TAIL_BYTES).split(b"\n")
+    except OSError as error:
+        _note(problems, f"{path.name} cannot be read: {_reason(error)}")
+        return {}
+    found: dict[str, Number] = {}
+    wanted = set(keys)
+    for row in map(json_object, reversed(lines)):
+        for key in wanted - found.keys() if row else ():
+            if (value := finite_number(row.get(key) if row else None)) is not None:
+                found[key] = value
+        if len(found) == len(wanted):
+            break
+    return found
+
+
+def _decoded(path: Path, kind: Any, problems: list[str] | None) -> Any:
+    """The JSON file as a record, None if there is none or it is damaged."""
+    try:
+        return msgspec.json.decode(read_small(path, SMALL_BYTES), type=kind)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        _note(problems, f"{path.name} cannot be read: {_reason(error)}")
+        return None
+
+
+def _note(problems: list[str] | None, line: str) -> None:
+    if problems is not None:
+        problems.append(line)
+
+
+def _reason(error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and not isinstance(error, NotReadable) else str(error)
+    return " ".join(escape(str(reason)).split())[:300]
+
+
+def _unix(time: str | None) -> float | None:
+    """Seconds since 1970 of 2026-11-22T19:34:50+0000."""
+    with suppress(ValueError, TypeError, OverflowError):
+        return datetime.datetime.fromisoformat(str(time)).timestamp()
+    return None
+
+
+def _flatten(value: Any, name: str, found: dict[str, Any]) -> None:
+    if len(found) >= MAX_SETTINGS:
+        return
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _flatten(each, f"{name}.{key}" if name else str(key), found)
+    else:
+        found[name] = value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _is_rows_file(name: str, start: str) -> bool:
+    middle = name.removeprefix(start).removesuffix(".jsonl")
+    whole = name == f"{start}{middle}.jsonl" and name.isprintable()
+    return whole and (not middle or middle.startswith("_"))
+
+
+def _boot_id() -> str:
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+    return ""

@@ -1,0 +1,148 @@
+"""One group with every token: what environment, sampler and trainer have written of it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from atroposlib.view import group_view
+from tests.unit.view.support import client, get, held_out, make_run, sample, trained, write_rows
+
+GROUPS = "/api/runs/r/groups"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "r")
+
+
+def opened(window: TestClient, row: int = 0, source: str = "samples", **query: object) -> Any:
+    listed = get(window, GROUPS, source=source)["rows"][row]
+    return get(window, f"{GROUPS}/{listed['n']}", source=source, **query)
+
+
+def test_a_group_is_shown_token_by_token(run: Path) -> None:
+    found = opened(client(run))
+    assert (found["step"], found["sampled_at_step"], found["reference"], found["left_out"]) == (3, 2, "10", None)
+    first, second = found["rollouts"]
+    assert (first["score"], first["advantage"], first["finish_reason"]) == (1.0, 1.0, "stop")
+    assert [message["content"] for message in first["messages"]] == ["What is 5 + 5?", "It is 10."]
+    (sequence,) = first["sequences"]
+    assert sequence["tokens"] == [5, 6, 7, 8, 14]
+    assert sequence["mask"] == [0, 0, 1, 1, 1]
+    assert sequence["sampler_logprobs"] == [None, None, -0.5, -0.25, -0.125]
+    assert sequence["trainer_logprobs"] == [None, None, -0.5, -0.25, -0.0625]
+    assert sequence["versions"] == [None, None, 2, 2, 2]
+    assert len(sequence["pieces"]) == 5
+    assert second["advantage"] == -1.0
+    assert second["sequences"][0]["trainer_logprobs"] == [None] * 5  # the trainer computed none
+    assert second["sequences"][0]["versions"] == [None, None, 2, 2, 3]
+
+
+def test_values_of_the_trainer_are_placed_at_the_tokens_that_it_computed(run: Path) -> None:
+    write_rows(run / "samples.jsonl", [sample(0, 0)])
+    row = trained(0, 1, logprobs=[[None, -0.25], [-1.0] * 9], advantages=[[0.5, 0.5, 0.5], None])
+    write_rows(run / "trained.jsonl", [trained(0, 1, group=None), row])
+    first, second = opened(client(run))["rollouts"]
+    assert first["sequences"][0]["trainer_logprobs"] == [None, None, None, -0.25, None]  # it was cut
+    assert first["advantage"] == 0.5
+    assert second["sequences"][0]["trainer_logprobs"] == [None] * 5  # too many to be its own
+    assert second["advantage"] is None
+
+
+def test_a_held_out_sample_of_an_author_is_shown_as_it_is(run: Path) -> None:
+    write_rows(run / "held_out.jsonl", [held_out(0, 0, messages=None, sample={"asked": "this"}, outcome="wrong")])
+    window = client(run)
+    (listed,) = get(window, GROUPS, source="held_out")["rows"]
+    assert (listed["outcome"], "this" in listed["question"]) == ("wrong", True)
+    (message,) = opened(window, source="held_out")["rollouts"][0]["messages"]
+    assert message == {"role": "sample", "content": '{\n  "asked": "this"\n}'}
+
+
+def test_pieces_are_the_text_of_each_token(run: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokens = Tokenizer.from_file(str(run / "model" / "tokenizer.json")).encode(
+        "It is 10 € 🙂", add_special_tokens=False
+    )
+    write_rows(run / "samples.jsonl", [sample(0, 0, tokens=[[*tokens.ids, 10**6]], scores=[1.0])])
+    (rollout, *_) = opened(client(run))["rollouts"]
+    pieces = rollout["sequences"][0]["pieces"]
+    assert "".join(pieces) == f"It is 10 € 🙂<{10**6}>"
+
+
+def test_without_the_model_there_are_ids_alone(run: Path) -> None:
+    (run / "model" / "tokenizer.json").write_text("{")
+    assert opened(client(run))["rollouts"][0]["sequences"][0]["pieces"] is None
+
+
+def test_sequences_of_one_rollout_stand_together_and_failed_rollouts_are_shown(run: Path) -> None:
+    failure = {"cause": "timeout", "error": "no answer in 5 s", "messages": [{"role": "user", "content": "slow"}]}
+    row = sample(0, 0, rollouts=[4, 4], scores=[0.5, 0.5], failures=[failure], failed={"timeout": 1})
+    write_rows(run / "samples.jsonl", [row])
+    window = client(run)
+    (listed,) = get(window, GROUPS)["rows"]
+    assert (listed["scores"], listed["failed"]) == ([0.5], 1)
+    rollout, failed = opened(window)["rollouts"]
+    assert len(rollout["sequences"]) == 2
+    assert rollout["advantage"] == -1.0  # of its last sequence
+    assert (failed["failed"], failed["error"], failed["score"]) == ("timeout", "no answer in 5 s", None)
+    assert failed["messages"][0]["content"] == "slow"
+
+
+def test_rollouts_that_failed_in_an_older_run_are_counted_by_cause(run: Path) -> None:
+    write_rows(run / "samples.jsonl", [sample(0, 0, failures=None, failed={"scorer": 2, "timeout": 10**9})])
+    failed = [rollout["failed"] for rollout in opened(client(run))["rollouts"][2:]]
+    assert failed[:3] == ["scorer", "scorer", "timeout"]
+    assert len(failed) == 2 + group_view.MAX_FAILED
+
+
+def test_a_group_that_gave_nothing_shows_its_prompt(run: Path) -> None:
+    lost = sample(0, 0, dropped="no answer", prompt=[{"role": "user", "content": "Why?"}], scores=None)
+    write_rows(run / "samples.jsonl", [lost | {"tokens": [], "masks": [], "messages": None}])
+    window = client(run)
+    (listed,) = get(window, GROUPS)["rows"]
+    assert (listed["question"], listed["dropped"], listed["scores"], listed["mean"]) == ("Why?", "no answer", [], None)
+    assert opened(window)["rollouts"] == []
+
+
+def test_tools_thoughts_and_parts_of_messages_are_kept(run: Path) -> None:
+    said = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "See"}, {"type": "image_url", "image_url": {"url": "d"}}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "reasoning_content": "hm"},
+        {"role": "tool", "content": {"a": 1}, "name": "f"},
+    ]
+    write_rows(run / "samples.jsonl", [sample(0, 0, messages=[said, said])])
+    user, assistant, tool = opened(client(run))["rollouts"][0]["messages"]
+    assert user["content"].startswith("See\n[image_url, ")
+    assert (assistant["content"], assistant["tool_calls"], assistant["reasoning_content"]) == (
+        "",
+        [{"name": "f"}],
+        "hm",
+    )
+    assert (tool["content"], tool["name"]) == ('{"a":1}', "f")
+
+
+def test_a_group_that_is_too_large_comes_in_parts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_view, "MAX_TOKENS", 5)
+    window = client(run)
+    found = opened(window)
+    assert found["shortened"]
+    first, second = (rollout["sequences"][0] for rollout in found["rollouts"])
+    assert len(first["tokens"]) == 5
+    assert (second["tokens"], second["length"]) == ([], 5)
+    alone = opened(window, rollout=1)
+    assert not alone["shortened"]
+    assert alone["rollouts"][0]["sequences"] == []
+    assert len(alone["rollouts"][1]["sequences"][0]["tokens"]) == 5
+
+
+def test_a_held_out_answer_opens_as_a_group_of_one(run: Path) -> None:
+    found = opened(client(run), source="held_out")
+    (rollout,) = found["rollouts"]
+    assert (found["index"], found["reference"], rollout["score"], rollout["sequences"]) == (3, "3", 0.0, [])
+    assert rollout["messages"][1]["content"] == "3!"

@@ -1,0 +1,444 @@
+"""The window's page in a real Chromium, driven by Playwright, on two small runs and the real server.
+
+Whatever a test does, its page asks no other origin for anything and writes nothing to the console.
+"""
+
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import pytest
+import uvicorn
+
+from atroposlib.view.runs import Runs
+from atroposlib.view.server import create_app
+from tests.unit.view.page_runs import (
+    HOSTILE,
+    append,
+    mark_running,
+    metrics_row,
+    sample,
+    write_model,
+    write_run,
+)
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+DEADLINE_MS = 20_000
+WIDE = {"width": 1600, "height": 900}
+NARROW = {"width": 390, "height": 844}
+
+# Controls and pictures of which a screen reader could not say what they are.
+UNNAMED = """[...document.querySelectorAll("main button, main a, main input, main select, main [role=img]")]
+    .filter(node => !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length))
+    .map(node => node.outerHTML)"""
+
+pytestmark = [
+    pytest.mark.services,
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """One browser for the tests of this file."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="Playwright is not installed: pip install playwright"
+    )
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
+        yield browser
+        browser.close()
+
+
+class Window:
+    """The server over the runs of a directory, in a thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self.runs = directory
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        app = create_app(Runs([directory / "first", directory / "second"]))
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._thread.join(10)
+        self._socket.close()
+
+
+def new_window(directory: Path, running: bool) -> Window:
+    write_model(directory / "model")
+    for seed, name in enumerate(("first", "second"), 1):
+        write_run(directory / name, seed, directory / "model")
+    if running:
+        mark_running(directory / "first")
+    return Window(directory)
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Window]:
+    """Two runs that have ended."""
+    made = new_window(tmp_path_factory.mktemp("ended"), running=False)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Window]:
+    """The first run is running; a test may write to its files."""
+    made = new_window(tmp_path, running=True)
+    yield made
+    made.end()
+
+
+class Tab:
+    """A page of its own, without cookies or storage, that is watched."""
+
+    def __init__(self, browser: Any, size: dict[str, int], scheme: str = "light") -> None:
+        self.context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(DEADLINE_MS)
+        self.asked: list[str] = []
+        self.said: list[str] = []
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+
+    def open(self, window: Window, address: str) -> Any:
+        self.page.goto(f"{window.url}/{address}")
+        self.page.locator("main h1").wait_for()
+        return self.page
+
+    def close(self, expected: str = "") -> None:
+        origins = {urlsplit(url).netloc for url in self.asked}
+        self.context.close()
+        assert len(origins) <= 1, origins
+        assert [text for text in self.said if not (expected and expected in text)] == []
+
+
+@pytest.fixture
+def tab(chromium: Any) -> Iterator[Tab]:
+    made = Tab(chromium, WIDE)
+    yield made
+    made.close()
+
+
+def texts(page: Any, selector: str) -> list[str]:
+    return [text.strip() for text in page.locator(selector).all_inner_texts()]
+
+
+def test_three_clicks_lead_to_the_wrong_held_out_answers(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/")
+    page.get_by_role("link", name="first").click()
+    page.get_by_role("link", name="2 wrong of 6").click()
+    page.locator(".in-answer").first.wait_for()
+    assert texts(page, ".in-answer") == [f"Held-out answer {i} of version 3" for i in (1, 0)]
+    assert texts(page, ".in-reference") == ["1", "0"]
+    assert page.get_by_label("Wrong only").is_checked()
+    page.get_by_role("link", name="Held-out question 0?").click()
+    page.get_by_text("Held-out answer 0 of version 3").wait_for()
+    assert "Reference answer: 0" in texts(page, ".reference")
+
+
+def test_the_tab_of_held_out_answers_has_wrong_only_too(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first")
+    page.get_by_role("link", name="Held-out answers").click()
+    page.get_by_label("Wrong only").check()
+    page.get_by_text("1 to 7 of 7 answers").wait_for()  # 5 of version 0, 2 of version 3
+
+
+def test_a_hostile_answer_stays_text(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?step=3")
+    page.get_by_role("link", name="Repeat: <img").click()
+    page.locator(".answer").first.wait_for()
+    assert HOSTILE in page.locator(".answer .text").first.inner_text()
+    page.get_by_role("button", name="Tokens").click()
+    page.locator(".t").first.wait_for()
+    page.goto(f"{window.url}/#/run/first/logs?service=trainer")
+    page.locator(".log", has_text="<img src=x").wait_for()
+    page.goto(f"{window.url}/#/run/{quote(HOSTILE, safe='')}")
+    page.get_by_text("There is no run named <img").wait_for()
+    assert page.locator("main img, main script").count() == 0
+    assert "owned" not in page.title().split("<")[0]
+
+
+def test_the_keyboard_reaches_everything(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/")
+    focused = "document.activeElement.textContent.trim()"
+    page.keyboard.press("j")
+    name = page.evaluate(focused)
+    page.keyboard.press("Enter")
+    page.get_by_role("heading", name=name).wait_for()
+    page.goto(f"{window.url}/#/run/first/groups?sort=oldest")
+    page.locator("[data-row]").first.wait_for()
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    assert page.evaluate(focused) == "What is 1 + 1?"
+    page.keyboard.press("k")
+    page.keyboard.press("/")
+    page.keyboard.type("step 2")
+    page.get_by_text("1 to 1 of 1 group").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.locator(".answer").first.wait_for()
+    page.keyboard.press("u")
+    page.get_by_text("1 to 1 of 1 group").wait_for()
+    page.wait_for_function("document.activeElement.textContent == 'What is 6 * 7 in step 2?'")  # where one was
+    page.keyboard.press("?")
+    assert page.locator("dialog").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("dialog").is_visible()
+
+
+def test_tab_visits_every_control_and_shows_where_it_is(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first")
+    wanted = page.locator("a:visible, button:visible, summary:visible, .plot[tabindex]:visible").count()
+    seen = set()
+    for _ in range(wanted + 2):
+        page.keyboard.press("Tab")
+        at = page.evaluate(
+            """() => { const at = document.activeElement; const style = getComputedStyle(at);
+            at.dataset.seen ??= Math.random(); return [at.tagName, at.dataset.seen, style.outlineStyle] }"""
+        )
+        if at[0] == "BODY":
+            continue
+        assert at[2] != "none", at
+        seen.add(at[1])
+    assert len(seen) >= wanted - 1  # the link that skips the head is out of sight until it has the focus
+
+
+def test_j_and_k_lead_from_group_to_group(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?step=1&sort=oldest")
+    page.get_by_role("link", name="What is 6 * 7 in step 1?").click()
+    page.get_by_role("link", name="Next").wait_for()
+    page.keyboard.press("j")
+    page.get_by_text("What is 1 + 1?").wait_for()
+    page.get_by_text("Left out of training: all scores are equal").wait_for()
+    page.keyboard.press("k")
+    page.get_by_text("What is 6 * 7 in step 1?").wait_for()
+
+
+def test_answers_stand_side_by_side_best_first(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?q=step+1")
+    page.get_by_role("link", name="What is 6 * 7 in step 1?").click()
+    page.locator(".answer").first.wait_for()
+    assert texts(page, ".answer .score") == ["score 1", "score 0"]
+    assert texts(page, ".advantage") == ["advantage +1", "advantage −1"]
+    assert texts(page, ".answer .text") == ["It is 42.", "It is 41."]
+    assert page.get_by_text("What is 6 * 7 in step 1?").count() == 1
+    assert "cut off" in texts(page, ".answer .badge")
+    one, other = (box.bounding_box() for box in page.locator(".answer").all())
+    assert one["y"] == other["y"]
+
+
+def test_a_dropped_group_says_why(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?dropped=yes&q=dropped")
+    page.get_by_text("dropped: 2 of 2 answers are empty").wait_for()
+    page.get_by_role("link", name="Which group was dropped?").click()
+    page.get_by_text("Dropped: 2 of 2 answers are empty").wait_for()
+
+
+def test_thoughts_tools_and_turns_are_set_apart(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?q=tool")
+    page.get_by_role("link", name="Use the tool.").click()
+    page.get_by_role("link", name="Open answer 1").click()
+    page.get_by_text("Tool call: calculate").wait_for()
+    assert texts(page, ".conversation .role") == ["User", "Model", "Tool result", "Model"]
+    assert page.get_by_text("Thought, 6 words").count() == 1
+    assert page.get_by_text("First I multiply. Then I add.").is_visible()
+    page.get_by_text("Thought, 6 words").click()
+    assert not page.get_by_text("First I multiply. Then I add.").is_visible()
+    assert '"expression":"6*7"' in page.locator(".tool pre").first.inner_text()
+
+
+def test_token_heat_shows_identical_bits_and_values(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?q=step+1")
+    page.get_by_role("link", name="What is 6 * 7 in step 1?").click()
+    page.get_by_role("button", name="Tokens").click()
+    tokens = page.locator(".answer").first.locator(".t")
+    tokens.first.wait_for()
+    assert [token.get_attribute("class") for token in tokens.all()] == [
+        f"t {look}" for look in "same h2 h5 h7 same same".split()
+    ]
+    page.get_by_text("Identical bits in trainer and sampler: 6 of 12 trained tokens").wait_for()
+    tokens.first.hover()
+    assert "difference 0: identical bits" in page.locator(".tip").inner_text()
+    tokens.first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "difference -1.00e-7" in page.locator(".tip").inner_text()
+    page.get_by_label("Colour by").select_option("version")
+    page.locator(".t.v0").first.wait_for()
+    page.get_by_label("Colour by").select_option("mask")
+    assert page.locator(".answer").first.locator(".t.off").count() == 3  # the prompt
+    assert "colour=mask" in page.url
+
+
+def test_a_link_restores_the_view(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups")
+    page.locator("[data-row]").first.wait_for()
+    page.get_by_label("Search").fill("What is")
+    page.get_by_label("Signal").select_option("no")
+    page.get_by_label("Order").select_option("oldest")
+    page.get_by_text("1 to 3 of 3 groups").wait_for()
+    found, address = texts(page, ".in-question"), page.url
+    again = Tab(page.context.browser, WIDE)
+    page = again.open(window, address.partition("/")[2].partition("/")[2].partition("/")[2])
+    page.get_by_text("1 to 3 of 3 groups").wait_for()
+    assert texts(page, ".in-question") == found
+    assert page.get_by_label("Search").input_value() == "What is"
+    again.close()
+
+
+def test_two_runs_are_compared(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/")
+    for name in ("first", "second"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.get_by_role("row", name="trainer.lr").wait_for()
+    assert texts(page, "tr:has-text('trainer.lr') td") == ["0.01", "0.02"]
+    assert page.locator(".legend .look0, .legend .look1").count() == 2
+    lines = page.locator("[data-chart=reward_mean] path.line")
+    assert lines.count() == 2
+    strokes = {
+        line.evaluate("line => getComputedStyle(line).stroke + getComputedStyle(line).strokeDasharray")
+        for line in lines.all()
+    }
+    assert len(strokes) == 2
+    assert texts(page, "[data-chart=reward_mean] .value") == ["0.75", "0.375"]
+
+
+def test_a_step_of_a_curve_is_read_and_leads_to_its_groups(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first")
+    plot = page.locator("[data-chart=reward_mean] .plot")
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert texts(page, "[data-chart=reward_mean] .value") == ["0.5 ± 0.25"]
+    assert texts(page, "[data-chart=entropy] .value") == ["1"]  # one crosshair for all
+    page.keyboard.press("Enter")
+    page.get_by_text("1 to 3 of 3 groups").wait_for()
+    assert page.url.endswith("#/run/first/groups?step=2")
+    page.keyboard.press("u")
+    page.locator("[data-chart=accuracy] .plot").click()
+    page.get_by_text("1 to 6 of 6 answers").wait_for()
+    assert page.url.endswith("#/run/first/groups?source=held_out&version=0")
+
+
+def test_more_metrics_and_the_timeline_stand_in_the_address(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first")
+    page.get_by_text("More metrics").click()
+    page.get_by_label("lr").check()
+    page.locator("[data-chart=lr] path.line").wait_for(state="attached")
+    page.get_by_role("button", name="Zoom in").click()
+    page.get_by_text(re.compile(r"Steps 2 to \d of 3")).wait_for()
+    assert "more=lr" in page.url
+    assert "from=2" in page.url
+    page.locator("[data-chart=lr]").wait_for()
+
+
+def test_what_is_missing_is_said(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/run/first/groups?source=dead_letters")
+    page.get_by_text("No dead letters").wait_for()
+    page.goto(f"{window.url}/#/run/first/groups?q=nowhere")
+    page.get_by_text("Nothing matches these filters.").wait_for()
+    page.goto(f"{window.url}/#/run/first")
+    page.get_by_text("the loss has no KL term").wait_for()
+
+
+def test_a_theme_is_kept(tab: Tab, window: Window) -> None:
+    page = tab.open(window, "#/")
+    background = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(background)
+    page.keyboard.press("t")
+    page.keyboard.press("t")
+    assert page.evaluate(background) != light
+    page.reload()
+    page.get_by_role("button", name="Theme").wait_for()
+    assert page.evaluate(background) != light
+
+
+def test_nothing_is_wider_than_a_narrow_window(chromium: Any, window: Window) -> None:
+    narrow = Tab(chromium, NARROW)
+    page = narrow.open(window, "#/run/first/groups?q=tool")
+    page.get_by_role("link", name="Use the tool.").click()
+    page.locator(".answer").first.wait_for()
+    group = page.url.partition("#")[2].partition("?")[0]
+    views = {
+        "/": "tbody tr",
+        "/run/first": "path.line",
+        "/run/first/groups": "tbody tr",
+        "/run/first/groups?source=held_out": "tbody tr",
+        "/run/first/logs?service=trainer": ".log:not(:empty)",
+        "/compare?run=first&run=second": "path.line",
+        f"{group}?show=tokens&numbers=yes": ".t",
+        f"{group}?rollout=0": ".message",
+    }
+    for view, shown in views.items():
+        page.goto(f"{window.url}/#{view}")
+        page.locator(f"main {shown}").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
+        unnamed = page.evaluate(UNNAMED)
+        assert unnamed == [], view
+    narrow.close()
+
+
+def test_what_one_opened_stays_open_while_the_run_goes_on(tab: Tab, live: Window) -> None:
+    page = tab.open(live, "#/run/first")
+    page.get_by_text("More metrics").click()
+    page.get_by_text("Run details").click()
+    page.get_by_label("lr").focus()
+    page.evaluate("scrollTo(0, 300)")
+    append(live.runs / "first" / "metrics.jsonl", metrics_row(4))
+    page.get_by_text("4 of 5").wait_for()
+    page.get_by_text(re.compile("about .* left")).wait_for()
+    assert page.locator("details[open]").count() == 2
+    assert page.evaluate("[scrollY, document.activeElement.type]") == [300, "checkbox"]
+
+
+def test_curves_appear_with_the_first_step(tab: Tab, live: Window) -> None:
+    metrics = live.runs / "first" / "metrics.jsonl"
+    metrics.write_text("")
+    page = tab.open(live, "#/run/first")
+    page.get_by_text("No curves yet: the first step has not ended.").wait_for()
+    assert page.locator("[data-chart]").count() == 1  # the first evaluation has ended
+    append(metrics, metrics_row(1))
+    page.locator("[data-chart=loss] .dot").first.wait_for(state="attached")
+    charts = page.locator("[data-chart]").evaluate_all("charts => charts.map(chart => chart.dataset.chart)")
+    assert charts[:2] == ["reward_mean", "accuracy"]
+
+
+def test_new_groups_are_announced_and_nothing_moves(tab: Tab, live: Window) -> None:
+    page = tab.open(live, "#/run/first/groups?q=What+is")
+    page.get_by_text("1 to 6 of 6 groups").wait_for()
+    found = texts(page, ".in-question")
+    page.locator("[data-row]").nth(2).focus()
+    append(live.runs / "first" / "samples.jsonl", sample(4, 1, "What is new?", ["a", "b"], [0.0, 1.0]))
+    page.get_by_role("button", name="1 new group: show").wait_for()
+    assert texts(page, ".in-question") == found
+    assert page.evaluate("document.activeElement.textContent") == found[2]
+    page.get_by_role("button", name="1 new group: show").click()
+    page.get_by_text("What is new?").wait_for()
+
+
+def test_a_lost_server_is_said_and_asked_again(chromium: Any, live: Window) -> None:
+    tab = Tab(chromium, WIDE)
+    page = tab.open(live, "#/run/first")
+    page.get_by_text("3 of 5").wait_for()
+    tab.context.route("**/api/**", lambda route: route.abort())
+    page.get_by_text("The server does not answer.").wait_for()
+    append(live.runs / "first" / "metrics.jsonl", metrics_row(4))
+    tab.context.unroute("**/api/**")
+    page.get_by_text("4 of 5").wait_for()
+    assert not page.locator("#lost").is_visible()
+    tab.close(expected="Failed to load resource")

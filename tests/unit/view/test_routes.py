@@ -1,0 +1,310 @@
+"""Every other route, hostile requests, and what a browser may do."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.api.journal_file import create
+from atroposlib.view import server
+from tests.unit.view.support import START, STEP_S, client, get, make_run, metrics_row, tokens_of, write_rows
+
+ROUTES = [
+    "",
+    "/metrics",
+    "/evaluations",
+    "/timeline",
+    "/settings",
+    "/logs",
+    "/held_out",
+    "/groups",
+    "/groups/samples.0",
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "r")
+
+
+def test_runs_are_listed_with_how_far_they_have_come(run: Path) -> None:
+    (found,) = get(client(run), "/api/runs")["runs"]
+    assert (found["run"], found["path"], found["state"]) == ("r", str(run), "ended")
+    assert (found["steps_done"], found["planned_steps"], found["seed"], found["commit"]) == (3, 3, 7, "abc")
+    assert found["latest"] == {"reward_mean": 0.3, "accuracy": 0.5}
+    assert (found["environments"], found["problems"]) == (["gsm8k"], [])
+    assert found["started"] == 1_800_000_000
+
+
+def test_a_run_whose_launcher_lives_is_running(run: Path) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    (run / "pids").mkdir()
+    record = {"name": "launcher", "pid": os.getpid(), "start": ticks, "boot": boot, "url": ""}
+    (run / "pids" / "launcher").write_text(json.dumps(record))
+    assert get(client(run), "/api/runs")["runs"][0]["state"] == "running"
+    (run / "pids" / "launcher").write_text(json.dumps(record | {"start": ticks + 1}))  # another process of that number
+    assert get(client(run), "/api/runs")["runs"][0]["state"] == "ended"
+
+
+def test_runs_of_one_name_have_labels_of_their_own(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / place / "r") for place in ("a", "b", "c/a")]
+    window = client(*runs)
+    labels = [found["run"] for found in get(window, "/api/runs")["runs"]]
+    assert labels == ["r (a)", "r (b)", "r (a 2)"]
+    for label in labels:
+        assert get(window, f"/api/runs/{label}/groups")["total"] == 6
+
+
+def test_every_run_of_a_directory_is_shown_and_new_ones_appear(tmp_path: Path) -> None:
+    make_run(tmp_path / "one")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "bad\nname").mkdir()
+    window = client(parent=tmp_path)
+    assert {found["run"] for found in get(window, "/api/runs")["runs"]} == {"one", "secret"}
+    make_run(tmp_path / "two")
+    assert {found["run"] for found in get(window, "/api/runs")["runs"]} == {"one", "secret", "two"}
+
+
+def test_metrics_come_from_where_the_last_request_ended(run: Path) -> None:
+    window, path = client(run), "/api/runs/r/metrics"
+    first = get(window, path)
+    assert first["columns"][:3] == ["step", "reward_mean", "loss"]
+    assert [row[:3] for row in first["rows"]] == [[1, 0.1, None], [2, 0.2, None], [3, 0.3, None]]
+    assert (first["next"], first["reset"], first["more"]) == (3, False, False)
+
+    def following() -> Any:
+        return get(window, path, after=first["next"], generation=first["generation"])
+
+    assert following()["rows"] == []
+    write_rows(run / "metrics.jsonl", [metrics_row(4) | {"new": 1}], "a")
+    second = following()
+    assert [row[0] for row in second["rows"]] == [4]
+    assert second["columns"][-1] == "new"
+    assert (second["next"], second["reset"]) == (4, False)
+    write_rows(run / "metrics.jsonl", [metrics_row(1)])  # a resumed run has dropped the others
+    third = following()
+    assert ([row[0] for row in third["rows"]], third["next"], third["reset"]) == ([1], 1, True)
+    (run / "metrics.jsonl").unlink()
+    assert following()["rows"] == []
+
+
+def test_values_that_are_no_numbers_are_null_and_damaged_rows_left_out(run: Path) -> None:
+    rows = ['{"step": 1, "a": true, "b": "x", "d": [1]}', "{", "[]", '{"step": 2, "a": NaN}', '{"step":3}']
+    (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"step"')
+    found = get(client(run), "/api/runs/r/metrics")
+    assert [row[0] for row in found["rows"]] == [1, 3]
+    assert found["rows"][0][1:] == [None] * 3
+    assert found["next"] == 5
+
+
+def test_the_timeline_shows_trainer_and_sampler(run: Path) -> None:
+    steps = get(client(run), "/api/runs/r/timeline")["steps"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    end = START + STEP_S
+    assert [(part["what"], part["end"] - part["start"]) for part in steps[0]["trainer"]] == [
+        ("waiting", 4.0),
+        ("training", 3.0),
+        ("syncing", 2.0),
+        ("evaluating", 1.0),
+    ]
+    assert steps[0]["trainer"][-1]["end"] == end
+    assert steps[0]["sampler"] == [[end - STEP_S + 1, end - STEP_S + 4]]
+    assert len(get(client(run), "/api/runs/r/timeline", **{"from": 2, "to": 2})["steps"]) == 1
+
+
+def test_settings_are_flat(run: Path) -> None:
+    found = get(client(run), "/api/runs/r/settings")["settings"]
+    assert found["environments.gsm8k.group_size"] == 2
+    assert (found["trainer.lr"], found["seed"], found["commit"]) == (0.1, 7, "abc")
+
+
+def test_logs_are_shown_by_service_without_control_characters(run: Path) -> None:
+    (run / "link.log").symlink_to("/etc/passwd")
+    window = client(run)
+    assert get(window, "/api/runs/r/logs") == {"services": ["trainer"], "lines": []}
+    assert get(window, "/api/runs/r/logs", service="trainer", lines=2)["lines"] == ["two\\x1b[31m", "three"]
+    for service in ("link", "../r/trainer", "/etc/passwd", "trainer\0"):
+        assert window.get("/api/runs/r/logs", params={"service": service}).status_code == 404
+
+
+def test_dead_letters_are_read_from_the_journal_which_stays_as_it_is(run: Path) -> None:
+    import sqlite3
+
+    create(run / "rollouts.db", b"id")
+    body = json.dumps({"tokens": tokens_of(1), "masks": tokens_of(1), "scores": [1, 0], "inference_logprobs": "?"})
+    with sqlite3.connect(run / "rollouts.db") as db:
+        add = "INSERT INTO dead_letters VALUES (?, ?, NULL, ?, ?, ?, 0, ?)"
+        db.execute(add, (1, 5.0, "gsm8k", "it has no log-probabilities", 0, body.encode()))
+        db.execute(add, (2, 6.0, "tools", "its bytes are damaged", 1, b"\xc1"))
+    db.close()
+    before = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    window, path = client(run), "/api/runs/r/groups"
+    found = get(window, path, source="dead_letters")
+    assert [(row["n"], row["error"]) for row in found["rows"]] == [
+        ("2", "its bytes are damaged"),
+        ("1", "it has no log-probabilities"),
+    ]
+    assert get(window, path, source="dead_letters", q="LOG-prob")["total"] == 1
+    assert get(window, path, source="dead_letters", env="tools")["total"] == 1
+    letter = get(window, f"{path}/1", source="dead_letters")
+    assert (letter["error"], letter["env"], letter["time"]) == ("it has no log-probabilities", "gsm8k", 5.0)
+    assert [rollout["score"] for rollout in letter["rollouts"]] == [1.0, 0.0]
+    assert get(window, f"{path}/2", source="dead_letters")["rollouts"] == []
+    assert window.get(f"{path}/3", params={"source": "dead_letters"}).status_code == 404
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_a_journal_that_cannot_be_read_is_said(run: Path) -> None:
+    (run / "rollouts.db").write_bytes(b"no database" * 1000)
+    found = get(client(run), "/api/runs/r/groups", source="dead_letters")
+    assert found["problem"].startswith("rollouts.db cannot be read: ")
+    (run / "rollouts.db").unlink()
+    (run / "rollouts.db").symlink_to("/etc/passwd")
+    assert "link" in get(client(run), "/api/runs/r/groups", source="dead_letters")["problem"]
+
+
+def damage_with(text: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.write_text(text)
+
+    return damage
+
+
+def make_link(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to("/etc/passwd")
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def make_folder(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+FILES = [
+    "run.json",
+    "run.yaml",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "samples.jsonl",
+    "trained.jsonl",
+    "held_out.jsonl",
+]
+ODD = "step=x step=-1 step=1e3 min_score=nan max_score=inf sort=size source=x dropped=maybe offset=-1 limit=a limit=٣"
+DAMAGES = [damage_with("\0\n{[\n"), damage_with("[" * 50_000), make_link, make_pipe, make_folder, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["bytes", "deep", "link", "pipe", "directory", "missing"])
+@pytest.mark.parametrize("name", FILES)
+def test_whatever_one_file_is_the_others_are_shown(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+    damage(run / name)
+    window, started = client(run), time.monotonic()
+    for route in ROUTES[:-1]:
+        reply = window.get(f"/api/runs{route and '/r' + route}")
+        assert reply.status_code in (200, 404), reply.text
+        assert "root:" not in reply.text
+    assert time.monotonic() - started < 20  # nobody waits for a pipe
+    assert get(window, "/api/runs")["runs"][0]["run"] == "r"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/nobody/metrics",
+        "/api/runs/../r/metrics",
+        "/api/runs/..%2f..%2fetc/metrics",
+        "/api/runs/r/groups/samples.1",  # in the middle of a row
+        "/api/runs/r/groups/samples.999999",
+        "/api/runs/r/groups/trained.0",
+        "/api/runs/r/groups/..%2f..%2fmetrics.0",
+        "/api/runs/r/groups/samples.-1",
+        "/api/runs/r/groups/samples.٣",
+        "/api/runs/r/groups/" + "9" * 30,
+        "/api/runs/r/groups/samples." + "9" * 30,
+        "/static/../server.py",
+        "/static/..%2fserver.py",
+        "/static/view.html/",
+        "/static/server.py",
+        "/docs",
+        "/openapi.json",
+    ],
+)
+def test_what_is_not_there_is_404(run: Path, path: str) -> None:
+    assert client(run).get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["step=" + "9" * 40, *ODD.split()],
+)
+def test_an_impossible_parameter_is_named(run: Path, query: str) -> None:
+    reply = client(run).get(f"/api/runs/r/groups?{query}")
+    assert reply.status_code == 422
+    assert query.partition("=")[0] in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("query", ["offset=999999999999999", "limit=999999999", "q=" + "%00" * 300, "q=%22%5C", "env="])
+def test_odd_parameters_are_answered(run: Path, query: str) -> None:
+    assert client(run).get(f"/api/runs/r/groups?{query}").status_code == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+def test_nothing_but_get_is_answered(run: Path, method: str) -> None:
+    for path in ("/", "/api/runs", "/api/runs/r/groups"):
+        assert client(run).request(method, path).status_code == 405
+
+
+def test_pages_of_others_get_nothing(run: Path) -> None:
+    window = client(run)
+    for headers in (
+        {"Host": "evil.test:8400"},
+        {"Origin": "http://evil.test"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ):
+        assert window.get("/api/runs", headers=headers).status_code == 403
+    assert window.get("/api/runs", headers={"Sec-Fetch-Site": "same-origin"}).status_code == 200
+
+
+def test_every_reply_forbids_what_a_page_must_not_do(run: Path) -> None:
+    window = client(run)
+    for path in ("/", "/api/runs", "/static/view.js", "/nowhere", "/api/runs/nobody/metrics"):
+        headers = window.get(path, headers={"Origin": "http://127.0.0.1"}).headers
+        assert headers["content-security-policy"].startswith("default-src 'self';")
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+        assert not any(name.startswith("access-control") for name in headers)
+    assert "content-security-policy" in window.get("/", headers={"Host": "evil.test"}).headers
+
+
+def test_the_page_and_its_files_are_served(run: Path) -> None:
+    window = client(run)
+    page = window.get("/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    for path in sorted(server.PAGE.glob("*")):
+        reply = window.get(f"/static/{path.name}")
+        assert reply.content == path.read_bytes()
+        assert reply.headers["content-type"].partition(";")[0] == server.TYPES[path.suffix]
+
+
+def test_nothing_is_written(run: Path) -> None:
+    def found() -> dict[str, tuple[int, int]]:
+        return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in run.rglob("*")}
+
+    before, window = found(), client(run)
+    for route in ROUTES:
+        get(window, f"/api/runs{route and '/r' + route}")
+    assert found() == before
