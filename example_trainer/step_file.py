@@ -1,0 +1,86 @@
+"""A file of JSON lines, each of them about one training step: metrics.jsonl and trained.jsonl.
+
+A fresh run moves an earlier run's file aside. A resumed run drops the lines of the steps that it does again. Lines are
+written whole or not at all.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atroposlib.envs.errors import RecordError
+from atroposlib.envs.records import append_line
+from atroposlib.errors import reading
+from atroposlib.files import expect_regular, open_regular
+from atroposlib.logs import get_logger
+from example_trainer.errors import TrainerError
+
+log = get_logger(__name__)
+
+
+class StepOfLine(msgspec.Struct):
+    """What is read of a line."""
+
+    step: int
+
+
+class StepFile:
+    """The file at `path`, which `flag` names, from `first_step` on. `what` its lines hold, for errors. Raises
+    TrainerError if something else is in it.
+    """
+
+    def __init__(self, path: Path, first_step: int, what: str, flag: str) -> None:
+        self._what, self._flag = what, flag
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if expect_regular(path).exists() and first_step == 1:
+            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            earlier = path.rename(path.with_name(f"{path.stem}.{written}{path.suffix}"))
+            log.info("Moved the %s of an earlier run to %s", what, earlier)
+        elif path.exists():
+            self._cut(path, first_step)
+        self._file = open_regular(path, "ab", buffering=0)
+
+    def append(self, step: int, *records: Mapping[str, Any]) -> None:
+        """A line for each record, all or none. Raises TrainerError when the disk takes no more."""
+        try:
+            append_line(self._file, *records)
+        except RecordError as error:
+            raise TrainerError(f"{self._what} of step {step}: {error} (--log-dir, {self._flag})") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _cut(self, path: Path, first_step: int) -> None:
+        """Drop everything from the first line of `first_step` on, and a last line that was cut. The file may be larger
+        than memory.
+        """
+        kept, is_open = 0, True
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith((b"\n", b"}")):
+                    break  # the last one, half written
+                with reading(
+                    f"{path}:{number} is not a row of {self._what} (an object with a step)",
+                    TrainerError,
+                    remedy=f"move the file away, or give another {self._flag}",
+                ):
+                    is_open = is_open and (not line.strip() or _step(line) < first_step)
+                kept += len(line) if is_open else 0
+            lines.seek(max(0, kept - 1))
+            needs_end = kept > 0 and lines.read(1) != b"\n"
+        with open_regular(path, "r+b") as file:
+            file.truncate(kept)
+            if needs_end:
+                file.seek(kept)
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _step(line: bytes) -> int:
+    return msgspec.json.decode(line, type=StepOfLine).step
