@@ -1,0 +1,71 @@
+"""What an OpenEnv environment shows, as text for the model. It is the server's text, and not trusted: it is cut to a
+length, and can neither end its message nor begin another.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HIDDEN = ("metadata",)
+EMPTY: tuple[object, ...] = (None, "", [], {})
+
+
+class Observations:
+    """Observations as text: of `fields` alone if there are any, at most `limit` characters."""
+
+    def __init__(self, tokenizer: Any, fields: Sequence[str], limit: int) -> None:
+        self._fields = tuple(fields)
+        self._limit = limit
+        self._special = _pattern_of(special_tokens(tokenizer))
+
+    def text(self, observation: Mapping[str, Any]) -> str:
+        """A single field's value alone, several by name. Of a tool's reply, its result or its error."""
+        if not self._fields and {"tool_name", "result", "error"} <= observation.keys():
+            return self.clean(tool_text(observation))
+        names = self._fields or [name for name in observation if name not in HIDDEN]
+        found = {name: observation[name] for name in names if observation.get(name) not in EMPTY}
+        if len(found) == 1:
+            return self.clean(as_text(*found.values()))
+        return self.clean("\n".join(f"{name}: {as_text(value)}" for name, value in found.items()))
+
+    def clean(self, text: str) -> str:
+        """`text` cut to the limit, and defused."""
+        if (more := len(text) - self._limit) > 0:
+            text = f"{text[: self._limit]}\n[{more} more characters are left out]"
+        return self.defuse(text)
+
+    def defuse(self, text: str) -> str:
+        """`text` without the special tokens of the tokenizer: a space in each makes it plain text."""
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be encoded
+        return self._special.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._special else text
+
+
+def tool_text(observation: Mapping[str, Any]) -> str:
+    """What a tool replied."""
+    error, result = observation["error"], observation["result"]
+    if error:
+        return f"Error: {as_text(error.get('message', error) if isinstance(error, dict) else error)}"
+    if not isinstance(result, dict):
+        return as_text(result)
+    if result.get("data") is not None:
+        return as_text(result["data"])
+    content = result.get("content")
+    parts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if texts else as_text(result)
+
+
+def as_text(value: object) -> str:
+    """A string as it is, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """What a tokenizer reads as one token whatever stands around it: ends of messages, roles, tool calls."""
+    texts = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return sorted((text for text in texts if len(text) > 1 and text.strip()), key=len, reverse=True)
+
+
+def _pattern_of(texts: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
