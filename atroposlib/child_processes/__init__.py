@@ -1,5 +1,5 @@
-"""Work that must be killable: `pool` asks, `loop` answers in the child, and each `*_child` module is what one kind of
-child does.
+"""Work that must be killable: `pool` sends requests, `loop` answers them in the child, and each `*_child` module
+implements one kind of child.
 
 Importing this imports nothing else of the project, so that a child starts fast.
 """

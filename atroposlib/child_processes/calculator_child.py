@@ -1,4 +1,4 @@
-r"""The process in which `environments/calculator_tool_server.py` executes its tool; see `loop.py` for its protocol.
+r"""The process in which `environments/calculator_tool_server.py` runs its tool; see `loop.py` for its protocol.
 
 {"text": "... <tool_call>{...}</tool_call>", "time_limit_s": 5.0}  ──▶  {"result": "391"}
 """
@@ -21,7 +21,7 @@ TOOL = {
 
 
 def tool_result(text: str) -> str | None:
-    """What the calculator replies to the call in `text`; None when that is no call."""
+    """What the calculator replies to the call in `text`; None when that is not a call."""
     if "<tool_call>" not in text:
         return None
     _, arguments, failed = parse_tool_call(text, [TOOL])

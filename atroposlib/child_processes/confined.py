@@ -1,8 +1,8 @@
-"""The first module that a child of `ChildPool` runs: it gives up its rights, tries to break out, and runs the module.
+"""The first module that a child of `ChildPool` runs: it drops its privileges, tries to break out, and runs the module.
 
     orders (JSON, from `sandbox.py`) ──▶ limits, Landlock, seccomp ──▶ {"means": [..], "escapes": [..]} ──▶ module
 
-Rights are given up before anything else is imported, as long as there is a single thread that could keep them.
+Privileges are dropped before anything else is imported, while there is only one thread that could keep them.
 """
 
 import ctypes
@@ -88,7 +88,7 @@ def escapes(folder: Path, outside: Path, limits: dict[str, int]) -> list[str]:
         "read its parent's environment": Path(f"/proc/{parent}/environ").read_bytes,
         "read its parent's memory": lambda: Path(f"/proc/{parent}/mem").open("rb").close(),
         "read a file outside": outside.read_bytes,
-        "list a folder outside": lambda: os.listdir(outside.parent).index(outside.name),
+        "list a directory outside": lambda: os.listdir(outside.parent).index(outside.name),
         "write a file outside": lambda: outside.open("ab").close(),
         "make a file outside": lambda: _made(outside.with_name("made")),
         "change the mode of a file outside": lambda: os.chmod(outside, 0o600),
@@ -139,7 +139,7 @@ def _made(path: Path) -> None:
 def main() -> None:
     """Confine this process, report, and run the module that is named on the command line."""
     orders = json.loads(sys.stdin.readline())
-    importlib.util.find_spec(sys.argv[1].partition(".")[0])  # lists its folder, which is soon out of reach
+    importlib.util.find_spec(sys.argv[1].partition(".")[0])  # lists its directory, which is soon out of reach
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, whose closing of stdin ends this process
     means = confine(orders)
     report = {"means": means, "escapes": escapes(Path(orders["folder"]), Path(orders["outside"]), orders["limits"])}

@@ -68,7 +68,7 @@ LONGEST = 100_000  # characters that are parsed
 
 
 class Rejected(ValueError):
-    """The answer holds what is no mathematics of its task."""
+    """The answer holds what is not mathematics of its task."""
 
 
 class Guard:
@@ -116,7 +116,7 @@ class Guard:
 
     def _compiled(self, text: str, names: frozenset[str], strings: bool) -> CodeType:
         if len(text) > LONGEST:
-            self.rejected = f"it has {len(text)} characters, at most {LONGEST} are evaluated"
+            self.rejected = f"it has {len(text)} characters; at most {LONGEST} are evaluated"
             raise Rejected(self.rejected)
         try:
             tree = ast.parse(text.lstrip(" \t"), mode="eval")  # blanks as `eval` treats them
@@ -136,7 +136,7 @@ def objection(tree: ast.Expression, names: frozenset[str], strings: bool) -> str
     nodes = list(ast.walk(tree))
     for node in nodes:
         if not isinstance(node, OPERATIONS + VALUES):
-            return f"{type(node).__name__} is no mathematics"
+            return f"{type(node).__name__} is not mathematics"
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     rewritten = [call for call in calls if _is_rewritten(call)]
     parts_of_calls = {id(call.func) for call in calls} | {id(call.args[0]) for call in rewritten}
@@ -149,9 +149,9 @@ def objection(tree: ast.Expression, names: frozenset[str], strings: bool) -> str
     if not strings and any(
         isinstance(value, ast.Constant) and isinstance(value.value, str | bytes) for value in values
     ):
-        return "text is no mathematics"
+        return "text is not mathematics"
     if words and (values or not all(word.isalpha() for word in words)):
-        return f"the name {words[0][:40]} is no mathematics of this task"
+        return f"the name {words[0][:40]} is not part of this task's mathematics"
     own = {id(call) for call in rewritten}
     return forbidden_syntax((node for node in nodes if id(node) not in own), names)
 
@@ -160,9 +160,9 @@ def forbidden_syntax(nodes: Iterable[ast.AST], names: frozenset[str]) -> str | N
     """The first of `nodes` that can run code: a call of what is not in `names`, an attribute, a function, a loop."""
     for node in nodes:
         if isinstance(node, CODE):
-            return f"{type(node).__name__} is no mathematics"
+            return f"{type(node).__name__} is not mathematics"
         if isinstance(node, ast.Call) and (node.keywords or _name(node.func) not in names - {"Symbol"}):
-            return f"a call of {_name(node.func)[:40] or 'an expression'} is no mathematics of this task"
+            return f"a call of {_name(node.func)[:40] or 'an expression'} is not part of this task's mathematics"
     return None
 
 

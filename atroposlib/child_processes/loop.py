@@ -2,7 +2,7 @@
 
     {"id": "a8f0", "time_limit_s": 5.0, ...}  ──▶  answer(request)  ──▶  {"id": "a8f0", ...}
 
-By then `confined.py` has given up the process's rights. Python cannot enforce a time limit on sympy from inside, so
+By then `confined.py` has dropped the process's privileges. Python cannot enforce a time limit on sympy from inside, so
 the kernel does: its alarm, left at the default action, ends the whole process even while it runs C code, and the parent
 starts another. The alarm also ends it when the parent is gone.
 """

@@ -1,4 +1,4 @@
-"""Child processes that answer questions one at a time, without rights, and are killed when they are late.
+"""Child processes that answer requests one at a time, without privileges, and are killed when they are late.
 
     asyncio task ──▶ ChildPool.ask(request) ──JSON line──▶ child's stdin ··· its stdout ──JSON line──▶ reply
                                      └─ no reply in time: kill, restart on the next call ──▶ ChildFailed
@@ -52,7 +52,7 @@ class SandboxReport:
 
     def __str__(self) -> str:
         return f"sandbox: {', '.join(self.means) or 'none'}; " + (
-            f"the child can still {', '.join(self.escapes)}" if self.escapes else "no way out found"
+            f"the child can still {', '.join(self.escapes)}" if self.escapes else "no escape found"
         )
 
 
@@ -163,7 +163,7 @@ class _Child:
             return process
 
     async def kill(self) -> None:
-        """End the process, if it runs, and remove its folder; the next request starts another."""
+        """End the process, if it runs, and remove its directory; the next request starts another."""
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
@@ -210,5 +210,5 @@ async def _read(process: asyncio.subprocess.Process) -> Reply:
         raise EOFError("the process ended, by a limit of time or memory or because a package that it needs is missing")
     reply = json.loads(line)
     if not isinstance(reply, dict):
-        raise ValueError("its reply is no JSON object")
+        raise ValueError("its reply is not a JSON object")
     return reply

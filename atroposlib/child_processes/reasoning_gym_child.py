@@ -1,16 +1,15 @@
 """The process that makes and scores the tasks of reasoning-gym; see `loop.py` for its protocol and limits.
 
     {"tasks": true}                                                  ──▶  {"tasks": ["ab", "acre", ...]}
-    {"task": "ab", "options": {}, "seed": 0, "index": 7}             ──▶  {"question": "..."}
+    {"task": "ab", "options": {}, "seed": 0, "index": 7}             ──▶  {"question": "...", "answer": "..."}
     {"task": "ab", "options": {}, "seed": 0, "index": 7, "answer": "A# B"}  ──▶  {"score": 0.01, "rejected": null}
 
-An entry is made anew for every request from task, options, seed and index, so that any process can score what
+An entry is made again for every request from task, options, seed and index, so that any process can score what
 another one asked. Some scorers evaluate the answer, which is why this process can be killed and has no rights.
-`evaluated_answers.py` limits them to the task's mathematics; "rejected" names what else an answer holds.
+`evaluated_answers.py` limits them to the task's mathematics; "rejected" names anything else in an answer.
 
-The scorers of countdown and puzzle24 look for the numbers in the text of the answer, where `0x18`, `2_4` and a
-comment deceive them, and puzzle24's takes any four numbers. An answer that they take for right is computed once
-more.
+The scorers of countdown and puzzle24 look for the numbers in the text of the answer, where `0x18`, `2_4` and a comment
+deceive them, and puzzle24's accepts any four numbers. An answer that they accept is therefore computed once more.
 """
 
 import functools
@@ -41,7 +40,7 @@ def false_solution(task: str, answer: str, metadata: dict[str, Any]) -> str | No
     try:
         computed = compute(answer)
     except ExpressionError as error:
-        return f"it is no arithmetic: {error}"
+        return f"it is not arithmetic: {error}"
     if sorted(computed.numbers) != sorted(metadata["numbers"]):
         return "its numbers are not those of the puzzle"
     return None if computed.value == metadata.get("target", 24) else "its value is not the target"
@@ -64,7 +63,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         entries = source(request["task"], json.dumps(request["options"]), request["seed"], chunk)
         entry = entries[place]
         if "answer" not in request:
-            return {"question": entry["question"]}
+            known = entry.get("answer")
+            return {"question": entry["question"], "answer": None if known is None else str(known)}
         given = request["answer"].strip()
         with guard.scoring(request["task"], given, entry["answer"]):
             score = float(entries.score_answer(answer=given, entry=entry))

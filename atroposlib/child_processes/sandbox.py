@@ -1,8 +1,8 @@
 """Starts a child process of `ChildPool` in a sandbox; `confined.py` is the half that runs in the child.
 
-    Sandbox(module) ──▶ command: bubblewrap (own namespaces; shows only the folders of `readable`) ──▶ confined.py
+    Sandbox(module) ──▶ command: bubblewrap (own namespaces; shows only the directories of `readable`) ──▶ confined.py
                     ├─▶ environment: a list of allowed variables, so neither token nor key
-                    └─▶ orders, the first line of stdin: what it may read, its folder, its limits, its seccomp filter
+                    └─▶ orders, the first line of stdin: what it may read, its directory, its limits, its seccomp filter
 
 Three means of the kernel overlap: namespaces (bubblewrap), Landlock (package `landlock`) and seccomp (libseccomp,
 through `pyseccomp`). Each is used where the machine grants it. Whether they suffice is tested: the child tries to break
@@ -55,14 +55,14 @@ RLIMIT_CPU = 0
 
 
 class Sandbox:
-    """The place of one child process: a folder of its own, and what it may read. `close` removes the folder."""
+    """The place of one child process: a directory of its own, and what it may read. `close` removes the directory."""
 
     def __init__(self, module: str, readable: Sequence[str | Path] = ()) -> None:
         self._module = module
         self._own = package_paths(module)
         self._readable = [*interpreter_paths(), *self._own, *(os.path.abspath(path) for path in readable)]
         self._area = tempfile.TemporaryDirectory(prefix="atropos-child-", ignore_cleanup_errors=True)
-        # The child tries to reach this file, which is beside its folder. It cannot if the sandbox holds.
+        # The child tries to reach this file, which is beside its directory. It cannot if the sandbox holds.
         self._outside = Path(self._area.name).resolve() / "outside"
         self._outside.write_text("the parent's\n")
         self.folder = self._outside.with_name("folder")
@@ -88,7 +88,7 @@ class Sandbox:
         return {**places, "limits": LIMITS, "seccomp": seccomp_filter().hex()}
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the directory."""
         self._area.cleanup()
 
     def _namespaces(self) -> list[str]:
@@ -102,7 +102,7 @@ class Sandbox:
 
 
 def interpreter_paths() -> list[str]:
-    """The files and folders of the interpreter, its installed packages, and the system's shared libraries."""
+    """The files and directories of the interpreter, its installed packages, and the system's shared libraries."""
     installed = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     prefixes = {Path(sys.prefix), Path(sys.base_prefix)}
     own = [prefix / name for prefix in prefixes for name in ("lib", "lib64", "pyvenv.cfg")]
