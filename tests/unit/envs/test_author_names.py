@@ -56,7 +56,10 @@ async def test_base_env_has_the_ancestors_public_names_alone(tmp_path: Path) -> 
         "_before_sending",
         "_check_installed",
         "_env_run",
+        "_evaluate_samples",
         "_further_servers",
+        "_prompt_of",
+        "_reference_of",
         "_release",
     }
 

@@ -1,0 +1,198 @@
+"""Rows of samples.jsonl, one per group that was sampled: those that were sent, and under `serve` those that were
+dropped, with the reason.
+
+    item ──begin──▶ Sampling ──group──▶ Sampled ──write──▶ row (docs/run_directory.md names its fields)
+                       └── no group ──write_lost──▶ row without sequences
+
+A group may be held back for a batch and written while another item is sampled, so `Sampled` carries the facts about its
+own item.
+"""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from atroposlib.envs.failures import Failure
+from atroposlib.envs.payloads import Item, Rejection, ScoredDataGroup, completion_lengths
+from atroposlib.envs.records import JsonlWriter
+from atroposlib.groups import group_id
+from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+ERROR_CHARS = 1000  # of one failed rollout
+
+
+@dataclass(slots=True)
+class Sampling:
+    """One item while it is sampled: since when (Unix seconds), and its rollouts that failed so far."""
+
+    started: float
+    failures: list[Failure] = field(default_factory=list)
+    gave_groups: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A group, and what is known of how it was sampled; `rejected` where it was held back for want of a signal."""
+
+    group: ScoredDataGroup
+    item: Item
+    started: float | None  # None: an author sent it outside of any item
+    ended: float
+    failures: tuple[Failure, ...] = ()
+    rejected: Rejection | None = None
+
+
+_sampling: ContextVar[Sampling | None] = ContextVar("sampling", default=None)
+
+
+class Author(Protocol):
+    """What the rows need of an environment."""
+
+    jsonl_writer: JsonlWriter | None
+    curr_step: int
+    tokenizer: Any
+
+    def _reference_of(self, item: Item) -> str | None: ...
+
+    def _prompt_of(self, item: Item) -> Messages | None: ...
+
+
+class Run(Protocol):
+    """What the rows need of an environment's run."""
+
+    policy_version: int
+
+    @property
+    def env(self) -> Author: ...
+
+    @property
+    def link(self) -> object | None: ...
+
+    @property
+    def display_name(self) -> str: ...
+
+
+class SampleRows:
+    """Writes the rows of `run`, if the configuration names a file."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._warned: set[str] = set()
+
+    @contextlib.contextmanager
+    def item(self) -> Iterator[None]:
+        """Around everything that is done for one item."""
+        token = _sampling.set(Sampling(time.time()))
+        try:
+            yield
+        finally:
+            _sampling.reset(token)
+
+    def note_failures(self, failures: list[Failure]) -> None:
+        """Rollouts of the current item have failed."""
+        if (sampling := _sampling.get()) is not None:
+            sampling.failures += failures
+
+    def sampled(self, group: ScoredDataGroup, item: Item, rejected: Rejection | None = None) -> Sampled:
+        """A group of the current item, which is complete now."""
+        sampling, now = _sampling.get(), time.time()
+        if sampling is None:
+            return Sampled(group, item, None, now, (), rejected)
+        sampling.gave_groups = True
+        known = len(sampling.failures) == sum((group.get("failed") or {}).values())  # an item may give several groups
+        return Sampled(group, item, sampling.started, now, tuple(sampling.failures) if known else (), rejected)
+
+    def write(self, sampled: Sampled, dropped: str | None = None) -> None:
+        """Append the row of a group. One that was dropped is written under `serve` alone: what `process` writes is
+        data to train on.
+        """
+        if self._run.env.jsonl_writer is None or (dropped is not None and self._run.link is None):
+            return
+        row = self._head(sampled.started, sampled.ended, sampled.item, sampled.failures, dropped)
+        # a trainer that states no needs is given whatever an author sends
+        with contextlib.suppress(OverflowError, TypeError, ValueError):
+            row["group"] = group_id(sampled.group["tokens"])
+        row["completion_tokens"] = completion_lengths(sampled.group)
+        self._append(row, sampled.group, self._texts(sampled.group))
+
+    def write_malformed(self, group: ScoredDataGroup, item: Item, dropped: str) -> None:
+        """Append the row of a group that no trainer can use: nothing is known of what its lists hold."""
+        if self._run.env.jsonl_writer is None or self._run.link is None:
+            return
+        sampled = self.sampled(group, item)
+        row = self._head(sampled.started, sampled.ended, item, sampled.failures, dropped)
+        try:
+            self._append(row, group, {})
+        except TypeError as error:  # orjson's, for what is not JSON
+            self._append(row | {"scores": None, "unwritable": str(error)}, {}, {})
+
+    def write_lost(self, item: Item, dropped: str) -> None:
+        """Append a row for the current item, unless it gave groups, which have rows of their own."""
+        sampling = _sampling.get()
+        if self._run.env.jsonl_writer is None or self._run.link is None or sampling is None or sampling.gave_groups:
+            return
+        row = self._head(sampling.started, time.time(), item, tuple(sampling.failures), dropped)
+        row |= {"prompt": self._ask("_prompt_of", self._run.env._prompt_of, item)}
+        row |= {"failed": dict(Counter(failure.cause for failure in sampling.failures)) or None}
+        self._append(row, {}, {})
+
+    def reference(self, item: Item) -> str | None:
+        """The reference answer of an item, if its environment has one."""
+        found = self._ask("reference_answer", self._run.env._reference_of, item)
+        return None if found is None else str(found)
+
+    def _head(
+        self, started: float | None, ended: float, item: Item, failures: tuple[Failure, ...], dropped: str | None
+    ) -> dict[str, Any]:
+        """The fields that every row has, which come before those of the group."""
+        return {
+            "step": self._run.env.curr_step,
+            "policy_version": self._run.policy_version,
+            "env": self._run.display_name,
+            "group": None,
+            "started": started,
+            "time": ended,
+            "dropped": None if dropped is None else " ".join(dropped.split()),
+            "reference": self.reference(item),
+            "failures": [
+                {"cause": failure.cause, "error": str(failure)[:ERROR_CHARS], "messages": failure.messages}
+                for failure in failures
+            ],
+            "completion_tokens": [],
+            "tokens": [],
+            "masks": [],
+            "scores": None,
+        }
+
+    def _append(self, row: dict[str, Any], group: Any, texts: dict[str, Any]) -> None:
+        """Our fields first, so that a reader finds them without reading the lists behind them."""
+        assert self._run.env.jsonl_writer is not None
+        lists = {name: value for name, value in group.items() if name in EMPTY or name not in row}
+        self._run.env.jsonl_writer.write({**row, **lists, **texts})
+
+    def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
+        """Where there are no messages, the text of the tokens."""
+        if group.get("messages"):
+            return {}
+        return {"texts": [self._run.env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
+
+    def _ask(self, name: str, hook: Callable[[Item], T], item: Item) -> T | None:
+        """What an author's method says of an item, for the record alone: no group is lost to an error in it."""
+        try:
+            return hook(item)
+        except Exception:
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning("%s failed; samples.jsonl goes without what it gives", name, exc_info=True)
+            return None
+
+
+EMPTY = ("tokens", "masks", "scores")  # of a row without a group, else the group's own

@@ -1,0 +1,322 @@
+"""`evaluate --samples N`: several samples per question, from any server that speaks OpenAI's API. It needs neither
+token ids nor a tokenizer.
+
+    held-out questions x samples ──▶ rollouts, at most `concurrency` at once ──▶ score ──▶ one line of FILE.jsonl each
+                                                                                          │
+            a table: mean score, solved, pass@k, tokens, seconds  ◀───────────────────────┘
+
+The environment is the one that trains. A sample that fails is a line with its error and has no score; the same command
+samples only what is missing or failed. The first line of the file has what was asked, and a file of other questions or
+settings is refused.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from atroposlib.envs.errors import DataError, EnvError
+from atroposlib.envs.failures import Failure, attempt
+from atroposlib.envs.payloads import Item
+from atroposlib.envs.records import append_jsonl
+from atroposlib.envs.rollouts import Rollout, Scored
+from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.errors import reading
+from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
+
+log = get_logger(__name__)
+
+REPORT_EVERY_S = 10.0
+
+_spent: ContextVar[Counter[str]] = ContextVar("spent")  # tokens of the sample that runs
+
+
+class Questions(Protocol):
+    """What is evaluated: a `QuestionEnv`."""
+
+    name: ClassVar[str | None]
+    server: Any
+    config: Any
+    held_out: Sequence[Item]
+    right_from: float
+
+    def conversation(self, item: Item) -> Messages: ...
+
+    def reference_answer(self, item: Item) -> str | None: ...
+
+    async def rollouts(self, item: Item, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]: ...
+
+    async def _score(self, item: Item, rollout: Rollout) -> Scored: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A line of the file."""
+
+    index: int  # of the question
+    number: int  # of the sample
+    score: float | None
+    tokens: tuple[int, int] = (0, 0)  # of prompts and of answers
+    error: str | None = None
+
+
+@dataclass
+class Progress:
+    """Tells the log every few seconds how far the evaluation is."""
+
+    total: int
+    done: int = 0
+    failed: int = 0
+    _told: float = field(default_factory=time.monotonic)
+
+    def count(self, failed: bool) -> None:
+        """One more sample."""
+        self.done += 1
+        self.failed += failed
+        if time.monotonic() - self._told >= REPORT_EVERY_S:
+            self._told = time.monotonic()
+            log.info("Sampled %d of %d (%d failed)", self.done, self.total, self.failed)
+
+
+async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, float]:
+    """Sample what the file lacks, print the table, and return its numbers. Raises EnvError."""
+    path = (
+        asked.output
+        or Path("evaluations") / f"{_plain(env.name or 'environment')}-{_plain(env.server.model_name)}.jsonl"
+    )
+    header = _header(env, asked)
+    kept = read_samples(path, header)
+    if not path.exists():
+        append_jsonl(path, header)
+    wanted = [(index, number) for number in range(asked.samples) for index in range(len(env.held_out))]
+    missing = [each for each in wanted if each not in kept]
+    log.info("%d samples of %d questions, %d already in %s", len(wanted), len(env.held_out), len(kept), path)
+    progress, slots = Progress(len(missing)), asyncio.Semaphore(asked.concurrency)
+
+    async def one(index: int, number: int) -> Sample:
+        async with slots:
+            sample, line = await _sampled(env, asked, index, number)
+        append_jsonl(path, line)
+        progress.count(sample.error is not None)
+        return sample
+
+    env.server.managed_server = counted(env.server.managed_server)
+    started = time.monotonic()
+    fresh = await gather_or_cancel([one(*each) for each in missing])
+    samples = [*kept.values(), *fresh]
+    numbers = summary(samples, asked.samples, env.right_from) | {"seconds": time.monotonic() - started}
+    print(table(env.name or "environment", env.server.model_name, numbers), flush=True)
+    log.info("Every sample is a line of %s", path)
+    if not any(sample.error is None for sample in samples):
+        raise EnvError(f"every sample failed, the last with: {samples[-1].error if samples else 'no question'}")
+    return numbers
+
+
+async def _sampled(env: Questions, asked: SamplingFields, index: int, number: int) -> tuple[Sample, dict[str, Any]]:
+    """A sample, and its line."""
+    item, spent, started = env.held_out[index], Counter[str](), time.monotonic()
+    _spent.set(spent)
+    rollout: Rollout | None = None
+    found: list[Rollout] | Scored | Failure = await attempt(
+        env.rollouts(item, 1, "eval", asked.temperature, asked.top_p), env.config.rollout_limit_s
+    )
+    if isinstance(found, list):
+        rollout = found[0]
+        found = await attempt(env._score(item, rollout), env.config.rollout_limit_s, late="scorer", other="scorer")
+    error = f"{found.cause}: {found}" if isinstance(found, Failure) else None
+    if error is not None:
+        log.warning("Question %d, sample %d failed: %s", index, number, error)
+    scored = found if isinstance(found, Scored) else Scored(None)
+    tokens = (spent["prompt"], spent["completion"])
+    if error is None and scored.reward is None:
+        error = "not scored"
+    line = {
+        "question": index,
+        "sample": number,
+        "score": scored.reward,
+        "outcome": scored.outcome or None,
+        "error": error,
+        "messages": rollout.messages if rollout else None,
+        "reference": env.reference_answer(item),
+        "prompt_tokens": tokens[0],
+        "completion_tokens": tokens[1],
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    return Sample(index, number, scored.reward, tokens, error), line
+
+
+class Counted:
+    """A managed server whose replies are counted for the sample that asks."""
+
+    def __init__(self, managed: Any) -> None:
+        self._managed = managed
+
+    async def chat_completion(self, **arguments: Any) -> Any:
+        """The reply."""
+        return self._count(await self._managed.chat_completion(**arguments))
+
+    async def completion(self, **arguments: Any) -> Any:
+        """The reply."""
+        return self._count(await self._managed.completion(**arguments))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._managed, name)
+
+    def _count(self, reply: Any) -> Any:
+        if reply.usage is not None:
+            _spent.get().update(prompt=reply.usage.prompt_tokens, completion=reply.usage.completion_tokens)
+        return reply
+
+
+def counted(
+    managed_server: Callable[..., AbstractAsyncContextManager[Any]],
+) -> Callable[..., AbstractAsyncContextManager[Any]]:
+    """`ServerManager.managed_server`, with what it gives `Counted`."""
+
+    @asynccontextmanager
+    async def with_count(*args: Any, **named: Any) -> AsyncIterator[Counted]:
+        async with managed_server(*args, **named) as managed:
+            yield Counted(managed)
+
+    return with_count
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def _header(env: Questions, asked: SamplingFields) -> dict[str, Any]:
+    """What must be the same for samples to belong together."""
+    prompts = json.dumps([env.conversation(item) for item in env.held_out], sort_keys=True, default=str)
+    return {
+        "evaluation": {
+            "environment": env.name,
+            "model": env.server.model_name,
+            "questions": len(env.held_out),
+            "prompts": hashlib.sha256(prompts.encode("utf-8", "replace")).hexdigest()[:16],
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+            "max_new_tokens": env.config.max_new_tokens,
+        }
+    }
+
+
+def read_samples(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int], Sample]:
+    """The scored samples of a file, by question and number; none if it is not there. A last line that was cut is left
+    out. Raises DataError for another file.
+    """
+    if not path.exists():
+        return {}
+    with reading(f"cannot read {path}", DataError):
+        text = path.read_bytes()
+        lines = text.split(b"\n")[:-1]
+        first = json.loads(lines[0]) if lines else None
+    if not isinstance(first, dict) or "evaluation" not in first:
+        raise DataError(f"{path} is not a file of samples; choose another --output")
+    if differing := [key for key, value in header["evaluation"].items() if first["evaluation"].get(key) != value]:
+        key = differing[0]
+        raise DataError(
+            f"{path} has samples with another {key} ({first['evaluation'].get(key)}, now"
+            f" {header['evaluation'][key]}); choose another --output"
+        )
+    if not text.endswith(b"\n"):  # the process was killed while it wrote
+        path.write_bytes(b"\n".join([*lines, b""]))
+    found = {}
+    for number, line in enumerate(lines[1:], start=2):
+        with reading(f"{path}:{number} is not a sample", DataError):
+            row = json.loads(line)
+            if row["score"] is not None:
+                tokens = (int(row["prompt_tokens"]), int(row["completion_tokens"]))
+                found[row["question"], row["sample"]] = Sample(row["question"], row["sample"], row["score"], tokens)
+    return found
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """The chance that one of `k` samples is right, drawn from `samples` of which `right` are. Chen et al. 2021, arXiv
+    2107.03374, equation 1.
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def summary(samples: Sequence[Sample], per_question: int, right_from: float) -> dict[str, float]:
+    """Means over questions, so that one of which some samples failed counts as much as others."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.score is not None and sample.number < per_question:
+            scores[sample.index].append(sample.score)
+    counts = {index: (len(found), sum(score >= right_from for score in found)) for index, found in scores.items()}
+    total = sum(count for count, _ in counts.values())
+    numbers = {
+        "questions": float(len(counts)),
+        "samples": float(total),
+        "failed": float(sum(sample.error is not None for sample in samples)),
+        "mean_score": _mean([_mean(found) for found in scores.values()]),
+        "accuracy": _mean([right / count for count, right in counts.values()]),
+        "standard_error": _standard_error([right / count for count, right in counts.values()]),
+    }
+    for k in _powers(per_question):
+        able = [pass_at_k(count, right, k) for count, right in counts.values() if count >= k]
+        if able:
+            numbers[f"pass@{k}"] = _mean(able)
+    numbers["prompt_tokens"] = float(sum(sample.tokens[0] for sample in samples))
+    numbers["completion_tokens"] = float(sum(sample.tokens[1] for sample in samples))
+    return numbers
+
+
+def table(environment: str, model: str, numbers: Mapping[str, float]) -> str:
+    """The numbers as lines."""
+    answers = max(1.0, numbers["samples"])
+    rows = [
+        ("questions, samples, failed", " ".join(f"{numbers[key]:.0f}" for key in ("questions", "samples", "failed"))),
+        ("mean score", f"{numbers['mean_score']:.3f}"),
+        ("solved", f"{100 * numbers['accuracy']:.1f} % ± {100 * numbers['standard_error']:.1f}"),
+        *((key, f"{100 * value:.1f} %") for key, value in numbers.items() if key.startswith("pass@")),
+        ("prompt tokens", f"{numbers['prompt_tokens']:.0f} ({numbers['prompt_tokens'] / answers:.0f} per sample)"),
+        (
+            "answer tokens",
+            f"{numbers['completion_tokens']:.0f} ({numbers['completion_tokens'] / answers:.0f} per sample)",
+        ),
+        ("seconds", f"{numbers['seconds']:.1f}"),
+    ]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join([f"{environment}, {model}", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+
+def _powers(most: int) -> Iterator[int]:
+    """1, 2, 4, ... and `most`."""
+    k = 1
+    while k < most:
+        yield k
+        k *= 2
+    yield most
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean over questions."""
+    if len(values) < 2:
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
+
+
+def _plain(name: str) -> str:
+    """A part of a file name."""
+    return (
+        "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).strip(".-")[:100] or "model"
+    )
