@@ -1,0 +1,140 @@
+"""No document, help text, log line, error, docstring or comment uses a word of vocabulary.toml."""
+
+import ast
+import io
+import re
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RULES = tomllib.loads((Path(__file__).parent / "vocabulary.toml").read_text())
+PATTERNS = [(re.compile(rule["pattern"], re.IGNORECASE), rule["use"]) for rule in RULES["rule"]]
+TOPS: tuple[str, ...] = (".ci", ".github", "atroposlib", "atropos_environments", "benchmarks", "docs", "environments")
+TOPS += ("example_trainer", "recipes", "scripts", "tests", "vllm_patching")
+KINDS = (".py", ".md", ".sh", ".yaml", ".yml")
+
+# What stands between two words of a text that Python's source splits: quotes, line ends, comment signs.
+SEAM = re.compile(r"""["'\s#]+(?:[rf]["'])?""")
+
+Piece = tuple[int, str]  # line, text without code
+
+
+def files() -> Iterator[Path]:
+    for top in sorted(ROOT.iterdir()):
+        if top.is_file() and top.suffix in KINDS:
+            yield top
+        elif top.is_dir() and top.name in TOPS:
+            yield from sorted(path for path in top.rglob("*") if path.suffix in KINDS)
+
+
+def may_have_some(text: str) -> bool:
+    """Whether to look at a file closely: to read all of Python's tokens would take ten seconds."""
+    words = SEAM.sub(" ", text)
+    return any(pattern.search(words) for pattern, _ in PATTERNS)
+
+
+def pieces(path: Path) -> Iterator[Piece]:
+    """The prose of a file: comments and texts of Python, everything else outside of code blocks."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        yield from _of_python(text)
+    elif path.suffix == ".md":
+        yield from _of_markdown(text)
+    else:
+        yield from ((number, line) for number, line in enumerate(text.splitlines(), 1) if " " in line)
+
+
+def _of_python(text: str) -> Iterator[Piece]:
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    comment, comment_line = "", 0
+    said, said_line = "", 0
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            comment, comment_line = f"{comment} {token.string.lstrip('#: ')}", comment_line or token.start[0]
+        elif token.type != tokenize.NL and comment:
+            yield comment_line, comment
+            comment, comment_line = "", 0
+        if token.type == tokenize.STRING:
+            said, said_line = said + _value(token.string), said_line or token.start[0]
+        elif token.type not in (tokenize.NL, tokenize.COMMENT) and said:
+            if " " in said:
+                yield said_line, said
+            said, said_line = "", 0
+
+
+def _value(literal: str) -> str:
+    """What a literal says; what an f-string puts in is left out."""
+    prefix = re.match("[a-zA-Z]*", literal)
+    assert prefix is not None
+    if "f" in prefix[0].lower():
+        return re.sub(r"\{[^{}]*\}", "{}", literal[len(prefix[0]) :].strip("\"'"))
+    value = ast.literal_eval(literal)
+    return value if isinstance(value, str) else ""
+
+
+def _of_markdown(text: str) -> Iterator[Piece]:
+    paragraph, start, fenced = "", 0, False
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif line.strip() and not fenced:
+            paragraph, start = f"{paragraph}\n{line}", start or number
+            continue
+        if paragraph:
+            yield start, paragraph.removeprefix("\n")
+        paragraph, start = "", 0
+
+
+def findings(where: str, pieces: Iterator[Piece]) -> list[str]:
+    allowed = [entry["text"] for entry in RULES["allow"] if entry["file"] == where]
+    found = []
+    for line, text in pieces:
+        prose = " ".join(re.sub(r"`+[^`]*`+", "CODE", text).split())
+        for pattern, use in PATTERNS:
+            for match in pattern.finditer(prose):
+                around = prose[max(0, match.start() - 30) : match.end() + 30]
+                if not any(entry in around for entry in allowed):
+                    found.append(f"{where}:{line}: '{match[0]}' in '...{around}...': write {use}")
+    return found
+
+
+def test_the_project_uses_the_words_of_its_field() -> None:
+    found = []
+    for path in files():
+        if may_have_some(path.read_text()):
+            found += findings(str(path.relative_to(ROOT)), pieces(path))
+    assert not found, f"{len(found)} oddities (tests/unit/docs/vocabulary.toml):\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("You get a line a step.", 1),
+        ("It is no number.", 1),
+        ("There is no number.", 0),
+        ("The folder is gone.", 1),
+        ("`a line a step` and `folder` are code.", 0),
+        ("It was no longer there.", 0),
+        ("Generation goes on.", 1),
+        ("One line per step, in a directory.", 0),
+    ],
+)
+def test_oddities_are_found_and_code_is_not_read(text: str, count: int) -> None:
+    assert len(findings("page.md", _of_markdown(text))) == count
+
+
+def test_texts_of_python_are_read_as_they_are_shown() -> None:
+    source = 'x = (\n    "a line"\n    " a step"\n)\n# the next run\n# goes on\nlog.info(f"{value} is no {kind}")\n'
+    found = findings("x.py", _of_python(source))
+    assert [line.split(":")[1] for line in found] == ["2", "5"]
+
+
+def test_every_exemption_is_needed_and_has_a_reason() -> None:
+    for entry in RULES["allow"]:
+        assert entry["reason"]
+        path = ROOT / entry["file"]
+        assert entry["text"] in " ".join(path.read_text().split()), entry
