@@ -1,11 +1,11 @@
-"""What pyproject.toml cannot say: which folders are installed under another name, and the README of a package index.
+"""What pyproject.toml cannot express: directories installed under another name, and the README of a package index.
 
     checkout           wheel
-    environments/      atropos_environments/       `environments` could be any project's folder
+    environments/      atropos_environments/       `environments` could be any project's directory
     recipes/           example_trainer/recipes/
     scripts/slurm/     example_trainer/slurm/
 
-An editable install is one plain path entry, the checkout itself: there the folders keep their names, and
+An editable install is one plain path entry, the checkout itself: there the directories keep their names, and
 `atropos_environments` is a package that points to `environments/`.
 """
 
@@ -23,15 +23,18 @@ INSTALLED_AS = {
     "example_trainer.slurm": "scripts/slurm",
 }
 FILES = {
+    "atroposlib.view": ["page/*.html", "page/*.js", "page/*.css", "page/*.svg"],
     "example_trainer.recipes": ["*.yaml"],
+    "atropos_environments": ["verifiers_tasksets/*.py"],
     "example_trainer.slurm": ["*.sbatch"],
 }
+IMAGE = re.compile(r"^!\[[^\]]*\]\((?!https?://)[^)]*\)\n*", re.MULTILINE)
 LINK_TO_A_FILE = re.compile(r"\[([^\]]+)\]\((?!https?://|#)([^)#]+)[^)]*\)")
 
 
 def for_an_index(readme: str) -> str:
-    """`readme` with the names of the checkout's files where it has links to them, which lead nowhere on an index."""
-    return LINK_TO_A_FILE.sub(_text_and_file, readme)
+    """`readme` without the checkout's images, and with file names in place of links to files, which an index lacks."""
+    return LINK_TO_A_FILE.sub(_text_and_file, IMAGE.sub("", readme))
 
 
 def _text_and_file(link: re.Match[str]) -> str:

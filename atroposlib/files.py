@@ -30,7 +30,7 @@ class NotRegularFile(OSError, ValueError):
         super().__init__(errno.EINVAL, f"it is a {kind}, not a regular file", str(path))
 
     def __str__(self) -> str:
-        return f"{self.filename} cannot be written: {self.strerror}; name another file"
+        return f"{self.filename} cannot be written: {self.strerror}; choose another file"
 
 
 def expect_regular(path: P) -> P:

@@ -1,8 +1,8 @@
 """The keys of a configuration tree as flags: what `config.py` parses a command line with, and what `--help` prints.
 
-`keys_of` lists every key of a tree once: where it stands, how people spell it, and the section of the help it belongs
-to, which is the first line of the docstring of the class that declares it. argparse splits the command line and
-formats the help; values stay text here, and pydantic checks them.
+`keys_of` lists every key of a tree once: its path, its spellings, and its section of the help, which is the first line
+of the docstring of the class that declares it. argparse splits the command line and formats the help; values stay text
+here, and pydantic checks them.
 """
 
 import argparse
@@ -132,7 +132,7 @@ def parse(
         flag = str(error.argument_name).split("/")[0]
         if "expected" not in error.message:
             raise ConfigError(f"{flag}: {error.message}") from None
-        raise ConfigError(f"{flag} expects a value; one that starts with -- is given as {flag}=VALUE") from None
+        raise ConfigError(f"{flag} expects a value; write a value that starts with -- as {flag}=VALUE") from None
     if rest and not rest[0].startswith("--"):
         raise ConfigError(f"unexpected argument {rest[0]!r}: flags start with '--'")
     if rest:
@@ -202,9 +202,13 @@ def make_parser(
     general = parser.add_argument_group("Every command")
     general.add_argument("-h", "--help", action="help", help="show this help")
     general.add_argument("--version", action="version", version=f"{prog} {package_version()}", help="show the version")
-    general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; flags beat it")
+    general.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below; flags override it")
     general.add_argument("--dry-run", action="store_true", help="print the resolved configuration as YAML and exit")
-    sections = {key.section: parser.add_argument_group(key.section) for key in keys}
+    title = about.strip().split("\n")[0].rstrip(".")  # a tree's own fields need no section that repeats the description
+    sections = {
+        section: parser.add_argument_group("Flags" if section == title else section)
+        for section in dict.fromkeys(key.section for key in keys)
+    }
     for key in keys:
         section, path, text = sections[key.section], ".".join(key.path), _help(key, defaults)
         if not key.negations:

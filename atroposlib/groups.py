@@ -1,4 +1,4 @@
-"""What a group must be for a policy-gradient trainer: one check, made wherever a group changes hands.
+"""Checks that a policy-gradient trainer can use a group. The same check runs wherever a group is handed over.
 
     environment, before it posts ─┐
     API, at its door ─────────────┼──▶ check(group, needs) ──▶ nothing, or Untrainable: place, value and rule
@@ -15,6 +15,7 @@ Pure: numpy, the standard library and the wire. A group is a record, or a mappin
 arrays. The check reads each list once.
 """
 
+import hashlib
 import numbers
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -103,6 +104,19 @@ def failed_rollouts(group: ScoredData | Mapping[str, Any]) -> int:
     """How many of a group's rollouts failed."""
     failed = group.failed if isinstance(group, ScoredData) else group.get("failed")
     return sum(failed.values()) if isinstance(failed, Mapping) else 0
+
+
+def group_id(tokens: Sequence[Sequence[int]]) -> str:
+    """What a run's files call a group: 16 hex digits over its token ids. Environment and trainer compute it, each from
+    the tokens that it has, so nothing is added to what they exchange. Raises OverflowError, TypeError or ValueError for
+    what are not ids.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for row in tokens:
+        ids = np.asarray(row, dtype="<i8")
+        digest.update(len(ids).to_bytes(8, "little"))
+        digest.update(ids.tobytes())
+    return digest.hexdigest()
 
 
 def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
@@ -231,10 +245,13 @@ def _check_logprobs(rows: _Rows, sampled: NDArray[np.bool_]) -> None:
     lowest, highest = of_sampled.min(initial=0.0), of_sampled.max(initial=MIN_LOGPROB)
     if not (MIN_LOGPROB <= lowest and highest <= MAX_LOGPROB):
         good = (values >= MIN_LOGPROB) & (values <= MAX_LOGPROB)
-        rows.expect(~sampled | good, f"is no log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0")
+        rows.expect(
+            ~sampled | good, f"is not the log-probability of a sampled token, which is from {MIN_LOGPROB:g} to 0"
+        )
     if not -MIN_LOGPROB >= max(values.max(initial=0.0), -values.min(initial=0.0)):
         rows.expect(
-            np.abs(values) <= -MIN_LOGPROB, "is no log-probability, nor the 1.0 of a token that was not sampled"
+            np.abs(values) <= -MIN_LOGPROB,
+            "is neither a log-probability nor 1.0, which marks a token that was not sampled",
         )
 
 
@@ -334,7 +351,7 @@ def _check_rollouts(group: Mapping[str, Any]) -> None:
         if isinstance(rollout, bool) or not isinstance(rollout, numbers.Integral) or rollout not in allowed:
             raise Untrainable(
                 f"{shown(rollout)} is not {' or '.join(map(str, allowed))}; rollouts are counted from 0 in order: a "
-                "sequence has the number of the one before it, or the next",
+                "sequence has the same number as the one before it, or the next",
                 "rollouts",
                 index,
             )
@@ -406,7 +423,7 @@ def _check_finish_reasons(group: Mapping[str, Any], tokens: _Rows) -> None:
     expect_count("finish_reasons", len(given), len(tokens.lengths))
     for index, reason in enumerate(given):
         if not isinstance(reason, str):
-            raise Untrainable(f"{shown(reason)} is not a text", "finish_reasons", index)
+            raise Untrainable(f"{shown(reason)} is not a string", "finish_reasons", index)
 
 
 def _check_failed(group: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def plain_name(text: str) -> str:
     bracketed = f"[{text}]" if ":" in text and not text.startswith("[") else text
     parts = split_host(bracketed)
     if parts is None or (bracketed.count(":") and not bracketed.endswith("]")):
-        raise ValueError(f"{_shown(text)} is not a host name or address, which is given without scheme and port")
+        raise ValueError(f"{_shown(text)} is not a host name or address; give it without scheme and port")
     return parts[0]
 
 
@@ -131,8 +131,8 @@ class HostGuard:
         server = scope.get("server")  # the address of this end of the connection
         if not self.hosts.has(host[0], _as_address(server[0].partition("%")[0]) if server else ""):
             return 403, (
-                f"Host {_shown(given[0])} is not a name of this server ({self.hosts}): ask under one of those, "
-                f"or start it with --allowed-host {host[0]}"
+                f"Host {_shown(given[0])} is not a name of this server ({self.hosts}): use one of those, or start "
+                f"the server with --allowed-host {host[0]}"
             )
         if any(not _is_origin_of(origin, host) for origin in _values(headers, b"origin")) or any(
             site not in ("none", "same-origin") for site in _values(headers, b"sec-fetch-site")
@@ -159,7 +159,7 @@ def _values(headers: Headers, wanted: bytes) -> list[str]:
 
 
 def _is_origin_of(origin: str, host: tuple[str, int | None]) -> bool:
-    """Whether the page came from `host` itself; `null`, and what is no origin at all, did not."""
+    """Whether the page came from `host` itself; `null`, and what is not an origin at all, did not."""
     scheme, _, authority = origin.partition("://")
     parts = split_host(authority)
     if parts is None or scheme not in _DEFAULT_PORT:

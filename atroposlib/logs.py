@@ -1,12 +1,12 @@
-"""Logging as every process of the product does it, in one format.
+"""Logging for every process of the product, in one format.
 
-Names, replies of servers and model output reach the log, with whatever their author put there. `escape_records` is the
-one place where that is made harmless, for every logger, handler and formatter of a process, vLLM's too:
+Names, replies of servers and model output reach the log and may contain anything. `escape_records` is the only place
+that makes them harmless, for every logger, handler and formatter of a process, vLLM's too:
 
     message     on one line, a line break as the characters \\n
     traceback   its lines, each behind "    | "
 
-Of lines that are alike only the first few are written at once (`Repeats`). What libraries write to stderr without
+Of similar lines only the first few are written at once (`Repeats`). What libraries write to stderr without
 `logging` becomes records too (stderr_lines.py).
 """
 

@@ -1,6 +1,7 @@
-"""The ancestor's import paths for what stands in `atroposlib.compat` now, so that its users' programs run unchanged.
+"""The ancestor's import paths for modules that are now in `atroposlib.compat`, so that its users' programs run
+unchanged.
 
-An old name gives the very module that the new name gives: a reward registered under one is known under the other.
+An old name gives the same module as the new name: a reward registered under one is known under the other.
 `python -m` takes old names too. Nothing is loaded before such a name is imported.
 """
 

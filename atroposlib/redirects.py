@@ -9,6 +9,6 @@ def refused_redirect(url: str, status: int, target: str | None) -> str | None:
         return None
     shown = ascii(target)[:SHOWN_CHARACTERS] if target else "nowhere"
     return (
-        f"{url} replied {status}, a redirect to {shown}, which is not followed: the request and its key would go "
-        "there; if that is the server you mean, configure its address"
+        f"{url} replied {status}, a redirect to {shown}, which is not followed because it would send the request "
+        "and its key there; if that is the intended server, configure its address"
     )

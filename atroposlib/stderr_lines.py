@@ -1,11 +1,11 @@
-"""What libraries write to stderr by themselves, as records of this process's log: Python's warnings, progress bars,
-and lines of loggers that have handlers of their own. On a terminal all stays as it is.
+"""Turns what libraries write to stderr into records of this process's log: Python's warnings, progress bars,
+and lines of loggers that have handlers of their own. On a terminal nothing is changed.
 
     warnings.warn ──▶ one line; INFO if it is meant for developers (a deprecation)
     tqdm          ──▶ its bar after a second, then every five, and when it is full
     other lines   ──▶ as they are
 
-What C++ code writes to the file descriptor is out of reach.
+It does not see what C++ code writes to the file descriptor.
 """
 
 import io
@@ -36,7 +36,7 @@ class Bars:
         self._told: dict[str, tuple[float, bool]] = {}  # by what it is of: when, and whether it was full
 
     def are_told(self, line: str) -> bool:
-        """Whether `line` is to be written: it is no bar, a full one, or the last state is old."""
+        """Whether `line` is to be written: it is not a bar, a full one, or the last state is old."""
         found = _BAR.match(line[:BAR_LENGTH])
         if not found:
             return True
@@ -89,7 +89,7 @@ class StderrLines(io.TextIOBase):
 
     @property
     def buffer(self) -> object:
-        """For bytes, which are no lines."""
+        """For bytes, which are not lines."""
         return self.plain.buffer
 
     @property

@@ -44,7 +44,7 @@ class Observation(TypedDict):
 
 
 class GameStep(TypedDict):
-    """One move of a game: who saw what, did what, and what came of it (a reward, or one by agent)."""
+    """One move of a game: who saw what, did what, and with which result (a reward, or one by agent)."""
 
     step: int
     agent_id: str

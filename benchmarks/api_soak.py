@@ -3,9 +3,9 @@ clients' side.
 
     python benchmarks/api_soak.py --seconds 600
 
-The API serves from a journal and is ended by SIGKILL at random moments, and started again. Environments post
+The API serves from a journal, is killed by SIGKILL at random moments, and is started again. Environments post
 numbered groups until each post is acknowledged. The trainer leases batches, forgets some replies, trains,
-acknowledges, and now and then dies: then it goes on from its last checkpoint. At the end the ledger must show every
+acknowledges, and sometimes dies: then it continues from its last checkpoint. At the end the ledger must show every
 acknowledged group trained on exactly once.
 """
 
@@ -42,7 +42,7 @@ log = get_logger(__name__)
 
 
 class Settings(Config):
-    """How hard, and for how long."""
+    """Kill the batching API at random moments, and count lost and repeated groups."""
 
     seconds: float = Field(600.0, gt=0, description="Seconds of posting; draining comes after.")
     environments: int = Field(50, ge=1, description="Environments that post at the same time.")
@@ -197,7 +197,7 @@ class Trainer:
         self._fresh = False  # no batch was asked for since it was registered
 
     async def register(self) -> None:
-        """Go on from the last checkpoint."""
+        """Continue from the last checkpoint."""
         self._step -= len(self._since)
         self._since, self._holding = [], []
         body = {

@@ -1,15 +1,15 @@
-"""How fast the batching API takes groups and gives batches, beside the archived ancestor's server
+"""How fast the batching API accepts groups and delivers batches, compared with the archived ancestor's server
 (`atroposlib==0.4.0`).
 
     python benchmarks/api_throughput.py [--accept-encoding identity]
 
-All servers run as uvicorn processes of their own on free loopback ports, with the same versions of FastAPI, uvicorn,
+Each server runs as its own uvicorn process on a free loopback port, with the same versions of FastAPI, uvicorn,
 pydantic, uvloop and httptools: this one in memory, this one with its journal, the ancestor. One client posts the
 same encoded groups to each over one kept-alive connection, then fetches all batches; replies are decompressed where
 the server compressed them, and checked against what was posted outside the timed part. Then: the same with
 MessagePack, which the ancestor does not read; /status-env beside many queued small groups; posts by many writers at
-once, each at a steady pace; memory beside the bytes posted. The ancestor lives in a virtual environment in a
-temporary folder, made by pip unless --peer-python names one. Prints Markdown tables.
+once, each at a steady pace; memory beside the bytes posted. The ancestor runs in a virtual environment in a temporary
+directory, which pip fills unless --peer-python names one. Prints Markdown tables.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 
 class Settings(Config):
-    """The load, and where the ancestor is."""
+    """Measure the batching API's throughput beside the archived ancestor's server."""
 
     groups: int = Field(1000, ge=1, description="Groups posted and fetched in each run.")
     sequences: int = Field(8, ge=1, description="Sequences per group.")
@@ -365,7 +365,7 @@ def machine() -> str:
 def measure(
     servers: list[Server], bodies: list[bytes], settings: Settings
 ) -> tuple[dict[str, list[Rates]], dict[str, dict[str, str]]]:
-    """Rates and other figures of each server."""
+    """Rates and other results of each server."""
     rates: dict[str, list[Rates]] = {}
     packed = [msgspec.msgpack.encode(orjson.loads(body)) for body in bodies]
     grown = {

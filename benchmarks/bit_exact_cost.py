@@ -1,7 +1,7 @@
-"""What bit-exactness and exchangeable weights cost: generation and trainer step against stock, taking turns on the
+"""What bit-exactness and exchangeable weights cost: generation and trainer step compared with stock, alternating on the
 same cores.
 
-    stock    vLLM as it comes; plain transformers
+    stock    unmodified vLLM; plain transformers
     server   vLLM with weights that a trainer can exchange, which is what every bridge but restart serves
     exact    the same, batch-invariant, and the exact trainer
 
@@ -31,13 +31,13 @@ TASKS = {"train": ("stock", "exact"), **dict.fromkeys(map(str, BATCHES), ARMS)} 
 
 
 class CostConfig(Config):
-    """How much to measure."""
+    """Measure what bit-exactness and exchangeable weights cost."""
 
-    model: str | None = Field(None, description="Hugging Face id or folder; default the quickstart's model")
-    rounds: int = Field(3, ge=1, description="rounds an arm")
-    tokens: int = Field(32, ge=2, description="tokens generated a prompt")
+    model: str | None = Field(None, description="Hugging Face id or directory; default the quickstart's model")
+    rounds: int = Field(3, ge=1, description="rounds per arm")
+    tokens: int = Field(32, ge=2, description="tokens to generate per prompt")
     trained: int = Field(1024, ge=64, description="tokens of the trainer's packed row, in sequences of 64")
-    arm: str | None = Field(None, pattern="^(stock|server|exact)$", description="be this arm, told what to do on stdin")
+    arm: str | None = Field(None, pattern="^(stock|server|exact)$", description="be this arm; commands come on stdin")
 
 
 def serve_arm(config: CostConfig) -> None:
@@ -137,7 +137,7 @@ def measure(config: CostConfig) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measure, and print one line a task and the figures as JSON."""
+    """Measure, and print one line per task and the results as JSON."""
     config = load_config(CostConfig, prog="benchmarks/bit_exact_cost.py")
     if config.model is None:
         config = config.model_copy(

@@ -1,4 +1,4 @@
-"""How long a checkpoint holds training up, and how long until it is on the disk, by format.
+"""How long a checkpoint delays training, and how long until it is on the disk, by format.
 
 python -m benchmarks.checkpoint_stall --format hf            one rank, a random Llama of 134 million parameters
 torchrun --nproc-per-node 2 -m benchmarks.checkpoint_stall   two ranks, in shards

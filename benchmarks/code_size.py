@@ -3,7 +3,7 @@
     python benchmarks/code_size.py [FOLDER]      a checkout of this project, by default the one that this file is in
 
 Product code is every tracked Python file outside tests/, benchmarks/ and docs/. Statements are counted by the parser,
-so wrapping a line changes nothing; a circle is a set of modules that import each other, on whatever way.
+so wrapping a line changes nothing; a circle is a set of modules that import each other, directly or not.
 """
 
 import ast

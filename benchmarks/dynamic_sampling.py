@@ -1,14 +1,14 @@
 """What dynamic sampling does to learning per minute: the quickstart with and without it, three seeds each.
 
     python -m benchmarks.dynamic_sampling                      six runs, about five minutes each on two idle cores
-    python -m benchmarks.dynamic_sampling --read DIR           the table of runs that are there already
+    python -m benchmarks.dynamic_sampling --read DIR           the table of earlier runs
 
 Without it a batch is the first eight groups that were sampled, with a signal or not. With it groups of equal scores are
 held back until a batch is full of others, or `--max-items` groups have been sampled for it (docs/environments.md). A
-step then trains on more and takes longer to sample, so steps are no measure: the table is over minutes, from the
-evaluation of the untrained policy on and without the time that evaluations take. "Mean accuracy" is that over the
-minutes which every run has, by straight lines between evaluations. Runs alternate, so that a machine that changes its
-speed does so for both.
+step then has more to train on and takes longer to sample, so steps are not a fair measure: the table is over minutes,
+from the evaluation of the untrained policy on and without the time that evaluations take. "Mean accuracy" is that over
+the minutes which every run has, by straight lines between evaluations. Runs alternate, so that changes of the machine's
+speed affect both.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def flags(arm: str, seed: int, steps: int, max_items: int, runs: Path) -> list[s
 
 
 def read_run(folder: Path) -> Run:
-    """The run of a folder that `flags` names."""
+    """The run of a directory that `flags` names."""
     arm, _, seed = folder.name.rpartition("-")
     steps = read_rows(folder / "metrics.jsonl")
     environment = read_rows(folder / "environment.jsonl")
@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument(
         "--max-items", type=int, default=3 * GROUPS_PER_BATCH, help="groups sampled for a batch at most"
     )
-    parser.add_argument("--runs", type=Path, default=Path("runs/dynamic_sampling"), help="where the runs' folders go")
-    parser.add_argument("--read", type=Path, metavar="DIR", help="run nothing; tell of the runs in this folder")
+    parser.add_argument("--runs", type=Path, default=Path("runs/dynamic_sampling"), help="parent directory of the runs")
+    parser.add_argument("--read", type=Path, metavar="DIR", help="run nothing; report on the runs in this directory")
     options: Any = parser.parse_args()
     folders = sorted(options.read.iterdir()) if options.read else []
     for seed in [] if options.read else options.seeds:

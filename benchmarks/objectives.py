@@ -1,14 +1,14 @@
-"""Every --algorithm preset on the quickstart's task, one run each, one after the other; and what became of them.
+"""Runs every --algorithm preset on the quickstart's task, one after the other, and collects their results.
 
-    python benchmarks/objectives.py --out runs/objectives          # about 6 minutes a preset on two cores
-    python benchmarks/objectives.py --out runs/objectives --report # the table and the drawing again, without a run
+    python benchmarks/objectives.py --out runs/objectives          # about 6 minutes per preset on two cores
+    python benchmarks/objectives.py --out runs/objectives --report # only the table and the plot, without a run
 
 Each run is `atropos train arithmetic` through real services, with the quickstart's model, steps and learning rate. Only
-the preset differs, so this shows that each learns and how its figures look, and not which is best: each would want a
-learning rate of its own. A run whose metrics are complete is not repeated.
+the preset differs, so this shows that each learns and how its metrics look, and not which is best: each would need its
+own learning rate. A run whose metrics are complete is not repeated.
 
-OUT gets `objectives.md` (held-out accuracy and other figures, for docs/benchmarks/objectives.md), `objectives.png` (the
-curves), and the directory and log of each run. Remove a directory of a run that failed before you repeat it.
+OUT gets `objectives.md` (held-out accuracy and other metrics, for docs/benchmarks/objectives.md), `objectives.png` (the
+curves), and the directory and log of each run. Remove the directory of a failed run before you repeat it.
 """
 
 import subprocess
@@ -30,15 +30,15 @@ FIGURES = ("reward_mean", "grad_norm", "entropy", "ratio_clipped_frac", "ratio_m
 
 
 class ObjectivesConfig(Config):
-    """Which presets to run, and for how long."""
+    """Train with every --algorithm preset on the same task, and collect the results."""
 
-    out: Path = Field(Path("runs/objectives"), description="folder of the runs and the results")
+    out: Path = Field(Path("runs/objectives"), description="directory of the runs and the results")
     algorithms: list[Algorithm] = Field(list(get_args(Algorithm)), min_length=1, description="presets to run")
     steps: int = Field(20, ge=1, description="training steps of each")
     seed: int = Field(1, ge=0, description="seed of every run")
-    limit_s: float = Field(3600.0, gt=0, description="seconds after which a run is given up")
+    limit_s: float = Field(3600.0, gt=0, description="seconds after which a run is stopped")
     trainer: list[str] = Field([], description="further flags of the trainer, such as --lr=1e-5")
-    report: bool = Field(False, description="run nothing: write table and drawing of the runs that are there")
+    report: bool = Field(False, description="run nothing: write the table and the plot of the existing runs")
 
 
 Row = dict[str, Any]
@@ -84,10 +84,10 @@ def accuracies(folder: Path) -> dict[int, float]:
 
 
 def table(config: ObjectivesConfig) -> str:
-    """Held-out accuracy by step, then means of other figures, in Markdown."""
+    """Held-out accuracy by step, then means of other metrics, in Markdown."""
     runs = {name: rows for name in config.algorithms if (rows := rows_of(config.out / name / "metrics.jsonl"))}
     if not runs:
-        raise TrainerError(f"{config.out} has no run: leave out --report")
+        raise TrainerError(f"{config.out} has no run: drop --report")
     measured = {name: accuracies(config.out / name) for name in runs}
     steps = sorted({step for found in measured.values() for step in found})
     lines = [

@@ -26,12 +26,13 @@ ALONE = "one process"
 ARMS: dict[str, dict[str, Any]] = {
     ALONE: {},
     "gradients summed after each micro-batch": {},
-    "gradients summed once a step": {"sync_gradients": "last"},
+    "gradients summed once per step": {"sync_gradients": "last"},
     "weights kept until the backward pass": {"reshard_after_forward": False},
     "bfloat16 layers": {"compute_dtype": "bfloat16"},
 }
 BUCKET_BYTES = 16 << 20
-AGREEMENT = 1e-5  # relative, of loss and gradient norm in float32
+AGREEMENT = 1e-4  # relative, of loss and gradient norm in float32: a log-probability differs by up to 4e-5 nats
+# between two orders of summing, and the ratio, which no bound limits here, by as much
 
 
 # --- a rank -----------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def main() -> None:
         group.pop("prompt_tokens")
         group["inference_logprobs"] = [[1.0 if token == -100 else -10.0 for token in mask] for mask in group["masks"]]
     tokens = sum(len(sequence) for group in items for sequence in group["tokens"])
-    print(f"{cpu_name()}; {options.ranks} ranks of one thread; {tokens} tokens a step, {options.model}", flush=True)
+    print(f"{cpu_name()}; {options.ranks} ranks of one thread; {tokens} tokens per step, {options.model}", flush=True)
     alone: list[dict[str, Any]] = []
     for name in ARMS:
         if name != ALONE and options.only not in name:
@@ -170,7 +171,7 @@ def report(name: str, found: list[dict[str, Any]], alone: list[dict[str, Any]]) 
     walks = ", ".join(f"{dtype} {seconds:.2f} s" for dtype, seconds in found[0]["walks"].items())
     memory = ", ".join(f"{rank['peak_mb']:.0f}" for rank in found)
     print(
-        f"{name}: {cpu:.1f} CPU s a step ({cpu / reference:.2f} x), wall {wall:.1f} s, peak {memory} MB,"
+        f"{name}: {cpu:.1f} CPU s per step ({cpu / reference:.2f} x), wall {wall:.1f} s, peak {memory} MB,"
         f" walk {walks}, loss and norm within {difference:.1e}",
         flush=True,
     )

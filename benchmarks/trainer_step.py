@@ -4,11 +4,11 @@ one run.
     python benchmarks/trainer_step.py [--model FOLDER] [--steps 5] [--threads 2]
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
-fused AdamW. Each arm is a process of its own; both hold their model at the same time and take turns, so that a noisy
-machine disturbs both alike. CPU time of the process is shown beside wall time: on a machine with other work it is
-the steadier of the two. TRL goes into a virtual environment of its own in a cache folder, layered on this one's
-PyTorch and transformers. The first step of each arm is a warm-up, from which loss and gradient norm must agree: both
-do the same work.
+fused AdamW. Each arm is its own process. Both have their model in memory at the same time and take turns, so that a
+noisy machine disturbs both alike. The tables show the process's CPU time beside wall time: on a busy machine it is the
+steadier of the two. TRL goes into a virtual environment of its own in a cache directory, layered on this one's PyTorch
+and transformers. The first step of each arm is a warm-up, from which loss and gradient norm must agree: both do the
+same work.
 """
 
 import argparse
@@ -33,8 +33,8 @@ TEMPERATURE = 1.0
 Settings = dict[str, Any]
 TRL_SETTINGS: dict[str, Settings] = {
     "TRL, its defaults in float32": {"per_device_train_batch_size": 8, "gradient_checkpointing": True},
-    "TRL, no checkpointing, 8 a micro-batch": {"per_device_train_batch_size": 8, "gradient_checkpointing": False},
-    "TRL, no checkpointing, 4 a micro-batch": {"per_device_train_batch_size": 4, "gradient_checkpointing": False},
+    "TRL, no checkpointing, 8 per micro-batch": {"per_device_train_batch_size": 8, "gradient_checkpointing": False},
+    "TRL, no checkpointing, 4 per micro-batch": {"per_device_train_batch_size": 4, "gradient_checkpointing": False},
 }
 
 
@@ -368,7 +368,7 @@ def compare(
 def main() -> None:
     """Run all comparisons, or one arm when started by the parent."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="folder of the model; default is a random one of SmolLM2-135M's shape")
+    parser.add_argument("--model", help="directory of the model; default is a random one of SmolLM2-135M's shape")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm in each comparison")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--groups", type=int, default=4)

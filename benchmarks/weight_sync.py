@@ -1,15 +1,14 @@
-"""What handing weights to vLLM costs in every bridge mode, on one model, in one run, beside the limits of this
-machine.
+"""The cost of a weight sync in every bridge mode, for one model, in one run, compared with the limits of this machine.
 
     python benchmarks/weight_sync.py --model ~/.cache/atropos/SmolLM2-135M-Instruct [--modes broadcast,single_copy]
         [--syncs 10] [--out docs/benchmarks/weight_sync.md]
 
-For each mode it starts a real vLLM server (but where the trainer restarts it), then a trainer process of its
-own that takes one fused AdamW step on given gradients a sync: one to warm up, one during which memory is watched,
-then timed ones, first with nothing else going on, then with `--clients` generations in flight. Around the modes it
-measures the limits: a memcpy of the model's bytes in one thread, and a bare Gloo broadcast of them between two
-processes over loopback. Memory is the sum of PSS over the server's and the trainer's processes, so that shared pages
-count once. `--out` is the page that the tables are written to.
+For each mode it starts a real vLLM server (unless the trainer restarts it), then a trainer process that takes one fused
+AdamW step on given gradients per sync: one to warm up, one during which memory is watched, then timed ones, first with
+nothing else going on, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of
+the model's bytes in one thread, and a bare Gloo broadcast of them between two processes over loopback. Memory is the
+sum of PSS over the server's and the trainer's processes, so that shared pages count once. `--out` is the page that the
+tables are written to.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  as the trainer does
@@ -78,7 +77,7 @@ Median (worst) in ms; under load {clients} generations are in flight:
 {times}
 
 Update: the optimizer step, part of the stall for single copy only. Transfer: bytes travel, or files are written, and
-generation goes on. Stall: generation stands still. Apply: the part of it in which the weights change. Served after:
+generation continues. Stall: generation is paused. Apply: the part of it in which the weights change. Served after:
 from the end of update and transfer until the trainer knows that the new version is served.
 
 | mode | server alone | both | at the end | weights in memory files | peak extra | files, threads | requests, failed |
@@ -135,9 +134,9 @@ PARTS = ("update_s", "transfer_s", "stall_s", "apply_s", "served_after_s")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="local folder or hub id")
-    parser.add_argument("--modes", default=",".join(ARMS), help="comma list out of " + ", ".join(ARMS))
-    parser.add_argument("--dtype", default="float32", choices=PARITY, help="what vLLM serves")
+    parser.add_argument("--model", required=True, help="local directory or hub id")
+    parser.add_argument("--modes", default=",".join(ARMS), help="comma-separated list of " + ", ".join(ARMS))
+    parser.add_argument("--dtype", default="float32", choices=PARITY, help="dtype that vLLM serves")
     parser.add_argument("--syncs", type=int, default=10, help="of each kind, idle and under load")
     parser.add_argument("--clients", type=int, default=3, help="generations kept in flight during the loaded syncs")
     parser.add_argument("--out", type=Path, help="markdown page to write, beside printing it")
@@ -266,7 +265,7 @@ class _Stepping(Learner):
 
 def _train(arm: Result) -> None:
     """A rank of the trainer of one mode. Rank 0 connects, syncs, and tells each on stdout; after the messages other
-    than "synced" a line on stdin lets it go on.
+    than "synced" a line on stdin lets it continue.
     """
     configure_logging("trainer")
     config = TrainerConfig(

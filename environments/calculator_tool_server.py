@@ -8,7 +8,7 @@
 
 What the model wrote is trained on, over all turns; the question, the calculator's replies and what the template puts
 around them are not. The calculator computes exactly by a parser (`atroposlib.grading.arithmetic`), in a child
-process without rights. With `tool_cost` each call lowers the score.
+process without privileges. With `tool_cost` each call lowers the score.
 """
 
 import re
@@ -52,17 +52,20 @@ class Question:
 
 
 class CalculatorConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the calculator environment, besides those of every question environment."""
 
-    max_new_tokens: int = Field(default=128, ge=1, description="Tokens of one turn.")
-    max_turns: int = Field(default=4, ge=1, description="Turns of the model in one conversation, at most.")
+    max_new_tokens: int = Field(default=128, ge=1, description="Most tokens of one turn.")
+    max_turns: int = Field(default=4, ge=1, description="Most turns of the model in one conversation.")
     terms: int = Field(default=4, ge=2, le=12, description="Numbers in an expression.")
     largest_number: int = Field(default=99, ge=2, description="Largest number in an expression.")
     tool_cost: float = Field(
-        default=0.0, ge=0, lt=1, description="What each call of the calculator takes from the score of a right answer."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Deduction from the score of a right answer for each call of the calculator.",
     )
     tool_role: str = Field(
-        default="tool", description="Role of the calculator's messages; 'user' for templates that know no tool."
+        default="tool", description="Role of the calculator's messages; 'user' for chat templates without tools."
     )
 
 
@@ -121,7 +124,7 @@ class CalculatorEnv(QuestionEnv):
                 if result is None or turn + 1 == self.config.max_turns:
                     break
                 messages.append({"role": self.config.tool_role, "content": result})
-            # one in which each turn extended the one before, or several if the template rewrites earlier turns
+            # one in which each turn extended the previous one, or several if the template rewrites earlier turns
             sequences = managed.get_state()["nodes"]
         turns = [message["content"] for message in messages if message["role"] == "assistant"]
         if self.config.thinking_mode:  # of each turn, or what the last one thinks would hide the calls before it
@@ -142,8 +145,13 @@ class CalculatorEnv(QuestionEnv):
         """End the calculator."""
         await self.pool.close()
 
+    def reference_answer(self, item: Question) -> str:
+        """The value, as a fraction where it is not an integer."""
+        return str(item.value)
+
     async def score(self, item: Question, answer: str) -> float:
-        """0 to 1: 1 for the right number, less `tool_cost` for each call. An expression of that value is no answer."""
+        """0 to 1: 1 for the right number, less `tool_cost` for each call. An expression of that value is not an
+        answer."""
         given = extract_tagged(answer) or ""
         right = NUMBER.fullmatch(given) is not None and Fraction(given) == item.value
         return max(0.0, 1.0 - self.config.tool_cost * answer.count("<tool_call>")) if right else 0.0

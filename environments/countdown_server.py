@@ -42,15 +42,17 @@ class Puzzle:
 
 
 class CountdownConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the countdown environment, besides those of every question environment."""
 
-    min_numbers: int = Field(default=3, ge=2, le=8, description="Numbers in a puzzle, at least.")
-    max_numbers: int = Field(default=4, ge=2, le=8, description="Numbers in a puzzle, at most.")
+    min_numbers: int = Field(default=3, ge=2, le=8, description="Fewest numbers in a puzzle.")
+    max_numbers: int = Field(default=4, ge=2, le=8, description="Most numbers in a puzzle.")
     largest_number: int = Field(default=99, ge=2, description="Largest number in a puzzle.")
     largest_target: int = Field(default=99, ge=2, description="Largest target.")
-    use_all_numbers: bool = Field(default=False, description="Every number must be used, not only at most once.")
+    use_all_numbers: bool = Field(
+        default=False, description="Require every number to be used exactly once; otherwise at most once."
+    )
     format_score: float = Field(default=0.0, ge=0, lt=1, description="Score of a valid equation with another result.")
-    prefill: bool = Field(default=True, description="Begin the answer for the model, with the opening of its thoughts.")
+    prefill: bool = Field(default=True, description="Begin the answer for the model with its opening <think>.")
     dataset_path: str | None = Field(default=None, description="JSONL file of puzzles; replaces the generated ones.")
 
     @model_validator(mode="after")
@@ -101,6 +103,10 @@ class CountdownEnv(QuestionEnv):
         )
         messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
         return [*messages, {"role": "assistant", "content": PREFILL}] if self.config.prefill else messages
+
+    def reference_answer(self, item: Puzzle) -> str:
+        """What an equation must come to; there are many that do."""
+        return str(item.target)
 
     async def score(self, item: Puzzle, answer: str) -> float:
         """1 for an equation that reaches the target, `format_score` for a valid one that does not, else 0."""
@@ -167,7 +173,7 @@ def read_puzzles(path: Path) -> list[Puzzle]:
 
 def _puzzle(line: str, where: str) -> Puzzle:
     with reading(
-        f"{where} is no puzzle",
+        f"{where} is not a puzzle",
         DataError,
         remedy=f'expected {{"nums": [1, 2, 3], "target": 9}}, found {line[:120]}',
         also=(KeyError, TypeError),

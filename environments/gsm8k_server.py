@@ -5,8 +5,8 @@
     python environments/gsm8k_server.py serve --env.dataset_path problems.jsonl
 
 Problems come from the hub (openai/gsm8k), from local files, or are generated (145 sums and products that a small
-model learns in minutes). An answer is graded by math-verify. One on which the grader failed has no score and is
-counted: to score it as wrong would teach the model from the grader's fault.
+model learns in minutes). An answer is graded by math-verify. If the grader fails, the answer has no score and is
+counted: a score of 0 would train the model on the grader's failure.
 """
 
 from pathlib import Path
@@ -38,31 +38,31 @@ BOXED_PROMPT = (
 
 
 class GSM8kEnvConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the GSM8K environment, besides those of every question environment."""
 
     dataset: Literal["auto", "gsm8k", "arithmetic"] = Field(
         default="auto",
-        description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it can be reached.",
+        description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it is reachable.",
     )
     dataset_path: str | None = Field(
-        default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset."
+        default=None, description="JSONL file, or directory with train.jsonl and test.jsonl; replaces dataset."
     )
     dataset_test_path: str | None = Field(
-        default=None, description="JSONL file to measure with; else part of dataset_path is held out."
+        default=None, description="JSONL file to evaluate with; otherwise part of dataset_path is held out."
     )
-    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")
+    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
     prompt_style: Literal["auto", "boxed", "plain"] = Field(
         default="auto",
         description=(
-            "boxed: instructions, result in \\boxed{}; plain: the question alone, last number counts; auto: plain for"
-            " arithmetic."
+            "boxed: instructions, result in \\boxed{}; plain: only the question, the last number counts; auto: plain "
+            "for arithmetic."
         ),
     )
     max_new_tokens: int | None = Field(  # type: ignore[assignment]  # settled by `setup`
-        default=None, ge=1, description="Tokens of an answer; if unset 24 for plain prompts, 512 for boxed."
+        default=None, ge=1, description="Most tokens of an answer; default 24 for plain prompts, 512 for boxed."
     )
-    max_eval_workers: int = Field(default=64, ge=1, description="Held-out problems asked at once.")
-    grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
+    max_eval_workers: int = Field(default=64, ge=1, description="Held-out problems to ask in parallel.")
+    grader_processes: int = Field(default=1, ge=1, le=64, description="Number of grading processes.")
     grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
 
 

@@ -1,9 +1,9 @@
-"""Letter counting: how often does a letter stand in a word?
+"""Letter counting: how often does a letter occur in a word?
 
     python environments/letter_counting_server.py                          API on 8000, vLLM on 9001
     python environments/letter_counting_server.py serve --env.words_path words.txt --env.max_new_tokens 128
 
-Words are made of random syllables, each from the seed and its number, or come from a file with one word a line. Half
+Words are made of random syllables, each from the seed and its number, or come from a file with one word per line. Half
 of the questions ask for a letter that occurs. The count is read from the last <answer> tags.
 """
 
@@ -41,12 +41,14 @@ class Question:
 
 
 class LetterCountingConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the letter counting environment, besides those of every question environment."""
 
-    max_new_tokens: int = Field(default=256, ge=1, description="Tokens of one answer.")
-    min_syllables: int = Field(default=2, ge=1, description="Syllables of a generated word, at least.")
-    max_syllables: int = Field(default=6, ge=1, description="Syllables of a generated word, at most.")
-    words_path: str | None = Field(default=None, description="File with one word a line; replaces the generated words.")
+    max_new_tokens: int = Field(default=256, ge=1, description="Most tokens of one answer.")
+    min_syllables: int = Field(default=2, ge=1, description="Fewest syllables of a generated word.")
+    max_syllables: int = Field(default=6, ge=1, description="Most syllables of a generated word.")
+    words_path: str | None = Field(
+        default=None, description="File with one word per line; replaces the generated words."
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "LetterCountingConfig":
@@ -90,6 +92,10 @@ class LetterCountingEnv(QuestionEnv):
         given = extract_tagged(answer) or ""
         return float(COUNT.fullmatch(given) is not None and int(given) == item.count)
 
+    def reference_answer(self, item: Question) -> str:
+        """The count."""
+        return str(item.count)
+
     def _question(self, generator: Random) -> Question:
         word = generator.choice(self.words) if self.words else make_word(generator, self.config)
         letters = word.lower() if generator.random() < 0.5 else ascii_lowercase
@@ -111,7 +117,7 @@ def read_words(path: Path) -> list[str]:
         words = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     usable = [word for word in words if any(letter.isalpha() for letter in word.lower())]
     if not usable:
-        raise DataError(f"{path} holds no words; write one per line")
+        raise DataError(f"{path} contains no words; write one per line")
     return usable
 
 

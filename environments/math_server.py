@@ -6,7 +6,7 @@ r"""Mathematics with results of any form: fractions, roots, sets, expressions; c
 
 A record's result is what follows `####` in its answer, else the last \boxed{}, else the whole answer. The model's is
 the last \boxed{} of its reply. Both go to math-verify in a child process that is killed when it is late; an answer on
-which it failed has no score, because that would be the grader's fault.
+which it fails has no score.
 """
 
 from fractions import Fraction
@@ -38,20 +38,20 @@ SYSTEM_PROMPT = r"Solve the problem step by step, then write the final result in
 
 
 class MathConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the MATH environment, besides those of every question environment."""
 
     dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
     dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
     dataset_path: str | None = Field(
-        default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces dataset."
+        default=None, description="JSONL file, or directory with train.jsonl and test.jsonl; replaces dataset."
     )
     dataset_test_path: str | None = Field(
-        default=None, description="JSONL file to measure with; else part of dataset_path is held out."
+        default=None, description="JSONL file to evaluate with; otherwise part of dataset_path is held out."
     )
     question_field: str = Field(default="question", description="Field of a record that holds the question.")
     answer_field: str = Field(default="answer", description="Field of a record that holds the answer.")
-    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds the hub may take.")
-    grader_processes: int = Field(default=1, ge=1, le=64, description="Processes that grade.")
+    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
+    grader_processes: int = Field(default=1, ge=1, le=64, description="Number of grading processes.")
     grader_timeout: float = Field(default=5.0, gt=0, description="Seconds to grade one answer.")
 
 

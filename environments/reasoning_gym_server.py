@@ -1,4 +1,4 @@
-"""The procedural tasks of reasoning-gym, all of them by name, mixed by weight.
+"""All procedural tasks of reasoning-gym, selected by name and mixed by weight.
 
     python environments/reasoning_gym_server.py                                            all tasks alike
     python environments/reasoning_gym_server.py serve --env.tasks "chain_sum=3,leg_counting"    3 sums to 1 leg count
@@ -9,8 +9,7 @@ max_terms: 3}}. Tasks are made and scored by reasoning-gym itself in child proce
 late; a group with an answer that could not be scored is dropped. The answer is read from the last <answer> tags.
 
 Nine tasks evaluate the answer (`evaluated_answers.py`): code in it scores 0 and is counted in `answers_rejected`.
-Where the machine has no sandbox for the child processes, these tasks are left out, or refused if they are named in
-`tasks`.
+Without a sandbox for the child processes, these tasks are skipped, or refused if `tasks` names them.
 """
 
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ CHILD = "atroposlib.child_processes.reasoning_gym_child"
 START_LIMIT_S = 120.0
 SANDBOX_REMEDY = (
     "install libseccomp and bubblewrap (or use a kernel with Landlock, 5.13 or newer), or pass "
-    "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your rights"
+    "--env.allow_unsandboxed_scorers, which trusts the model not to run code with your permissions"
 )
 SYSTEM_PROMPT = (
     "Think step by step about the problem you are given, then write your answer inside <answer> </answer> tags: the"
@@ -50,10 +49,11 @@ class Task:
     name: str
     index: int
     question: str
+    answer: str | None = None
 
 
 class ReasoningGymConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the reasoning-gym environment, besides those of every question environment."""
 
     tasks: str = Field(default="all", description="'all', or names with optional weights: chain_sum=3,leg_counting.")
     task_options: dict[str, dict[str, Any]] = Field(
@@ -62,7 +62,7 @@ class ReasoningGymConfig(QuestionEnvConfig):
     scorer_processes: int = Field(default=1, ge=1, le=64, description="Processes that make and score tasks.")
     scorer_timeout: float = Field(default=10.0, gt=0, description="Seconds to make or score one entry.")
     allow_unsandboxed_scorers: bool = Field(
-        default=False, description="Ask tasks whose scorer evaluates answers even where the machine has no sandbox."
+        default=False, description="Use tasks whose scorer evaluates answers even if the machine has no sandbox."
     )
 
     @field_validator("tasks")
@@ -116,11 +116,11 @@ class ReasoningGymEnv(QuestionEnv):
         """Keep the tasks whose scorer runs no code. Raises DataError if others were asked for by name."""
         evaluated = sorted(self.weights.keys() & EVALUATED.keys())
         problem = (
-            f"scorers that evaluate answers need a sandbox, which this machine does not give ({sandbox}):"
+            f"scorers that evaluate answers need a sandbox, which this machine does not provide ({sandbox}):"
             f" {', '.join(evaluated)}"
         )
         if evaluated and self.config.tasks != "all":
-            raise DataError(f"{problem}; leave these tasks out, {SANDBOX_REMEDY}")
+            raise DataError(f"{problem}; drop these tasks, {SANDBOX_REMEDY}")
         log.warning("Left out %d tasks: %s. To ask them, %s", len(evaluated), problem, SANDBOX_REMEDY)
         for name in evaluated:
             del self.weights[name]
@@ -134,14 +134,18 @@ class ReasoningGymEnv(QuestionEnv):
         reply = await self.pool.ask(self._entry(name, index))
         if "error" in reply:
             raise DataError(
-                f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}; correct its task_options, or"
-                " leave it out"
+                f"reasoning-gym cannot make entry {index} of '{name}': {reply['error']}; correct its task_options, "
+                "or drop the task"
             )
-        return Task(name, index, reply["question"])
+        return Task(name, index, reply["question"], reply.get("answer"))
 
     def prompt(self, item: Task) -> Messages:
         """The entry's question, and where to put the answer."""
         return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": item.question}]
+
+    def reference_answer(self, item: Task) -> str | None:
+        """The answer that reasoning-gym has; of some tasks there are others."""
+        return item.answer
 
     async def score(self, item: Task, answer: str) -> float | None:
         """The task's own score (0 to 1), or None when scoring failed or took too long; no answer is 0."""
@@ -159,7 +163,7 @@ class ReasoningGymEnv(QuestionEnv):
                 given[:200],
                 item.index,
                 item.name,
-                reply.get("error", f"{score} is no score from 0 to 1"),
+                reply.get("error", f"{score} is not a score from 0 to 1"),
             )
             return None
         if reply["rejected"]:
@@ -189,7 +193,9 @@ def weights_by_name(tasks: str) -> dict[str, float]:
         name, _, weight = part.strip().partition("=")
         weights[name] = float(weight or 1)
         if not name or not 0 < weights[name] < float("inf"):
-            raise ValueError(f"'{part.strip()}' is no task with a weight above 0; write e.g. chain_sum=3,leg_counting")
+            raise ValueError(
+                f"'{part.strip()}' is not a task with a weight above 0; write e.g. chain_sum=3,leg_counting"
+            )
     return weights
 
 

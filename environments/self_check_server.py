@@ -29,19 +29,22 @@ EXAMPLE = f"Think first, then answer, like this:\n\nWhat is 2 + 2?\n{OPENING}2 +
 
 
 class SelfCheckConfig(QuestionEnvConfig):
-    """What this environment can be told beside the fields of every question environment."""
+    """Settings of the self-check environment, besides those of every question environment."""
 
-    max_new_tokens: int = Field(default=32, ge=1, description="Tokens of one turn.")
+    max_new_tokens: int = Field(default=32, ge=1, description="Most tokens of one turn.")
     dataset_path: str | None = Field(
-        default=None, description="JSONL file, or folder with train.jsonl and test.jsonl; replaces generated problems."
+        default=None,
+        description="JSONL file, or directory with train.jsonl and test.jsonl; replaces the generated set.",
     )
     check_prompt: str = Field(
-        default="Check that. {question}", description="What the second turn asks; {question} is the problem."
+        default="Check that. {question}", description="Question of the second turn; {question} is the problem."
     )
     show_thinking: bool = Field(
         default=True,
-        description="Show an example of <think> </think>, and begin each reply with <think>; off for models that"
-        " think by themselves.",
+        description=(
+            "Show an example of <think> </think>, and begin each reply with <think>; off for models that "
+            "think on their own."
+        ),
     )
 
 

@@ -11,8 +11,8 @@ from atroposlib.grading import last_number
 class LargerNumberConfig(QuestionEnvConfig):
     """Each field is a flag: --env.largest 999."""
 
-    max_new_tokens: int = Field(default=16, ge=1, description="Tokens of one answer.")
-    largest: int = Field(default=99, ge=9, description="Numbers are between 1 and this.")
+    max_new_tokens: int = Field(default=16, ge=1, description="Most tokens of one answer.")
+    largest: int = Field(default=99, ge=9, description="Largest number.")
 
 
 class LargerNumberEnv(QuestionEnv):
@@ -40,6 +40,10 @@ class LargerNumberEnv(QuestionEnv):
     async def score(self, item: list[int], answer: str) -> float:
         """The reward of one answer."""
         return float(last_number(answer) == str(max(item)))
+
+    def reference_answer(self, item: list[int]) -> str:
+        """The right answer, for people who read the samples."""
+        return str(max(item))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""LoRA adapters: putting one into a model to train, and the PEFT folder that it is kept in and handed to vLLM as.
+"""LoRA adapters: adds one to a model for training, and reads and writes it as a PEFT directory, which vLLM loads.
 
     Linear W  ──▶  W (frozen) + lora_alpha / lora_r * B A      A, B trained; B = 0 at first: the model starts unchanged
 
-LoRA is Hu et al. 2021, arXiv 2106.09685. The model stays the transformers model it was (no PeftModel around it), so
-packed attention and the chunked head work as before. A folder is `adapter_config.json` and
-`adapter_model.safetensors`, as PEFT and vLLM read them; it is written whole or not at all.
+LoRA is Hu et al. 2021, arXiv 2106.09685. The model remains a plain transformers model (no PeftModel around it), so
+packed attention and the chunked head still work. A directory is `adapter_config.json` and `adapter_model.safetensors`,
+as PEFT and vLLM read them; it is written whole or not at all.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class SavedAdapter(msgspec.Struct):
 
 
 def load_adapted_model(source: str, config: TrainerConfig, device: torch.device) -> PreTrainedModel:
-    """`--model-name` frozen, with a trainable adapter: that of the folder `source`, or a fresh one if `source` is the
+    """`--model-name` frozen, with a trainable adapter: the one in `source`, or a fresh one if `source` is the
     model itself. Raises ModelError, or AdapterError, which names the layers that --lora-target-modules can name.
     """
     resumed = _resumed(source, config)
@@ -153,11 +153,11 @@ ADAPTER = Form(
 
 @torch.no_grad()
 def load_weights(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the tensors of an adapter folder into the model's adapter. Raises AdapterError if they are not its own."""
+    """Copy the tensors of an adapter directory into the model's adapter. Raises AdapterError if they do not fit."""
     with reading(
         f"{folder / WEIGHTS} cannot be read",
         AdapterError,
-        remedy="give another folder to --resume",
+        remedy="give another directory to --resume",
         also=(SafetensorError,),
     ):
         saved = load_file(folder / WEIGHTS)
@@ -166,7 +166,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> None:
     wrong |= {name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape}
     if wrong:
         raise AdapterError(
-            f"{folder} holds an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}"
+            f"{folder} contains an adapter of another model: {len(wrong)} of its tensors do not fit, e.g. {min(wrong)}"
         )
     for name, parameter in own.items():
         parameter.copy_(saved[name])
@@ -176,10 +176,10 @@ def _check_settings(folder: Path, config: TrainerConfig) -> None:
     mode = config.mode(Adapter)
     if not (folder / CONFIG).is_file():
         raise AdapterError(
-            f"{folder} holds no adapter ({CONFIG}), and --weight-bridge-mode {mode.typed} trains one: "
-            "resume from an adapter_step_N folder, or start afresh"
+            f"{folder} contains no adapter ({CONFIG}), but --weight-bridge-mode {mode.typed} trains one: "
+            "resume from an adapter_step_N directory, or start afresh"
         )
-    with reading(f"{folder / CONFIG} cannot be read", AdapterError, remedy="give another folder to --resume"):
+    with reading(f"{folder / CONFIG} cannot be read", AdapterError, remedy="give another directory to --resume"):
         saved = msgspec.json.decode((folder / CONFIG).read_bytes(), type=SavedAdapter)
     for flag, then, given in [  # not the dropout, which may change
         ("--model-name", saved.base_model_name_or_path, config.model_name),

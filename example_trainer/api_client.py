@@ -2,11 +2,11 @@
 
     register ──▶ fetch_batch (leased) ──▶ train ──▶ checkpoint ──▶ acknowledge
 
-A batch that is not acknowledged is given to the next trainer of this run, so that one that resumes from a checkpoint
-trains on what came after it. An API that is down is waited for, up to `patience_s`; one that was restarted without a
-journal has forgotten its trainer and is registered with again, from the step the trainer has reached. An API without
-leases (the archived ancestor's) gives batches for good. A request for a batch waits in the API until there is one, so
-that sampling and training follow each other without a pause; an API that does not wait is polled.
+A batch that is not acknowledged goes to the next trainer of this run, so a trainer that resumes from a checkpoint
+trains on the batches after it. The client waits up to `patience_s` for an API that is down. An API that was restarted
+without a journal has forgotten its trainer; the client registers again from the step the trainer has reached. An API
+without leases (the archived ancestor's) never delivers a batch twice. A request for a batch waits in the API until
+there is one, so there is no pause between sampling and training. An API that does not wait is polled.
 """
 
 import time
@@ -189,7 +189,7 @@ class ApiClient:
             )
         except TimeoutError:
             log.warning(
-                "Going on without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
+                "Continuing without the evaluation of policy %d by %s (--eval-deadline %.0f s)",
                 policy_version,
                 ", ".join(found.pending),
                 deadline_s,
@@ -220,7 +220,7 @@ class ApiClient:
                         [Rejection(_environment(each.environment, each.env_id), each.reason) for each in reply.rejected]
                     )
                 return reply
-            log.info("The batching API at %s has no leases: its batches are taken for good", self.url)
+            log.info("The batching API at %s does not lease batches: a lost batch cannot be delivered again", self.url)
             self._leases = False
         return self._patiently(routes.BATCH, what="a batch")
 

@@ -1,4 +1,4 @@
-"""What each sampled token counts in the mean that a step minimises. Pure functions on the tokens' counts.
+"""How much each sampled token counts in the mean that a step minimises. Pure functions on token counts.
 
 A step minimises sum(weight x loss) / divisor over the sampled tokens of its batch. Weights are made with the batch, so
 that micro-batches, chunks of the head and ranks add up shares of one mean, however the tokens are dealt to them. A

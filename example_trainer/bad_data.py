@@ -1,7 +1,7 @@
 """How much bad data a run tolerates: groups that cannot be trained on, and batches whose gradient cannot be used.
 
-Either is set aside and the run continues: one bad group must not end it, nor every resume after it. If there are many,
-the cause is not in the data, and the run ends with a line that names it.
+Both are set aside and the run continues: one bad group must not end a run and every resume after it. If there are many,
+the cause is not in the data, and the run ends with an error that names it.
 """
 
 from collections import Counter, deque
@@ -41,13 +41,13 @@ class RejectionBudget:
         for rejection in rejections:
             self.total += 1
             self._recent.append(rejection.environment)
-            log.warning("A group of %s is set aside: %s", rejection.environment, rejection.reason)
+            log.warning("Set aside a group of %s: %s", rejection.environment, rejection.reason)
         of = Counter(environment for environment in self._recent if environment is not None)
         if of.total() > self._allowed:
             (worst, count), *_ = of.most_common()
             raise TrainerError(
-                f"{of.total()} of the last {len(self._recent)} groups cannot be trained on, {self._allowed} may "
-                f"(--max-rejected-groups); {count} of them are of {worst}. The last one, of "
+                f"{of.total()} of the last {len(self._recent)} groups cannot be trained on (limit {self._allowed}, "
+                f"--max-rejected-groups); {count} of them come from {worst}. The last one, from "
                 f"{rejections[-1].environment}: {rejections[-1].reason}. Correct that environment or its inference "
                 "server, or raise the limit"
             )
@@ -74,7 +74,7 @@ class BadBatches:
         self.total += 1
         self._in_row += 1
         if self._action == "stop":
-            raise type(error)(f"{error} (--on-bad-batch stop; skip passes over such a batch)") from error
+            raise type(error)(f"{error} (--on-bad-batch stop; use skip to skip such a batch)") from error
         if self._in_row > self._allowed:
             raise type(error)(
                 f"{error} ({self._in_row} batches in a row; --max-bad-batches {self._allowed})"

@@ -15,6 +15,7 @@ can be converted.
 
 import math
 from collections.abc import Iterable
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,15 +57,28 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What one optimizer step trains on, and figures of everything that was sampled for it.
+class GroupRecord:
+    """The outcome of one group of a batch: the advantages of its sequences ([length] or [1] each), their places among
+    the batch's `sequences` (None for one that is not computed), and why it is not trained on, if it is not.
+    """
 
-    The figures count all groups that can be trained on, whether or not they are among the `sequences`;
+    tokens: PySequence[PySequence[int]]
+    masks: PySequence[PySequence[int]]
+    advantages: list[NDArray[np.float32]] | None
+    places: list[int | None]
+    left_out: str | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one optimizer step trains on, and statistics of everything that was sampled for it.
+
+    The statistics count all groups that can be trained on, whether or not they are among the `sequences`;
     `truncated_sequences` counts those of `sequences` alone, and `zero_variance_groups` the groups without a signal.
     `cut_answers` counts sequences whose answer reached its limit of tokens, as far as groups say (None: no group does).
     Rewards are those of rollouts, without those that failed. `rejected` holds the places of the items that cannot be
-    trained on, with the reasons; nothing else counts them. `shown` is the first group that can be trained on, for
-    people to look at.
+    trained on, with the reasons; nothing else counts them. `records` has the outcome of each item. `shown` is
+    the first group that can be trained on, for people to look at.
     """
 
     sequences: list[Sequence]
@@ -82,6 +96,7 @@ class Batch:
     staleness_mean: float | None  # policy versions, over sampled tokens whose version is known
     staleness_max: int | None
     rejected: dict[int, str] = field(default_factory=dict)
+    records: list[GroupRecord] = field(default_factory=list)
     shown: ScoredData | None = None
 
     @property
@@ -104,6 +119,7 @@ def make_batch(
     """
     trainable: list[ScoredData] = []
     rejected: dict[int, str] = {}
+    records: list[GroupRecord] = []
     for place, item in enumerate(items):
         try:
             if isinstance(item, Untrainable):
@@ -112,6 +128,7 @@ def make_batch(
             trainable.append(item)
         except Untrainable as error:
             rejected[place] = str(error)
+            records.append(GroupRecord([] if isinstance(item, Untrainable) else item.tokens, [], None, [], str(error)))
     sequences: list[Sequence] = []
     completions: list[int] = []
     scores: list[float] = []  # of rollouts
@@ -133,16 +150,22 @@ def make_batch(
         advantages = _advantages(group, loss.advantage, policy_version)
         signal = any(row.any() for row in advantages)
         zero_variance += not signal
-        if signal or loss.has_penalties:
-            sequences += [
-                _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
-                for index, (rollout, each, weight) in enumerate(zip(rollouts, advantages, weights, strict=True))
-                if not (loss.mask_truncated and ends and ends[index] == CUT)
-            ]
+        places: list[int | None] = [None] * len(group.tokens)
+        computed = signal or loss.has_penalties
+        if computed:
+            for index, (rollout, each, weight) in enumerate(zip(rollouts, advantages, weights, strict=True)):
+                if loss.mask_truncated and ends and ends[index] == CUT:
+                    continue
+                sequence = _sequence(group, index, each, seq_len, first_rollout + int(rollout), float(weight))
+                if sequence.trained_tokens:
+                    places[index] = len(sequences)
+                    sequences.append(sequence)
             truncated += sum(len(tokens) > seq_len for tokens in group.tokens)
+        left_out = None if any(place is not None for place in places) else _why_left_out(group, computed)
+        records.append(GroupRecord(group.tokens, group.masks, advantages, places, left_out))
     stale = np.concatenate(staleness or [np.empty(0, np.int64)])
     return Batch(
-        sequences=[sequence for sequence in sequences if sequence.trained_tokens],
+        sequences=sequences,
         groups=len(trainable),
         zero_variance_groups=zero_variance,
         rollouts=len(scores),
@@ -157,6 +180,7 @@ def make_batch(
         staleness_mean=float(stale.mean()) if len(stale) else None,
         staleness_max=int(stale.max()) if len(stale) else None,
         rejected=rejected,
+        records=records,
         shown=trainable[0] if trainable else None,
     )
 
@@ -175,6 +199,15 @@ def _advantages(item: ScoredData, how: Advantage, policy_version: int) -> list[N
         if override and override.get("set_advantage_to_zero"):
             rows[index] = np.zeros_like(rows[index])
     return [row * weight for row, weight in zip(rows, staleness_weights(item, policy_version), strict=True)]
+
+
+def _why_left_out(item: ScoredData, computed: bool) -> str:
+    """Why no sequence of a group is trained on."""
+    if computed:
+        return "no token of it is trained on: its answers were cut (--mask-truncated), or lie beyond --seq-len"
+    if item.advantages or has_signal(np.asarray(_rollout_scores(item))):
+        return "its advantages are all 0"
+    return f"all scores are {item.scores[0]:g}"
 
 
 def _rollout_scores(item: ScoredData) -> list[float]:

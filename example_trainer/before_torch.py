@@ -1,6 +1,6 @@
-"""What the trainer checks before it loads torch: `--help`, `--dry-run`, a typo and a missing extra answer at once.
+"""What the trainer does before it loads torch, so that `--help`, `--dry-run`, typos and missing extras answer at once.
 
-Plain `grpo.py` with several ranks starts them here, and ends here when they have.
+Plain `grpo.py` with several ranks starts them here, and ends here when they have ended.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """Training bfloat16 weights. A bfloat16 number has 8 significant bits: an update below 1/256 of a weight is rounded
-away, and at RL learning rates nearly all are (0.4 % of the weights ever move). Two ways out, `--bf16-update`:
+away. At RL learning rates that is nearly every update (0.4 % of the weights ever change). `--bf16-update` has two
+solutions:
 
     master      a float32 copy takes gradients and optimizer steps; the model computes with its cast: 4 + 4 bytes more
     stochastic  the exact new value is rounded up or down by chance, right on average; no copy, some noise

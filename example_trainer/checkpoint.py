@@ -1,19 +1,19 @@
-"""Checkpoints that are whole or absent, and that a killed run resumes from to the same bits.
+"""Checkpoints: complete or absent, and a killed run that resumes from one computes the same bits.
 
     SAVE_PATH/
-      step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face folder, to be served or trained on
+      step_4/       config.json, model.safetensors, tokenizer files    a Hugging Face directory, to serve or to train on
                     trainer_state.pt     optimizer moments, generators, step, policy version
                     policy.json          the policy version, by which a vLLM server labels what it samples
                     manifest.json        size and SHA-256 of every file, written last
-      latest        the name of the newest checkpoint folder
+      latest        the name of the newest checkpoint directory
       served_4/     model files and policy.json, from which mode none has started vLLM
-      final_model/  the Hugging Face folder alone, at the end of the run
+      final_model/  the Hugging Face directory alone, at the end of the run
 
 Where the weights are spread over ranks, or large, `step_4/` has no model.safetensors: the ranks write `shards/` beside
-training (sharded_checkpoint.py), from which example_trainer/export.py makes a Hugging Face folder.
+training (sharded_checkpoint.py), from which example_trainer/export.py makes a Hugging Face directory.
 
-A directory is written whole or not at all (weights/written.py), and `latest` is replaced after that: whatever fails
-before leaves the previous checkpoint and `latest` as they were. Of a LoRA run the adapter alone is kept, as
+A directory is written completely or not at all (weights/written.py), and `latest` is replaced after that: a failure
+before that leaves the previous checkpoint and `latest` unchanged. A LoRA run keeps only the adapter, as
 `adapter_step_N/` and `final_adapter/`.
 """
 
@@ -60,7 +60,8 @@ class Progress:
 
 
 class Checkpoints:
-    """The step folders one process writes under `save_path`; of its own, it keeps the `keep` newest (0 keeps all)."""
+    """The step directories one process writes under `save_path`. It keeps the `keep` newest of its own (0 keeps
+    all)."""
 
     def __init__(self, save_path: Path, keep: int) -> None:
         self._save_path = save_path
@@ -113,12 +114,12 @@ class Checkpoints:
 
 
 def about(progress: Progress, optimizer: Optimizer) -> dict[str, Any]:
-    """What trainer_state.pt tells of a checkpoint, beside moments and generators."""
+    """What trainer_state.pt records of a checkpoint, beside moments and generators."""
     return {"progress": vars(progress), "optimizer": type(optimizer).__name__, "shapes": _shapes(optimizer)}
 
 
 def find_checkpoint(resume: str | None, save_path: Path) -> Path | None:
-    """The folder `--resume` means, verified against its manifest; None for a fresh start. Raises CheckpointError."""
+    """The directory `--resume` means, verified against its manifest; None for a fresh start. Raises CheckpointError."""
     if resume is None:
         return None
     folder = _latest(resume, save_path) if resume in ("latest", "auto") else Path(resume)
@@ -138,13 +139,14 @@ def _latest(resume: str, save_path: Path) -> Path | None:
     if not pointer.exists():
         if steps:
             raise CheckpointError(
-                f"--resume {resume}: {save_path} holds {len(steps)} checkpoints but no {LATEST}; {remedy}, "
+                f"--resume {resume}: {save_path} has {len(steps)} checkpoints but no {LATEST}; {remedy}, "
                 "or start afresh with another --save-path"
             )
         if resume == "auto":
             return None
         raise CheckpointError(
-            f"--resume latest: {pointer} does not exist; --resume auto starts afresh then, or name a checkpoint folder"
+            f"--resume latest: {pointer} does not exist; use --resume auto to start afresh, or name a checkpoint "
+            "directory"
         )
     with reading(f"{pointer} cannot be read", CheckpointError, remedy=remedy):
         name = pointer.read_bytes().decode().strip()
@@ -162,7 +164,7 @@ def verify(folder: Path) -> None:
     """Raise CheckpointError unless every file of the manifest is there with its size and digest."""
     if STATE not in expect_whole(folder, CheckpointError):
         raise CheckpointError(
-            f"{folder} holds a model without {STATE}; pass it as --model-name, or give a step_N folder to --resume"
+            f"{folder} has a model without {STATE}; pass it as --model-name, or give a step_N directory to --resume"
         )
 
 
@@ -178,8 +180,8 @@ def expect_same_model(folder: Path, config: TrainerConfig) -> None:
             name = min(other)
             found, wanted = (list(shapes[name]) if name in shapes else "nothing" for shapes in (saved, given))
             raise CheckpointError(
-                f"{folder} is a checkpoint of another model: it holds {found} for {name}, --model-name"
-                f" {config.model_name} has {wanted}; give the same --model-name, or another --resume"
+                f"{folder} is a checkpoint of another model: it has {found} for {name}, but --model-name "
+                f"{config.model_name} has {wanted}; give the same --model-name, or another --resume"
             )
 
 
@@ -195,18 +197,19 @@ def restore(folder: Path, optimizer: Optimizer, model: nn.Module | None = None, 
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         # torch's own text tells how to load a pickle that runs code
         raise CheckpointError(
-            f"{folder / STATE} cannot be loaded ({type(error).__name__}); resume from another step_N folder"
+            f"{folder / STATE} cannot be loaded ({type(error).__name__}); resume from another step_N directory"
         ) from error
     if state["optimizer"] != type(optimizer).__name__:
         raise CheckpointError(
-            f"{folder / STATE} holds the moments of {state['optimizer']}, this run uses {type(optimizer).__name__}: "
+            f"{folder / STATE} contains the moments of {state['optimizer']}, but this run uses "
+            f"{type(optimizer).__name__}: "
             "give the same --optimizer"
         )
     if state.get("shapes") != _shapes(optimizer):
         raise CheckpointError(
-            f"{folder / STATE} holds the moments of other parameters than this run's {len(_shapes(optimizer))}: "
+            f"{folder / STATE} contains the moments of other parameters than this run's {len(_shapes(optimizer))}: "
             "give the same model and, where weights are shared with vLLM, the same --tensor-parallel-size; "
-            "or start anew with the checkpoint as --model-name"
+            "or start a new run with the checkpoint as --model-name"
         )
     if is_sharded(folder):
         assert model is not None

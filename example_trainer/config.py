@@ -39,16 +39,17 @@ class ModelSettings(Config):
     model_name: str = Field(
         min_length=1,
         validation_alias=AliasChoices("model_name", "model"),
-        description="Hugging Face model id or local folder; --model is the same flag",
+        description="Hugging Face model id or local directory; --model is the same flag",
     )
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto takes a GPU when there is one")
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto uses a GPU if there is one")
     dtype: Literal["float32"] = Field(
         "float32",
         description=(
-            "master weights; bfloat16 ones lose most updates at RL learning rates, the bridge casts to what vLLM serves"
+            "dtype of the master weights; bfloat16 loses most updates at RL learning rates. The bridge casts to the "
+            "dtype that vLLM serves"
         ),
     )
-    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 leaves PyTorch's choice")
+    threads: int = Field(0, ge=0, le=1024, description="CPU threads of the trainer; 0 keeps PyTorch's default")
     cores: str | None = Field(
         None,
         description=(
@@ -72,36 +73,38 @@ class RankSettings(Config):
     trainer_ranks: int | Literal["auto"] = Field(
         "auto",
         description=(
-            "processes that share the weights, one per device; auto is one per visible GPU, and one on a CPU."
-            " Under torchrun they are torchrun's"
+            "processes that share the weights, one per device; auto is one per visible GPU, and one on a CPU. Under "
+            "torchrun, torchrun sets it"
         ),
     )
     fsdp_size: int | None = Field(
-        None, ge=1, description="ranks that share one set of weights; the others hold replicas; default all ranks"
+        None,
+        ge=1,
+        description="ranks that shard one copy of the weights; other ranks hold replicas. Default: all ranks",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description=(
-            "in which the layers compute; weights, reductions and moments stay float32. auto is bfloat16 on CUDA and"
-            " float32 on CPUs"
+            "dtype in which the layers compute; weights, reductions and moments stay float32. auto is bfloat16 on "
+            "CUDA and float32 on CPUs"
         ),
     )
     reshard_after_forward: bool = Field(
         True,
-        description="give gathered weights back after the forward pass; no keeps them until the backward pass (ZeRO-2)",
+        description="free gathered weights after the forward pass; no keeps them until the backward pass (ZeRO-2)",
     )
     offload: Literal["auto", "none", "moments", "all"] = Field(
         "auto",
         description=(
-            "what lies in host memory: AdamW's moments, or weights, gradients and moments. auto takes the least that"
-            " makes the run fit on CUDA, and none on CPUs"
+            "what to keep in host memory: AdamW's moments (moments), or weights, gradients and moments (all). auto "
+            "offloads the least that makes the run fit on CUDA, and nothing on CPUs"
         ),
     )
     sync_gradients: Literal["each", "last"] = Field(
         "each",
         description=(
-            "sum gradients over ranks after each micro-batch, or after a step's last one, which is faster and holds a"
-            " whole float32 gradient on each rank"
+            "when to sum gradients over ranks: after each micro-batch, or once after the last one of a step, which "
+            "is faster but keeps a whole float32 gradient on each rank"
         ),
     )
     dist_timeout_s: float = Field(
@@ -119,14 +122,14 @@ class RankSettings(Config):
 class OptimizationSettings(Config):
     """Optimization"""
 
-    training_steps: int = Field(10, ge=1, description="training steps in all, those before a resume included")
+    training_steps: int = Field(10, ge=1, description="total training steps, including those before a resume")
     batch_size: int = Field(2, ge=1, description="rollouts per accumulation slot")
     gradient_accumulation_steps: int = Field(
         32,
         ge=1,
         description=(
-            "slots per step: a step trains on batch_size x gradient_accumulation_steps rollouts, whatever the"
-            " micro-batches"
+            "slots per step: a step trains on batch_size x gradient_accumulation_steps rollouts, independent of "
+            "micro-batches"
         ),
     )
     micro_batch_tokens: int = Field(
@@ -144,8 +147,8 @@ class OptimizationSettings(Config):
         0,
         ge=0,
         description=(
-            "last training steps over which the rate falls linearly towards 0; 1/3 is a third of --training-steps,"
-            " rounded down"
+            "number of last training steps over which the rate falls linearly towards 0; 1/3 is a third of "
+            "--training-steps, rounded down"
         ),
     )
     optimizer: Literal["adamw", "adafactor", "adamw_8bit"] = Field(
@@ -180,26 +183,26 @@ class LossSettings(Config):
     """Loss"""
 
     algorithm: Algorithm = Field(
-        "grpo", description="presets of the flags below, any of which overrides its preset; --dry-run shows the result"
+        "grpo", description="preset for the flags below; each flag overrides the preset. --dry-run shows the result"
     )
     advantage: Advantage = Field(
         "group_std",
         description=(
-            "score less the group's mean, over the group's standard deviation + 1e-4 (group_std) or as it is"
-            " (group_mean); or less the mean of the other answers (rloo)"
+            "score minus the group's mean, divided by the group's standard deviation + 1e-4 (group_std) or not "
+            "divided (group_mean); or score minus the mean of the other answers (rloo)"
         ),
     )
     ratio: Ratio = Field(
         "token",
         description=(
-            "probability ratio to the old policy: each token's own, or of its whole sequence, as geometric mean of"
-            " the tokens' ratios (sequence_mean) or as their product (sequence_sum)"
+            "probability ratio to the old policy: per token, or per sequence as the geometric mean of its tokens' "
+            "ratios (sequence_mean) or as their product (sequence_sum)"
         ),
     )
     objective: str = Field(
         "clip",
         description=(
-            f"what a step minimises of ratio and advantage: {', '.join(OBJECTIVES)}, or the import path of a function"
+            f"loss as a function of ratio and advantage: {', '.join(OBJECTIVES)}, or the import path of a function"
         ),
     )
     clip_eps: float = Field(
@@ -209,7 +212,10 @@ class LossSettings(Config):
     dual_clip: float = Field(
         3.0,
         ge=0,
-        description="a token with a negative advantage costs at most this times its absolute value; 0 is no bound",
+        description=(
+            "the loss of a token with a negative advantage is at most this times the advantage's absolute value; 0 "
+            "is no bound"
+        ),
     )
     log_ratio_limit: float = Field(
         20.0, gt=0, le=80, description="nats to which log-probability ratios are clamped before exp"
@@ -217,8 +223,8 @@ class LossSettings(Config):
     loss_mean: LossMean = Field(
         "token",
         description=(
-            "mean over all sampled tokens; over rollouts, of each one's mean (sequence); or the sum over tokens by"
-            " rollouts x --loss-constant (constant)"
+            "how the loss is averaged: over all sampled tokens (token); over rollouts, each by the mean of its "
+            "tokens (sequence); or as the sum over tokens divided by rollouts x --loss-constant (constant)"
         ),
     )
     loss_constant: int | None = Field(
@@ -227,13 +233,15 @@ class LossSettings(Config):
     importance: Importance = Field(
         "none",
         description=(
-            "what becomes of tokens whose probability differs between sampler and trainer: their loss is multiplied by"
-            " the bounded ratio (truncate), or dropped outside the bounds (mask)"
+            "what to do with tokens whose probability differs between sampler and trainer: multiply their loss by "
+            "the bounded ratio (truncate), or drop those outside the bounds (mask)"
         ),
     )
-    importance_level: Level = Field("token", description="whose ratio that is: each token's, or its sequence's product")
+    importance_level: Level = Field(
+        "token", description="ratio that --importance bounds: each token's, or the product over its sequence"
+    )
     importance_bounds: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(gt=0)]] = Field(
-        (0.5, 2.0), description="lowest and highest ratio of --importance"
+        (0.5, 2.0), description="lowest and highest ratio for --importance"
     )
     off_policy_mask: float = Field(
         0.0,
@@ -244,14 +252,14 @@ class LossSettings(Config):
         ),
     )
     mask_truncated: bool = Field(
-        False, description="drop sequences whose answer was cut at its limit of tokens; they stay in the mean"
+        False, description="drop sequences whose answer was cut at its token limit; they still count in the mean"
     )
     kl_coef: float = Field(
         0.0, ge=0, description="weight of the KL to the start model; above 0 keeps a frozen copy in memory"
     )
-    kl: Kl = Field("k3", description="estimate of that KL")
+    kl: Kl = Field("k3", description="estimator of that KL")
     kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="whether that KL is a term of the loss, or taken off each token's advantage"
+        "loss", description="add that KL to the loss (loss), or subtract it from each token's advantage (reward)"
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
 
@@ -284,7 +292,7 @@ class LossSettings(Config):
         mean = info.data.get("loss_mean", "constant")
         if value is not None and mean != "constant":
             raise ValueError(
-                f"--loss-mean {mean} divides by no constant; give --loss-mean constant, or drop --loss-constant"
+                f"--loss-mean {mean} does not use a constant; give --loss-mean constant, or drop --loss-constant"
             )
         return value
 
@@ -315,16 +323,14 @@ class LossSettings(Config):
 class UpdateSettings(Config):
     """Updates"""
 
-    updates_per_batch: int = Field(
-        1, ge=1, description="mini-batches that a batch is dealt to, each of which makes an optimizer update"
-    )
+    updates_per_batch: int = Field(1, ge=1, description="mini-batches per batch; each one makes an optimizer update")
     epochs: int = Field(1, ge=1, description="times that a batch is trained on before the weights are synced")
     old_logprobs: Literal["auto", "sampler", "recomputed"] = Field(
         "auto",
         description=(
-            "what probability ratios are against: the sampler's log-probabilities, or the trainer's own before the"
-            " batch's first update, which takes one more forward pass. auto is recomputed where a batch makes several"
-            " updates, else sampler"
+            "old policy of the probability ratios: the sampler's log-probabilities (sampler), or the trainer's own "
+            "before the batch's first update (recomputed), which takes one more forward pass. auto is recomputed if "
+            "a batch makes several updates, else sampler"
         ),
     )
 
@@ -341,13 +347,13 @@ class BadDataSettings(Config):
     """Bad data"""
 
     max_rejected_groups: int = Field(
-        32, ge=0, le=100, description="groups of the last 100 that may be set aside as untrainable; more end the run"
+        32, ge=0, le=100, description="how many of the last 100 groups may be untrainable; more end the run"
     )
     on_bad_batch: Literal["skip", "stop"] = Field(
         "skip",
         description=(
-            "a batch whose gradient or loss is not finite, or above --mismatch-limit: skip makes no update and "
-            "continues, stop ends the run; the weights stay as they are either way"
+            "what to do with a batch whose gradient or loss is not finite, or that exceeds --mismatch-limit: skip "
+            "it and continue, or stop the run. The weights do not change either way"
         ),
     )
     max_bad_batches: int = Field(3, ge=0, description="bad batches in a row that are skipped; one more ends the run")
@@ -369,7 +375,9 @@ class ExactnessSettings(Config):
     mismatch_limit: float = Field(
         5.0,
         gt=0,
-        description="nats by which the sampler's log-probabilities may differ from the trainer's, on average of a step",
+        description=(
+            "nats by which the sampler's log-probabilities may differ from the trainer's, on average over a step"
+        ),
     )
 
 
@@ -383,11 +391,11 @@ class ApiSettings(Config):
     ack_after: Literal["checkpoint", "step"] = Field(
         "checkpoint",
         description=(
-            "when a batch is acknowledged: after the checkpoint that contains its step, so that a resumed run gets it"
-            " again, or after its step; without checkpoints the two are one"
+            "when to acknowledge a batch: after the checkpoint that contains its step, so that a resumed run gets "
+            "the batch again, or after its step. Without checkpoints there is no difference"
         ),
     )
-    api_timeout: float = Field(120.0, gt=0, description="seconds to wait for the batching API to come up, or back")
+    api_timeout: float = Field(120.0, gt=0, description="seconds to wait for the batching API to start or to come back")
     fetch_timeout: float = Field(1800.0, gt=0, description="seconds to wait for one batch")
     eval_deadline: float = Field(
         300.0, ge=0, description="seconds to wait for announced evaluations of a policy; 0 never waits"
@@ -397,14 +405,14 @@ class ApiSettings(Config):
 class SyncSettings(Config):
     """Weight sync"""
 
-    vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to come up")
-    bridge_timeout_s: float = Field(120.0, gt=0, description="seconds the bridge waits for a peer before it gives up")
+    vllm_start_timeout: float = Field(900.0, gt=0, description="seconds to wait for the vLLM server to start")
+    bridge_timeout_s: float = Field(120.0, gt=0, description="seconds that the bridge waits for a peer")
     parity_tolerance: float | None = Field(
         None,
         gt=0,
         description=(
-            "allowed root mean square of vLLM's less the trainer's log-probabilities after the first syncs, in nats; "
-            "by default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
+            "allowed root mean square difference, in nats, between vLLM's and the trainer's log-probabilities after "
+            "the first syncs; default 0.05 if vLLM serves float32, 0.25 for float16, 1.0 for bfloat16"
         ),
     )
     bridge: AnyBridge = Field(description="how new weights reach vLLM; `modes.choose` fills it in")
@@ -414,29 +422,47 @@ class OutputSettings(Config):
     """Checkpoints and metrics"""
 
     save_path: Path = Field(
-        Path("trained_model_checkpoints"), description="folder of step_N/, final_model/ and `latest`"
+        Path("trained_model_checkpoints"), description="directory of step_N/, final_model/ and `latest`"
     )
     checkpoint_interval: int = Field(3, ge=0, description="steps between checkpoints; 0 writes only final_model/")
     checkpoint_format: Literal["auto", "hf", "sharded"] = Field(
         "auto",
         description=(
-            "of step_N/: hf is a Hugging Face folder, written while training waits; sharded is each rank's part,"
-            " written while training goes on. auto is hf for a model below 3e9 parameters on one rank, and for adapters"
+            "format of step_N/: hf is a Hugging Face directory, written while training waits; sharded is one part "
+            "per rank, written while training continues. auto is hf for a model below 3e9 parameters on one rank, "
+            "and for adapters"
         ),
     )
-    keep_checkpoints: int = Field(2, ge=0, description="newest step_N/ folders to keep; 0 keeps all")
+    keep_checkpoints: int = Field(2, ge=0, description="number of newest step_N/ directories to keep; 0 keeps all")
     resume: str | None = Field(
-        None, min_length=1, description="a checkpoint folder; `latest` of save_path; `auto` is latest, or a fresh start"
+        None,
+        min_length=1,
+        description="a checkpoint directory; `latest` in save_path; `auto`: latest, or a fresh start",
     )
-    log_dir: Path = Field(Path("logs"), description="folder of metrics.jsonl and TensorBoard files")
+    log_dir: Path = Field(Path("logs"), description="directory of metrics.jsonl and TensorBoard files")
     metrics_path: OutputFile | None = Field(
         None, description="metrics file, one JSON object per step; default LOG_DIR/metrics.jsonl"
+    )
+    save_trained: bool = Field(
+        True,
+        description=(
+            "write the advantages and log-probabilities of every group of a step, about 20 bytes per trained token, for"
+            " people who look into samples"
+        ),
+    )
+    trained_path: OutputFile | None = Field(
+        None, description="file for them, one JSON object per group; default LOG_DIR/trained.jsonl"
+    )
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="serve Prometheus metrics at http://127.0.0.1:PORT/metrics; 0 serves none"
     )
     use_wandb: bool = Field(
         False, validation_alias=AliasChoices("use_wandb", "wandb"), description="log to Weights & Biases"
     )
-    wandb_project: Name = Field("atropos", min_length=1, description="Weights & Biases project, told to environments")
-    wandb_group: Name | None = Field(None, description="Weights & Biases group, told to environments too")
+    wandb_project: Name = Field(
+        "atropos", min_length=1, description="Weights & Biases project, used by environments too"
+    )
+    wandb_group: Name | None = Field(None, description="Weights & Biases group, used by environments too")
     tensorboard: bool = Field(False, description="log to TensorBoard under LOG_DIR")
     samples_interval: int = Field(
         10, ge=0, description="steps between tables of sampled answers in wandb and TensorBoard; 0 writes none"
@@ -446,6 +472,11 @@ class OutputSettings(Config):
     def metrics_file(self) -> Path:
         """Where the metrics rows go."""
         return self.metrics_path or self.log_dir / "metrics.jsonl"
+
+    @property
+    def trained_file(self) -> Path:
+        """Where the rows of trained groups go."""
+        return self.trained_path or self.log_dir / "trained.jsonl"
 
 
 class TrainerConfig(
@@ -462,7 +493,7 @@ class TrainerConfig(
     RankSettings,
     ModelSettings,
 ):
-    """GRPO on batches from the Atropos API, new weights to vLLM after every step."""
+    """Train with GRPO on batches from the batching API, and hand new weights to vLLM after every step."""
 
     def mode(self, kind: type[M]) -> M:
         """The settings of the bridge, for the code of that mode."""
@@ -507,11 +538,11 @@ class TrainerConfig(
         own = "--batch-invariant" if self.batch_invariant else "a single copy" if self.bridge.same_devices else None
         if own and self.compute_dtype == "bfloat16":
             raise ValueError(
-                f"--compute-dtype bfloat16: {own} computes in the dtype that vLLM serves; drop the one or the other"
+                f"--compute-dtype bfloat16: {own} computes in the dtype that vLLM serves; drop one of them"
             )
         if own and self.offload in ("moments", "all"):
             raise ValueError(
-                f"--offload {self.offload}: {own} keeps weights and moments on its device; drop the one or the other"
+                f"--offload {self.offload}: {own} keeps weights and moments on its device; drop one of them"
             )
         if self.batch_invariant and self.bridge.trains_adapter:
             raise ValueError(

@@ -61,4 +61,4 @@ def shared_out(cores: Cores, parts: int, what: str) -> list[Cores]:
 def expect_cores(cores: Cores, usable: set[int]) -> None:
     """Raise ValueError for a core that this process may not use."""
     if absent := [core for core in cores if core not in usable]:
-        raise ValueError(f"CPU core {absent[0]} cannot be used here; those that can are {shown_cores([*usable])}")
+        raise ValueError(f"CPU core {absent[0]} cannot be used here; available cores are {shown_cores([*usable])}")

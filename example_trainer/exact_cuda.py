@@ -1,13 +1,12 @@
-"""Makes a transformers model compute on a GPU what vLLM computes there with VLLM_BATCH_INVARIANT=1, and differentiate
-it.
+"""Makes a transformers model compute on a GPU what vLLM computes there with VLLM_BATCH_INVARIANT=1, with gradients.
 
     attention   q|k|v product ─▶ norms of q and k (Qwen3) ─▶ rotation ─▶ FlashAttention over pages ─▶ o product
     mlp         gate|up product ─▶ silu(gate) * up ─▶ down product
     head        a product as wide as vLLM pads the vocabulary, cut
 
-Parameters, names and checkpoints stay as they are; products that vLLM fuses are made fused, as its kernel's tiles
-depend on their width. The kernels have the interface of vllm_patching.batch_invariant.cuda.CudaKernels; backward
-passes are those of the plain formulas. Not yet run on a GPU: tests give plain torch functions for kernels.
+Parameters, names and checkpoints do not change. Products that vLLM fuses are fused here too, because its kernel's tiles
+depend on their width. The kernels have the interface of vllm_patching.batch_invariant.cuda.CudaKernels; backward passes
+are those of the plain formulas. Not yet run on a GPU: tests use plain torch functions as kernels.
 """
 
 from collections.abc import Sequence

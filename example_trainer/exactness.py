@@ -4,7 +4,7 @@
 
 With --batch-invariant the answer must be yes for every token sampled under the policy being trained; `--bit-exact
 strict` stops the run at the first step where it is not and keeps that step's batch and weights for `python -m
-example_trainer.replay`. Without it the same figures are metrics, and a batch with a mean difference above
+example_trainer.replay`. Without it the same numbers are metrics, and a batch with a mean difference above
 --mismatch-limit is a bad one (`bad_data.py`): it makes no update, and several in a row stop a run that has gone
 wrong.
 """
@@ -60,12 +60,14 @@ class Comparison:
         return whole
 
     def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids, sampler's and trainer's values of all chunks."""
-        tokens, sampler, ours = (torch.cat(column).cpu() for column in zip(*self._parts, strict=True))
-        return tokens, sampler, ours
+        """Token ids, sampler's and trainer's values of all chunks, on the CPU; they are put together once."""
+        if len(self._parts) > 1 or self._parts[0][0].device.type != "cpu":
+            tokens, sampler, ours = (torch.cat(column).cpu() for column in zip(*self._parts, strict=True))
+            self._parts = [(tokens, sampler, ours)]
+        return self._parts[0]
 
     def row(self) -> dict[str, float | int]:
-        """The figures of a metrics row, the counts alone where nothing was trained; `max_abs_diff` is computed in
+        """The numbers of a metrics row, the counts alone where nothing was trained; `max_abs_diff` is computed in
         float64.
         """
         if not self._parts:
@@ -157,7 +159,7 @@ class Exactness:
         log.info("Computing as vLLM does, %s: log-probabilities must agree bit for bit", self.served)
 
     def judge(self, comparison: Comparison, step: int, batch: Batch, model: PreTrainedModel) -> dict[str, float | int]:
-        """The step's figures; in the exact mode prints summary and table.
+        """The step's metrics; in the exact mode prints summary and table.
 
         Raises NotExact where the configuration says to stop, Mismatch above its limit.
         """
@@ -184,8 +186,8 @@ class Exactness:
         if mean > self._config.mismatch_limit:
             self._mismatch = Mismatch(
                 f"step {step}: the trainer's log-probabilities differ from the sampler's by {mean:.3g} nats on average"
-                f" (--mismatch-limit {self._config.mismatch_limit}): vLLM serves other weights, or samples under"
-                " settings that the batch does not tell"
+                f" (--mismatch-limit {self._config.mismatch_limit}): vLLM serves other weights, or samples under "
+                "settings that the batch does not report"
             )
             raise self._mismatch
         self._agreed = self._agreed or row["bit_exact/tokens"] > 0

@@ -45,9 +45,9 @@ def export(checkpoint: Path, target: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: 0 when written; exits with 1 and one line on stderr when not."""
-    parser = argparse.ArgumentParser("export", description="Make a Hugging Face directory of a sharded checkpoint.")
+    parser = argparse.ArgumentParser("export", description="Convert a sharded checkpoint to a Hugging Face directory.")
     parser.add_argument("checkpoint", type=Path, help="a step_N directory with shards/")
-    parser.add_argument("directory", type=Path, help="the new directory")
+    parser.add_argument("directory", type=Path, help="directory to create")
     options = parser.parse_args(argv)
     disable_progress_bar()
     with one_line_errors("export"):

@@ -7,12 +7,12 @@
          ▲                                                                    │
          └────────────── step done, policy version N now serves ◀─────────────┘
 
-Step N trains on what earlier policies sampled and makes policy version N; a run starts by giving vLLM the weights it
-starts from. A step makes one optimizer update, or several with --updates-per-batch and --epochs (updates.py). A batch
-makes none if its gradient is not finite, or if it has none because no group has a signal and the loss no KL or entropy
-term. The moments stay then, but the version rises and is synced all the same: steps, policy versions and the
-environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and left
-out; a batch of nothing else is no step.
+Step N trains on what earlier policies sampled and produces policy version N. A run begins by sending vLLM its start
+weights. A step makes one optimizer update, or several with --updates-per-batch and --epochs (updates.py). A batch makes
+none if its gradient is not finite, or if there is no gradient because no group has a signal and the loss has no KL or
+entropy term. The moments do not change then, but the version still rises and is synced, so steps, policy versions and
+the environments' evaluation schedule never drift apart. Groups that cannot be trained on are rejected to the API and
+skipped; a batch of nothing else is not a step.
 """
 
 if __name__ == "__main__":  # flags before torch, as atropos-grpo does
@@ -42,7 +42,7 @@ from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
-from example_trainer.batching import Batch, make_batch
+from example_trainer.batching import Batch, GroupRecord, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
@@ -50,7 +50,7 @@ from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
 from example_trainer.memory import one_line_when_out_of_memory
-from example_trainer.metrics import open_metrics, step_line, step_row
+from example_trainer.metrics import open_metrics, open_trained, step_line, step_row
 from example_trainer.model_card import write_model_card
 from example_trainer.objectives.base import load_objective
 from example_trainer.optimizer import learning_rate
@@ -66,6 +66,7 @@ from example_trainer.parallel import (
 from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
+from example_trainer.trained_rows import trained_rows
 from example_trainer.updates import Plan, Updates
 from example_trainer.weights.written import remove_leftovers
 
@@ -140,10 +141,12 @@ class Run:
         self.progress = self.learner.progress
         if self.progress.step >= config.training_steps:
             raise TrainerError(
-                f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise --training-steps"
-                " to go on"
+                f"{checkpoint} has done {self.progress.step} of {config.training_steps} steps: raise "
+                "--training-steps to continue"
             )
         self.metrics = open_metrics(config, self.progress.step + 1, resources)
+        self.trained_file = open_trained(config, self.progress.step + 1, resources)
+        self._passed_over: list[GroupRecord] = []  # of batches without a group that can be trained on
         self.saves = Saves(config, self.learner, partial(sleep_beside, tuple(watched)))
         resources.push(self.saves.leave)
         watched.append(self.saves)
@@ -176,6 +179,7 @@ class Run:
         differentiated = time.monotonic()
         sync = self.hand_over(step, updates)
         self.api.report_step(step, sync.policy_version)
+        self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
         synced = time.monotonic()
         version = self.progress.policy_version
         row = step_row(
@@ -200,6 +204,13 @@ class Run:
         self.show_samples(step, batch)
         say(step_line(row, self.config.training_steps))
         self.save_if_due(step)
+
+    def keep_trained(self, step: int, batch: Batch, updates: Updates, left_out: str | None) -> None:
+        """Write the step's rows of trained.jsonl, if they are asked for."""
+        records, self._passed_over = [*self._passed_over, *batch.records], []
+        if self.trained_file is not None:
+            rows = trained_rows(records, updates.logprobs, step=step, policy_version=step, left_out=left_out)
+            self.trained_file.append(step, *rows)
 
     def show_samples(self, step: int, batch: Batch) -> None:
         """Give a group's answers to the sinks that people look at, at the first step and every --samples-interval."""
@@ -235,6 +246,7 @@ class Run:
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if batch.groups:
                 return batch
+            self._passed_over += batch.records
             log.warning("No group of this batch can be trained on: fetching another")
 
     def learn(self, batch: Batch, step: int) -> Updates:
@@ -244,18 +256,20 @@ class Run:
         config = self.config
         if batch.truncated_sequences:
             log.warning(
-                "%d of %d sequences exceed --seq-len %d and lost their end",
+                "%d of %d sequences exceed --seq-len %d and were cut",
                 batch.truncated_sequences,
                 batch.sampled_sequences,
                 config.seq_len,
             )
         if config.mask_truncated and batch.cut_answers is None:
-            log.warning("--mask-truncated masks nothing: no group of this batch says why its answers ended")
+            log.warning("--mask-truncated masks nothing: no group of this batch reports why its answers ended")
         if not batch.sequences:
             reason = (
                 "equal scores" if batch.zero_variance_groups == batch.groups else "equal scores or cut answers alone"
             )
-            log.warning("All %d groups of this batch have %s: no update, the weights stay", batch.groups, reason)
+            log.warning(
+                "All %d groups of this batch have %s: no update, the weights do not change", batch.groups, reason
+            )
         updates = Updates(
             self.learner,
             self.bad_batches,
@@ -269,7 +283,12 @@ class Run:
                 rate=learning_rate(config, step, self.progress.updates),
             ),
         )
-        updates.begin(batch, partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model))
+        try:
+            updates.begin(batch, partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model))
+        except TrainerError as error:  # the batch that ends a run is the one to look at
+            with contextlib.suppress(TrainerError):  # the first error is the one to report
+                self.keep_trained(step, batch, updates, str(error))
+            raise
         return updates
 
     def hand_over(self, step: int, updates: Updates) -> SyncReport:
@@ -337,7 +356,7 @@ def prepare_torch(config: TrainerConfig) -> torch.device:
     """Seed, threads and device as configured. Raises TrainerError for a GPU that is not there."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise TrainerError(
-            f"--device {config.device}: PyTorch sees no CUDA device; use --device cpu or auto, or install a CUDA build"
+            f"--device {config.device}: PyTorch finds no CUDA device; use --device cpu or auto, or install a CUDA build"
             " of PyTorch"
         )
     place = Place.of_this_process()
@@ -378,11 +397,11 @@ def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
     if not difference <= limit:
         raise TrainerError(
             f"vLLM's log-probabilities differ from the trainer's by {difference:.3g} nats (root mean square) right"
-            f" after a sync (--parity-tolerance {limit}): it serves another model, or in a precision for which the"
-            " tolerance must be raised"
+            f" after a sync (--parity-tolerance {limit}): it serves another model, or at a precision that needs a "
+            "higher tolerance"
         )
     log.info(
-        "Parity: vLLM's log-probabilities are the trainer's but for %.2g nats, root mean square (limit %g)",
+        "Parity: vLLM's and the trainer's log-probabilities differ by %.2g nats, root mean square (limit %g)",
         difference,
         limit,
     )

@@ -1,10 +1,10 @@
-"""AdamW whose moments lie in host memory (--offload moments), and come to the device tensor by tensor.
+"""AdamW with its moments in host memory (--offload moments); they move to the device tensor by tensor.
 
     host (pinned)  exp_avg, exp_avg_sq ──▶ device ──fused step──▶ new values ──▶ host
                                            of one tensor at a time
 
-Elementwise, AdamW gives each tensor the same bits whether it is stepped alone or with all others. So a run with
---offload moments computes what one without computes.
+AdamW is elementwise: a tensor gets the same bits whether it is stepped alone or with all others. So --offload moments
+does not change what a run computes.
 """
 
 from typing import Any

@@ -1,5 +1,5 @@
-"""Which vLLM servers the trainer feeds: the ports of --vllm-host, the lines of a hosts file, or the last nodes of a
-SLURM job.
+"""The vLLM servers that the trainer sends weights to: ports of --vllm-host, lines of a hosts file, or the last nodes of
+a SLURM job.
 
     gpu01            # every port of --vllm-port
     gpu02:9005       # this one
@@ -29,7 +29,7 @@ class VllmServers(Config):
     vllm_ports: tuple[Port, ...] = Field(
         (9001,),
         validation_alias=AliasChoices("vllm_port", "vllm_ports"),
-        description="port of the vLLM server; several with commas are several servers, e.g. 9001,9002",
+        description="port of the vLLM server; for several servers a list with commas, e.g. 9001,9002",
     )
     vllm_api_key: SecretStr | None = Field(
         None, description="vLLM's --api-key", json_schema_extra={"env": "VLLM_API_KEY"}
@@ -38,12 +38,13 @@ class VllmServers(Config):
         0,
         ge=0,
         description=(
-            "machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 is --vllm-host alone"
+            "number of machines of --hosts-file (or last nodes of a SLURM job) that run vLLM servers; 0 means "
+            "--vllm-host alone"
         ),
         json_schema_extra={"env": "NUM_INFERENCE_NODES"},
     )
     hosts_file: Path | None = Field(
-        None, description="with NUM_INFERENCE_NODES: one host[:port] a line, # starts a comment"
+        None, description="for NUM_INFERENCE_NODES: one host[:port] per line; # starts a comment"
     )
     slurm_job_nodelist: str | None = Field(
         None, description="SLURM's nodes, used without --hosts-file", json_schema_extra={"env": "SLURM_JOB_NODELIST"}
@@ -59,18 +60,21 @@ class VllmServers(Config):
         if nodes == 0:
             if hosts_file is not None:
                 raise ValueError(
-                    f"--hosts-file {hosts_file} is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts"
+                    f"--hosts-file {hosts_file} is given, but NUM_INFERENCE_NODES is 0: set it to the number of hosts"
                     " in the file"
                 )
             return _distinct(((self.vllm_host, port) for port in ports), "--vllm-port")
         if hosts_file is not None:
             addresses = read_hosts_file(hosts_file, ports)
             if (found := len({name for name, _ in addresses})) != nodes:
-                raise ValueError(f"{hosts_file} names {found} host(s), NUM_INFERENCE_NODES is {nodes}: make them agree")
+                raise ValueError(
+                    f"{hosts_file} names {found} host(s), but NUM_INFERENCE_NODES is {nodes}: make them agree"
+                )
             return addresses
         if not self.slurm_job_nodelist:
             raise ValueError(
-                f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE, one host[:port] a line (or a SLURM job, whose"
+                f"NUM_INFERENCE_NODES={nodes} needs --hosts-file FILE with one host[:port] per line (or a SLURM job, "
+                "whose"
                 f" last {nodes} nodes count)"
             )
         names = list(expand_nodelist(self.slurm_job_nodelist))
@@ -96,7 +100,7 @@ class VllmServers(Config):
 def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
     """One address a line; a host without a port stands for all of `ports`. Raises ValueError naming file and line."""
     with reading(
-        f"--hosts-file {path} cannot be read", ValueError, remedy="give a text file with one host[:port] a line"
+        f"--hosts-file {path} cannot be read", ValueError, remedy="give a text file with one host[:port] per line"
     ):
         lines = path.read_text().splitlines()
     addresses: list[Address] = []
@@ -111,7 +115,7 @@ def read_hosts_file(path: Path, ports: Sequence[int]) -> list[Address]:
         elif entry:
             raise ValueError(f"{path}:{number}: {entry!r} is not host[:port]; write e.g. gpu01 or 10.0.0.7:9001")
     if not addresses:
-        raise ValueError(f"--hosts-file {path} names no host: write one host[:port] a line")
+        raise ValueError(f"--hosts-file {path} contains no host: write one host[:port] per line")
     return _distinct(addresses, str(path))
 
 
@@ -119,6 +123,6 @@ def _distinct(addresses: Iterable[Address], where: str) -> list[Address]:
     found: list[Address] = []
     for host, port in addresses:
         if (host, port) in found:
-            raise ValueError(f"{where} names {host}:{port} twice: every server once")
+            raise ValueError(f"{where} names {host}:{port} twice: list each server once")
         found.append((host, port))
     return found

@@ -3,14 +3,16 @@
     a batch's sequences ──deal──▶ this rank's micro-batches ──▶ gradients, summed over ranks ──clip──▶ update
 
 Every rank holds a Learner, over its own shards of the weights. Methods marked `collective` run on all of them when rank
-0 calls them (parallel.py). With one rank in float32 the model is whole, and nothing of FSDP2 takes part.
+0 calls them (parallel.py). With one rank in float32 the model is not sharded and FSDP2 is not used.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from atroposlib.wire.folders import SHARDS
@@ -21,7 +23,7 @@ from example_trainer.exactness import Comparison
 from example_trainer.memory import available_memory, settled_config
 from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
-from example_trainer.packing import MicroBatch, micro_batches, with_old_logprobs
+from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
 from example_trainer.policy import token_logprobs
 from example_trainer.rank_processes import Place
@@ -120,6 +122,15 @@ class Learner:
         self.comparison = comparison.of_all(self.ranks)
         return measured
 
+    def by_sequence(self, sequences: list[Sequence], comparison: Comparison) -> list[NDArray[np.float32]]:
+        """What the comparison of these sequences has for each of them: the trainer's log-probabilities of its trained
+        tokens.
+        """
+        if not sequences:
+            return []
+        _, _, column = comparison.columns()
+        return of_sequences(sequences, column.numpy(), self._config.micro_batch_tokens, self.ranks.size)
+
     @collective
     def clip(self) -> float:
         """Scale the gradients to at most --max-grad-norm; their L2 norm before, over all ranks."""
@@ -151,7 +162,7 @@ class Learner:
 
     @collective
     def saved(self) -> list[Written]:
-        """What became of each rank's part so far."""
+        """The state of each rank's part so far."""
         line = msgspec.json.encode(self._writer.written) + b"\n"
         lines = self.ranks.rows(torch.frombuffer(bytearray(line), dtype=torch.uint8))
         return msgspec.json.Decoder(Written).decode_lines(lines.numpy().tobytes())
@@ -211,7 +222,7 @@ class Learner:
         return micro_batches(sequences, self._config.micro_batch_tokens, self._device, self.ranks.rank, self.ranks.size)
 
     def _before_pass(self, is_last: bool) -> None:
-        """Tell FSDP2 what becomes of gathered weights and gradients after this micro-batch."""
+        """Tell FSDP2 what happens to gathered weights and gradients after this micro-batch."""
         config = self._config
         for module in fsdp_modules(self._policy):
             module.set_is_last_backward(is_last or config.sync_gradients == "each")  # frees what sums

@@ -1,5 +1,5 @@
-"""The plan of memory_plan.py against what this machine has, before anything is loaded; and one line when memory runs
-out all the same. Importing this module loads no torch.
+"""Compares the plan of memory_plan.py with this machine before anything is loaded, and reports in one line when memory
+still runs out. Importing this module loads no torch.
 """
 
 import os
@@ -68,7 +68,7 @@ def settled_config(config: TrainerConfig, device: "torch.device", ranks: Ranks, 
     if config.offload == "auto" and chosen.on_gpu and chosen.offload != "none":
         passed = [training.having(offload=offload) for offload in offloads(config, True)]
         log.info(
-            "--offload %s: without, a rank takes %s of the %s that its GPU has free",
+            "--offload %s: without it, a rank needs %s, and its GPU has %s free",
             chosen.offload,
             amount(passed[0].need),
             amount(room.device),
@@ -88,7 +88,7 @@ def plan_of_run(config: TrainerConfig) -> list[str]:
     """What --dry-run prints: the table of a rank on this machine, without loading torch, and why it does not fit."""
     size = model_size(config.model_name)
     if size is None:
-        return [f"Memory: not known, as neither config.json nor the name of {config.model_name} tells its size"]
+        return [f"Memory: unknown, because neither config.json nor the name of {config.model_name} gives its size"]
     gpus = [] if config.device == "cpu" else visible_gpus(os.environ)
     ranks = Place.of_this_process().size if "WORLD_SIZE" in os.environ else ranks_to_start(config) or 1
     host = available_memory() // ranks
@@ -157,8 +157,8 @@ def one_line_when_out_of_memory(config: TrainerConfig) -> Iterator[None]:
             f"lower --micro-batch-tokens ({config.micro_batch_tokens}), --logits-chunk-mb ({config.logits_chunk_mb}) or"
             f" --seq-len ({config.seq_len})",
             "" if config.gradient_checkpointing else "add --gradient-checkpointing",
-            "" if config.offload == "all" or config.bridge.same_devices else "take a larger --offload or --fsdp-size",
-            "leave out --kl-coef" if config.kl_coef > 0 else "",
+            "" if config.offload == "all" or config.bridge.same_devices else "use a larger --offload or --fsdp-size",
+            "drop --kl-coef" if config.kl_coef > 0 else "",
         ]
         raise TrainerError(
             f"out of memory: {reason(error).rstrip('.')}; {', or '.join(filter(None, flags))}"
@@ -169,9 +169,9 @@ def _beside_vllm(config: TrainerConfig) -> str:
     stochastic = isinstance(config.bridge, SingleCopy) and config.bridge.bf16_update == "stochastic"
     ways = [
         "give vLLM less KV cache (--gpu-memory-utilization, VLLM_CPU_KVCACHE_SPACE)",
-        "" if config.optimizer == "adafactor" else "take --optimizer adafactor",
+        "" if config.optimizer == "adafactor" else "use --optimizer adafactor",
         "" if stochastic else "--bf16-update stochastic with a bfloat16 server",
-        "leave out --kl-coef (no reference model)" if config.kl_coef > 0 else "",
-        "take a smaller model",
+        "drop --kl-coef (no reference model)" if config.kl_coef > 0 else "",
+        "use a smaller model",
     ]
     return " or ".join(filter(None, ways))

@@ -1,4 +1,4 @@
-"""What a run takes in memory, by arithmetic from the model's shapes, before anything is loaded.
+"""The memory that a run needs, computed from the model's shapes before anything is loaded.
 
 The trainer checks it before it loads, the launchers lay out GPUs by it, and `--dry-run` and the doctor print it. This
 module loads no torch.
@@ -10,7 +10,7 @@ A rank of FSDP2 keeps its rows of weights, gradients and moments in float32. On 
 
     forward     root group (embedding, norm, head) in float32, gradient of the head, activations, a chunk of logits
     backward    the same, activations, and of the layers: this one gathered, the next one gathered, this one's gradient,
-                and a float32 buffer in which the one before is summed over ranks
+                and a float32 buffer in which the previous one is summed over ranks
     summing     the root group three times in float32: gathered, its gradient, the buffer in which it is summed
     handing     two buckets of weights: one that is sent, and the next, which is gathered
 
@@ -185,7 +185,7 @@ class Training:
 
     @property
     def kept_of_layer(self) -> int:
-        """What is left of it by --gradient-checkpointing: its input."""
+        """How much of it remains by --gradient-checkpointing: its input."""
         return self.width * self.size.hidden * self.config.micro_batch_tokens
 
     @property
@@ -366,12 +366,12 @@ def _less_activations(config: TrainerConfig) -> Iterator[tuple[str, dict[str, ob
 
 
 def refusal(training: Training, room: Room, where: str) -> str:
-    """Why it does not fit on `where`, with the figures and the flags that help."""
+    """Why it does not fit on `where`, with the numbers and the flags that help."""
     return f"{shortage(training, room, where)}: {advice(training, room)}"
 
 
 def shortage(training: Training, room: Room, where: str) -> str:
-    """The figures of what does not fit on `where`."""
+    """The numbers of what does not fit on `where`."""
     states = [item for place in training.states.values() for item in place]
     needed = f"{amount(training.need)} on {where}"
     free = f"{amount(room.device)} are free"
@@ -389,7 +389,7 @@ def shortage(training: Training, room: Room, where: str) -> str:
 def advice(training: Training, room: Room) -> str:
     """The flags that help."""
     ways = remedies(training, room)
-    return f"give {' or '.join(ways)}, or take a smaller model" if ways else "take a smaller model, or larger devices"
+    return f"give {' or '.join(ways)}, or use a smaller model" if ways else "use a smaller model, or larger devices"
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Metrics of a run behind one small interface: metrics.jsonl always, TensorBoard and Weights & Biases on request.
 
-metrics.jsonl holds one JSON object a step, written whole and flushed at the end of the step. Every row has the keys
+metrics.jsonl has one JSON object per step, written whole and flushed at the end of the step. Every row has the keys
 of ROW_KEYS, null where a value was not measured at that step, and may have more.
 """
 
@@ -11,19 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
-from atroposlib.envs.errors import RecordError
-from atroposlib.envs.records import append_line
 from atroposlib.errors import loading, reading
 from atroposlib.extras import install
-from atroposlib.files import expect_regular, open_regular, write_whole
-from atroposlib.logs import get_logger
 from example_trainer.batching import Batch
 from example_trainer.bridges.base import SyncReport
 from example_trainer.config import TrainerConfig
 from example_trainer.errors import TrainerError
 from example_trainer.samples import Sample
+from example_trainer.step_file import StepFile
 
 ROW_KEYS = (
     "step",
@@ -59,8 +54,6 @@ ROW_KEYS = (
     "ratio_tokens_different",
 )
 Row = Mapping[str, float | int | None]
-
-log = get_logger(__name__)
 
 
 def step_row(batch: Batch, measured: Row, sync: SyncReport, **run: float | int | None) -> Row:
@@ -109,59 +102,19 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
     return " | ".join(part for part in parts if part is not None)
 
 
-class StepOfRow(msgspec.Struct):
-    """What is read of a row."""
-
-    step: int
-
-
-class JsonlSink:
-    """metrics.jsonl. A fresh run moves an earlier run's file aside; a resumed one drops rows of steps it will do
-    again.
-    """
+class JsonlSink(StepFile):
+    """metrics.jsonl. Each row has the `time` at which it was written."""
 
     def __init__(self, path: Path, first_step: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if expect_regular(path).exists() and first_step == 1:
-            written = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
-            earlier = path.rename(path.with_name(f"{path.stem}.{written}{path.suffix}"))
-            log.info("Moved the metrics of an earlier run to %s", earlier)
-        elif path.exists():
-            write_whole(path, _rows_before(path, first_step))
-        self._file = open_regular(path, "ab", buffering=0)
+        super().__init__(path, first_step, "metrics", "--metrics-path")
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Left to the environments, whose samples.jsonl has them all."""
 
     def write(self, row: Row) -> None:
         """One line, whole or not at all. Raises TrainerError when the disk takes no more."""
-        try:
-            append_line(
-                self._file, {key: row.get(key) for key in (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))}
-            )
-        except RecordError as error:
-            raise TrainerError(f"metrics of step {row['step']}: {error} (--log-dir, --metrics-path)") from error
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _rows_before(path: Path, first_step: int) -> bytes:
-    """The lines of steps before `first_step`, without a last line that was cut. Raises TrainerError for other files."""
-    kept = []
-    *lines, last = path.read_bytes().split(b"\n")
-    if last.endswith(b"}"):
-        lines.append(last)
-    for number, line in enumerate(lines, start=1):
-        with reading(
-            f"{path}:{number} is no row of metrics (an object with a step)",
-            TrainerError,
-            remedy="move the file away, or give another --metrics-path",
-        ):
-            if line and msgspec.json.decode(line, type=StepOfRow).step < first_step:
-                kept.append(line + b"\n")
-    return b"".join(kept)
+        keys = (*ROW_KEYS, *(key for key in row if key not in ROW_KEYS))
+        self.append(int(row["step"] or 0), {**{key: row.get(key) for key in keys}, "time": time.time()})
 
 
 class Sink(Protocol):
@@ -201,7 +154,7 @@ def _cell(text: str) -> str:
 
 
 class WandbSink:
-    """Weights & Biases, under the project and group that the environments are told too: one log entry a step,
+    """Weights & Biases, under the project and group that the environments are told too: one log entry per step,
     `train/<key>`, and tables of samples.
     """
 
@@ -230,15 +183,30 @@ class WandbSink:
 
 def open_metrics(config: TrainerConfig, first_step: int, resources: ExitStack) -> list[Sink]:
     """The sinks that the configuration asks for; `resources` closes them. Raises TrainerError for a package that is not
-    installed, or a folder not to be written.
+    installed, or a directory not to be written.
     """
     with reading(f"cannot keep metrics in {config.metrics_file}", TrainerError, remedy="set --log-dir, or free space"):
         config.log_dir.mkdir(parents=True, exist_ok=True)
         jsonl = JsonlSink(config.metrics_file, first_step)
     resources.callback(jsonl.close)
     sinks: list[Sink] = [jsonl]
+    if config.metrics_port:
+        from example_trainer.prometheus import PrometheusSink  # loads an HTTP server
+
+        sinks.append(PrometheusSink(config.metrics_port, resources))
     if config.tensorboard:
         sinks.append(TensorBoardSink(config.log_dir / "tensorboard", resources))
     if config.use_wandb:
         sinks.append(WandbSink(config, resources))
     return sinks
+
+
+def open_trained(config: TrainerConfig, first_step: int, resources: ExitStack) -> StepFile | None:
+    """trained.jsonl, unless the configuration has it off. Raises TrainerError for a directory not to be written."""
+    if not config.save_trained:
+        return None
+    path = config.trained_file
+    with reading(f"cannot write {path}", TrainerError, remedy="set --trained-path, or free space"):
+        found = StepFile(path, first_step, "trained groups", "--trained-path")
+    resources.callback(found.close)
+    return found

@@ -26,7 +26,7 @@ class ModelError(TrainerError):
 
 
 def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
-    """The model `name` (hub id or local folder) in float32 on `device`, in training mode without dropout."""
+    """The model `name` (hub id or local directory) in float32 on `device`, in training mode without dropout."""
     with reading_model(name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=PACKED_SDPA)
     nn.Module.to(model, device)
@@ -36,7 +36,7 @@ def load_model(name: str, device: torch.device, *, gradient_checkpointing: bool 
 
 
 def meta_model(name: str) -> PreTrainedModel:
-    """The architecture of `name` (hub id or local folder) without any weights: it reads config.json alone."""
+    """The architecture of `name` (hub id or local directory) without any weights: it reads config.json alone."""
     with reading_model(name), torch.device("meta"):
         return cast(
             PreTrainedModel,
@@ -48,12 +48,15 @@ def meta_model(name: str) -> PreTrainedModel:
 
 def reading_model(name: str) -> AbstractContextManager[None]:
     """Turns what transformers raises for a model that is not there into one line."""
-    kind = "folder" if Path(name).is_dir() else "model id (there is no folder of that name here)"
+    kind = "directory" if Path(name).is_dir() else "model id (there is no directory of that name here)"
     return reading(
         f"cannot load --model-name {name!r}, a {kind}",
         ModelError,
-        remedy="give a Hugging Face model id that this machine can download or has cached, or a folder with config.json"
-        " and safetensors weights",
+        remedy=(
+            "give a Hugging Face model id that this machine has cached or can download, or a directory with "
+            "config.json "
+            "and safetensors weights"
+        ),
         also=(SafetensorError,),
     )
 
@@ -65,8 +68,8 @@ def expect_dense(model: PreTrainedModel) -> None:
         found = "experts" if "Experts" in kind or "SparseMoe" in kind else "images" if "Vision" in kind else None
         if found:
             raise ModelError(
-                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): take a dense text"
-                " model, such as Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload"
+                f"{type(model).__name__} is a model with {found} ({name} is a {kind}): use a dense text model, such "
+                "as Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload"
                 " none"
             )
 

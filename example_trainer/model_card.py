@@ -1,4 +1,4 @@
-"""The README.md of a trained model: what it was trained from, how, and what came of it. Hubs show it as its page."""
+"""The README.md of a trained model: what it was trained from, how, and with which results. Hubs show it as its page."""
 
 from collections.abc import Sequence
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""The size of a model without loading it: of its config.json, of a table, or of its name. Loads no torch."""
+"""The size of a model without loading it: from its config.json, from a table, or from its name. Loads no torch."""
 
 import json
 import math
@@ -92,7 +92,7 @@ class ModelSize:
 
 
 def model_size(model: str) -> ModelSize | None:
-    """The size of a local folder's model, of a hub's whose config.json is on this machine or in the table; else by its
+    """The size of a model, from its config.json where that is on this machine or in the table; else by its
     name. None where even that does not tell.
     """
     config = read_config(model)
@@ -147,7 +147,7 @@ def read_config(model: str) -> dict[str, Any] | None:
 
 
 def config_file(model: str) -> Path | None:
-    """That of a local folder, or what the hub's cache holds of a repository."""
+    """That of a local directory, or what the hub's cache holds of a repository."""
     path = Path(model).expanduser() / "config.json"
     if path.is_file():
         return path

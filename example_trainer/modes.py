@@ -1,6 +1,6 @@
 """The weight bridge modes: one class per mode, with its settings, its flags, and what it needs.
 
-`TrainerConfig.bridge` is one of these classes, told apart by `kind`. The guide's flags are a translation onto it:
+`TrainerConfig.bridge` is one of these classes, selected by `kind`. The guide's flags are translated to it:
 
     --weight-bridge-mode shared_vllm --use-shared-memory --bridge-bucket-mb 8     what people type
     bridge: {kind: broadcast, bucket_mb: 8}                                       what it resolves to
@@ -81,7 +81,7 @@ class Broadcast(_Session):
         "auto",
         validation_alias="bridge_backend",
         description=(
-            "what carries the weights; auto is nccl for a trainer on a GPU; gloo where trainer and vLLM share one GPU"
+            "transport of the weights; auto is nccl for a trainer on a GPU. Use gloo if trainer and vLLM share one GPU"
         ),
     )
     bucket_mb: int | Literal["auto"] = Field(
@@ -93,7 +93,7 @@ class Broadcast(_Session):
         "localhost",
         min_length=1,
         validation_alias="master_addr",
-        description="address at which the trainer meets vLLM's workers",
+        description="address at which vLLM's workers reach the trainer",
         json_schema_extra={"env": "MASTER_ADDR"},
     )
     master_port: int = Field(
@@ -101,7 +101,7 @@ class Broadcast(_Session):
         ge=0,
         le=65535,
         validation_alias="master_port",
-        description="its port; 0 takes a free one",
+        description="port of --master-addr; 0 takes a free one",
         json_schema_extra={"env": "MASTER_PORT"},
     )
 
@@ -137,8 +137,8 @@ class SingleCopy(_Session):
         "master",
         validation_alias="bf16_update",
         description=(
-            "how bfloat16 weights that are shared with vLLM take updates smaller than their precision: through a"
-            " float32 copy in the trainer, or by stochastic rounding without one"
+            "how bfloat16 weights shared with vLLM receive updates below their precision: through a float32 copy in "
+            "the trainer (master), or by stochastic rounding without a copy"
         ),
     )
 
@@ -221,7 +221,7 @@ class Restarting(Mode):
         "",
         validation_alias="vllm_flags",
         description=(
-            "more flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096 --enforce-eager'"
+            "additional flags for the vLLM server that the trainer starts, e.g. '--max-model-len 4096 --enforce-eager'"
         ),
     )
     vllm_gpu: str | None = Field(
@@ -269,7 +269,7 @@ def choose(values: Mapping[str, Any]) -> dict[str, Any]:
     switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if name in values]
     if len(switches) == len(SWITCHES):
         raise ValueError(
-            "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) exclude each other; pick one"
+            "--use-shared-memory (two copies, broadcast) and --single-copy (one copy) cannot be combined; pick one"
         )
     name = str(values.get("kind", "none"))
     kinds = {mode.typed: kind for kind, mode in MODES.items()} | {kind: kind for kind in MODES}
@@ -288,7 +288,7 @@ def choose(values: Mapping[str, Any]) -> dict[str, Any]:
             flag = "--" + str(owners[name][0].model_fields[name].validation_alias).replace("_", "-")
             modes = " and ".join(owner.shown() for owner in owners[name])
             errors.append(
-                f"{flag} belongs to {modes}, and the mode is {mode.shown()}: drop {flag}, or choose such a mode"
+                f"{flag} belongs to {modes}, but the mode is {mode.shown()}: drop {flag}, or choose such a mode"
             )
     if errors:
         raise ValueError("; ".join(errors))

@@ -95,7 +95,7 @@ def expect_finite(grad_norm: float) -> None:
     """Raise BadBatch for a gradient that cannot be stepped on."""
     if not math.isfinite(grad_norm):
         raise BadBatch(
-            f"the gradient norm is {grad_norm}; the weights were left as they are. The sampler's log-probabilities"
+            f"the gradient norm is {grad_norm}; the weights were not changed. The sampler's log-probabilities"
             " are probably not this model's: check that vLLM serves the same model and that logprob_diff_max of"
             " earlier steps is small"
         )

@@ -4,7 +4,7 @@
     trained        c d      f g       rows            1 2     3 4    positions that predict a trained token
                                       targets         c d     f g
 
-Tokens behind the last trained one cannot influence the loss and are not fed either.
+Tokens after the last trained one cannot influence the loss and are not fed either.
 """
 
 from collections.abc import Iterable
@@ -135,18 +135,27 @@ def micro_batches(
 def with_old_logprobs(
     sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1
 ) -> list[Sequence]:
-    """The sequences with their part of `column`: a value for each trained token, in the order in which the ranks'
-    micro-batches have them.
+    """The sequences with their part of `column`."""
+    found = []
+    for sequence, values in zip(sequences, of_sequences(sequences, column, budget, ranks), strict=True):
+        old = np.full(len(sequence.tokens), np.nan, np.float32)
+        old[sequence.trained] = values
+        found.append(replace(sequence, old_logprobs=old))
+    return found
+
+
+def of_sequences(
+    sequences: list[Sequence], column: NDArray[np.float32], budget: int, ranks: int = 1
+) -> list[NDArray[np.float32]]:
+    """The part of `column` of each sequence, [its trained tokens]. The column has a value for each trained token, in
+    the order in which the ranks' micro-batches have them.
     """
     lengths = [fed_length(sequence) for sequence in sequences]
     order = [index for share in deal(lengths, ranks, budget) for members in share for index in members]
-    found, start = list(sequences), 0
+    found, start = [column[:0]] * len(sequences), 0
     for index in order:
-        sequence = sequences[index]
-        old = np.full(len(sequence.tokens), np.nan, np.float32)
-        old[sequence.trained] = column[start : start + sequence.trained_tokens]
-        found[index] = replace(sequence, old_logprobs=old)
-        start += sequence.trained_tokens
+        found[index] = column[start : start + sequences[index].trained_tokens]
+        start += sequences[index].trained_tokens
     return found
 
 

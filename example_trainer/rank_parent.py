@@ -3,8 +3,8 @@
     grpo.py --trainer-ranks 2 ──┬─▶ rank 0   its exit status is the run's
                                 └─▶ rank 1   ends with rank 0, and with this process
 
-This process computes nothing. It speaks for ranks that cannot: one that was killed or stopped becomes a line on stderr.
-All are members of its process group, so whoever ends a group misses none. Importing this module loads no torch.
+This process computes nothing. It reports ranks that were killed or stopped, in one line on stderr. All ranks are in its
+process group, so a signal to the group reaches all of them. Importing this module loads no torch.
 """
 
 import os
@@ -129,7 +129,7 @@ class _Parent:
         return 1
 
     def _loss(self) -> str | None:
-        """Why the run cannot go on, if a rank has ended or is stopped for too long: a line, empty where the rank has
+        """Why the run cannot continue, if a rank has ended or is stopped for too long: a line, empty where the rank has
         printed one.
         """
         for rank in self.ranks:
@@ -152,7 +152,7 @@ class _Parent:
         for rank in self.ranks:
             if rank.stopped_at is not None or rank.end is None:
                 return self._silent(rank)
-        return f"the {len(self.ranks)} trainer ranks have lost each other; their log says where"
+        return f"the {len(self.ranks)} trainer ranks have lost contact with each other; see their log"
 
     def _killed(self, rank: _Rank) -> str:
         assert rank.end is not None

@@ -3,8 +3,8 @@
     grpo.py --trainer-ranks 2   starts its ranks itself (rank_parent.py)
     torchrun ... grpo.py        starts them on one machine or several
 
-Rank 0 holds what must be closed, such as the session with vLLM: Ctrl-C and TERM end it in order. The others hold
-nothing, and signals end them at once, wherever they are. Importing this module loads no torch.
+Rank 0 has resources that must be closed, such as the session with vLLM: Ctrl-C and TERM end it in order. The others
+have none, and signals end them at once. Importing this module loads no torch.
 """
 
 import ctypes
@@ -73,8 +73,8 @@ class Place:
         for name, default in (("RANK", ""), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")):
             if not (text := os.environ.get(name, default)).isdecimal():
                 raise TrainerError(
-                    f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} and {name} is {text or 'not set'}: start the"
-                    " trainer's ranks by torchrun, which sets both, or unset WORLD_SIZE"
+                    f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} but {name} is {text or 'not set'}: start the "
+                    "trainer's ranks with torchrun, which sets both, or unset WORLD_SIZE"
                 )
             found.append(int(text))
         return Place(*found)
@@ -103,7 +103,7 @@ def own_environment(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for a child that is no trainer rank, such as a vLLM server: without what makes a process one."""
+    """`environ` for a child that is not a trainer rank, such as a vLLM server: without what makes a process one."""
     dropped = {VARIABLE, CHOSEN, *([INTERFACE] if CHOSEN in environ else [])}
     if of_torchrun(environ):
         dropped |= {*RANK_VARIABLES, *(name for name in environ if name.startswith("TORCHELASTIC_"))}
@@ -138,17 +138,17 @@ def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
     shard = config.fsdp_size or size
     if size > 1 and not config.bridge.several_ranks:
         raise TrainerError(
-            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory, by one process, and this trainer"
+            f"--weight-bridge-mode {config.bridge.typed} trains in vLLM's own memory from one process, but this trainer"
             f" has {size} ranks: give --trainer-ranks 1, or choose another mode"
         )
     if size > 1 and config.batch_invariant:
         raise TrainerError(
-            f"--batch-invariant trains on one device, and this trainer has {size} ranks: give --trainer-ranks 1, or"
+            f"--batch-invariant trains on one device, but this trainer has {size} ranks: give --trainer-ranks 1, or"
             " drop the flag"
         )
     if size > 1 and config.device.startswith("cuda:"):
         raise TrainerError(
-            f"--device {config.device} is one GPU, and this trainer has {size} ranks, each on a GPU of its own: give"
+            f"--device {config.device} is one GPU, but this trainer has {size} ranks, each on a GPU of its own: give"
             " --device cuda, and choose the GPUs by CUDA_VISIBLE_DEVICES"
         )
     if sharded and config.optimizer != "adamw":
@@ -165,7 +165,7 @@ def check_ranks(config: TrainerConfig, size: int, sharded: bool = True) -> None:
 def too_few_gpus(ranks: int, gpus: int) -> TrainerError:
     """The error of more ranks on this machine than it has GPUs."""
     return TrainerError(
-        f"{ranks} trainer ranks on this machine, and {gpus} visible {'GPU' if gpus == 1 else 'GPUs'}: give as many"
+        f"{ranks} trainer ranks on this machine, but {gpus} visible {'GPU' if gpus == 1 else 'GPUs'}: give as many"
         " ranks as GPUs (--trainer-ranks), or more GPUs (CUDA_VISIBLE_DEVICES)"
     )
 

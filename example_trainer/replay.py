@@ -23,14 +23,14 @@ from example_trainer.policy import Policy, token_logprobs
 
 
 class ReplayConfig(Config):
-    """What to replay."""
+    """Repeat the comparison of a step that `--bit-exact strict` stopped at."""
 
     file: Path = Field(description="batch.pt that a strict run kept")
     threads: int = Field(0, ge=0, le=1024, description="CPU threads; 0 leaves PyTorch's choice")
 
 
 def replay(file: Path) -> Comparison:
-    """The comparison of the kept step, computed anew."""
+    """The comparison of the kept step, computed again."""
     state: dict[str, Any] = torch.load(file, weights_only=True)
     device = torch.device(state["device"])
     model = load_model(str(file.parent / "model"), device)

@@ -1,4 +1,4 @@
-"""Sampled answers as text, for people to look at."""
+"""Sampled answers as text, for people to read."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from atroposlib.groups import rollouts_of
 from atroposlib.wire.batching import NOT_TRAINED, ScoredData
 
-NEXT_SEQUENCE = "\n\n[the same rollout goes on with another prompt]\n\n"
+NEXT_SEQUENCE = "\n\n[the same rollout continues with another prompt]\n\n"
 
 
 @dataclass(frozen=True)

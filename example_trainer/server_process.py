@@ -1,5 +1,5 @@
-"""A child process with a process group of its own, ended with all of its descendants. The restart bridge keeps its
-vLLM server in one.
+"""A child process in its own process group, ended with all of its descendants. The restart bridge runs its vLLM server
+in one.
 
     trainer ──▶ this file as a script: asks the kernel to be killed when the trainer dies
             ──exec──▶ the command, same pid
@@ -7,7 +7,7 @@ vLLM server in one.
 Promises
 - Only the group that was started here is ever signalled. Its leader stays unreaped until the group is gone, so the
   kernel cannot give its number to another process meanwhile.
-- A trainer that is killed takes the leader along; vLLM's engine and workers follow their API process
+- When the trainer is killed, so is the leader; vLLM's engine and workers follow their API process
   (vllm_patching/plugin.py).
 - What only this group had mapped in /dev/shm is removed: by its own resource tracker, for which a leader that
   ignores TERM is killed before the rest, or by us.

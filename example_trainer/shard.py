@@ -1,4 +1,4 @@
-"""A model whose weights, gradients and moments are spread over the trainer's ranks, by FSDP2.
+"""A model whose weights, gradients and moments are sharded over the trainer's ranks by FSDP2.
 
     meta model ──fully_shard──▶ DTensors without storage ──to_empty──▶ each rank reads its own rows of the safetensors
 
@@ -36,7 +36,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if not isinstance(layers, nn.ModuleList):
         raise ModelError(
             f"{type(model).__name__} has no list of decoder layers, so it cannot be spread over several trainer ranks:"
-            " take a Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload none"
+            " use a Llama, Mistral, Qwen2 or Qwen3, or --trainer-ranks 1 --compute-dtype float32 --offload none"
         )
     return layers
 

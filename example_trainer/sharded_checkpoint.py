@@ -1,15 +1,15 @@
-"""The checkpoints of a run as its loop sees them: each is begun, and says when it is on the disk.
+"""The checkpoints of a run as its loop uses them: it begins one, and later learns that it is on the disk.
 
     save ──▶ whole: written here, at once (checkpoint.py)
-         ──▶ sharded: every rank copies its rows, training goes on ··▶ all ranks' files are flushed
+         ──▶ sharded: every rank copies its rows, training continues ··▶ all ranks' files are flushed
                                                                        ──▶ manifest ──rename──▶ `latest`
     step_4/   config.json, tokenizer files, README.md
               shards/rank_R.safetensors   rank R's rows of weights and moments, and its generators (weights/shards.py)
               trainer_state.pt            progress, and the optimizer's name, shapes and counts of steps
               policy.json, manifest.json
 
-A batch may be acknowledged once `saved_leases` has its lease, which is after `latest` names a checkpoint that contains
-it. Until then the step is only in memory, and the batching API would give its batch again.
+A batch may be acknowledged once `saved_leases` has its lease, that is, after `latest` names a checkpoint that contains
+its step. Until then the step is only in memory, and the batching API would deliver the batch again.
 """
 
 import shutil
@@ -67,7 +67,7 @@ class Saves:
         self._looked = 0.0
 
     def save(self, progress: Progress) -> None:
-        """Begin the checkpoint of this step, after the one before. Raises CheckpointError."""
+        """Begin the checkpoint of this step, after the previous one. Raises CheckpointError."""
         self.complete()
         learner, trained = self._learner, self._learner.trained
         target = self._config.save_path / f"{trained.form.step_prefix}{progress.step}"
@@ -96,7 +96,7 @@ class Saves:
         """Return when no checkpoint is being written. Raises CheckpointError."""
         if self.advance():
             return
-        log.info("Waiting until the checkpoint of the last save is on the disk")
+        log.info("Waiting for the previous checkpoint to be on the disk")
         start = time.monotonic()
         while not self.advance():
             self._pause(0.05)
@@ -113,7 +113,7 @@ class Saves:
                 log.warning("%s", failed)
         self._learner.close()
         if self._current is not None:
-            log.warning("Checkpoint %s was not complete, and is removed", self._current.target)
+            log.warning("Removed checkpoint %s, which was incomplete", self._current.target)
             self._drop(self._current)
 
     def _begin(self, progress: Progress, target: Path) -> None:
@@ -134,7 +134,7 @@ class Saves:
                 raise
         self._current = save
         log.info(
-            "Checkpoint %s, %.1f GB: training goes on after %.2f s",
+            "Checkpoint %s, %.1f GB: training continues after %.2f s",
             target.name,
             nbytes / 1e9,
             time.monotonic() - started,

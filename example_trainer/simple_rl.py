@@ -7,8 +7,8 @@ every step.
     problems ─▶ vLLM samples a group of answers each ─▶ rewards ─▶ advantages ─▶ loss ─▶ AdamW ─▶ weights back into vLLM
                      └── log-probabilities ──── equal to the trainer's, bit for bit? ────┘
 
-Synchronous and deterministic: the same command gives the same bytes in metrics.jsonl and model.safetensors. What is
-left out, on purpose: services, concurrency, resuming, more than one machine; all that is in example_trainer/grpo.py.
+Synchronous and deterministic: the same command gives the same bytes in metrics.jsonl and model.safetensors.
+Deliberately missing: services, concurrency, resuming, more than one machine. example_trainer/grpo.py has all of these.
 """
 
 import example_trainer.openmp  # noqa: F401  isort: skip  before torch
@@ -38,26 +38,26 @@ KERNEL_CACHE_BLOCK = 32
 
 
 class SimpleConfig(Config):
-    """What a run can be told."""
+    """Train with GRPO in one process: model, sampling and training beside vLLM's engine."""
 
     model: str | None = Field(
-        None, description="Hugging Face id or folder of a Llama, Qwen2 or Qwen3; default the quickstart's model"
+        None, description="Hugging Face id or directory of a Llama, Qwen2 or Qwen3; default the quickstart's model"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "float32", description="what both compute in; the weights are stepped in float32"
+        "float32", description="dtype in which trainer and vLLM compute; the optimizer steps float32 weights"
     )
-    steps: int = Field(15, ge=1, description="updates")
-    prompts: int = Field(8, ge=1, description="problems a step")
-    group_size: int = Field(8, ge=2, description="answers a problem")
-    max_new_tokens: int = Field(24, ge=1, description="tokens of an answer")
-    temperature: float = Field(1.0, gt=0, description="of sampling")
+    steps: int = Field(15, ge=1, description="training steps")
+    prompts: int = Field(8, ge=1, description="problems per step")
+    group_size: int = Field(8, ge=2, description="answers per problem")
+    max_new_tokens: int = Field(24, ge=1, description="longest answer, in tokens")
+    temperature: float = Field(1.0, gt=0, description="temperature of sampling")
     lr: float = Field(2e-5, gt=0, description="AdamW's learning rate")
-    clip_eps: float = Field(0.2, gt=0, lt=1, description="probability ratios are clipped to 1 ± this")
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the start model, of which a copy is then kept")
+    clip_eps: float = Field(0.2, gt=0, lt=1, description="probability ratios are clipped to 1 ± this value")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL to the start model; above 0 keeps a copy of it")
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
-    seed: int = Field(0, ge=0, description="of problems and sampling")
+    seed: int = Field(0, ge=0, description="seed of problems and sampling")
     out: Path = Field(
-        Path("runs/simple_rl"), description="folder of TensorBoard files, metrics.jsonl and the trained model"
+        Path("runs/simple_rl"), description="directory of TensorBoard files, metrics.jsonl and the trained model"
     )
 
 
@@ -161,7 +161,7 @@ def token_loss(logprobs: Tensor, sampler: Tensor, advantages: Tensor, clip_eps: 
 def accumulate(
     model: PreTrainedModel, reference: PreTrainedModel | None, groups: list[list[Rollout]], config: SimpleConfig
 ) -> tuple[dict[str, float], Tensor, Tensor]:
-    """Add the gradient of the mean token loss; the step's figures, and the trainer's and the sampler's
+    """Add the gradient of the mean token loss; the step's metrics, and the trainer's and the sampler's
     log-probabilities of all tokens.
     """
     total = sum(len(rollout.answer) for group in groups for rollout in group)
@@ -221,7 +221,7 @@ def weight_deltas(model: PreTrainedModel, before: dict[str, Tensor]) -> dict[str
 
 
 def train(config: SimpleConfig) -> Path:
-    """Run it all; the folder of the trained model. Raises TrainerError at the first token that differs."""
+    """Run it all; the directory of the trained model. Raises TrainerError at the first token that differs."""
     from torch.utils.tensorboard import SummaryWriter
 
     from example_trainer.exact_model import make_exact

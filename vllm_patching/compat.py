@@ -81,14 +81,14 @@ def end_engine_with_its_threads() -> None:
             try:
                 run(self, *arguments, **named)
             except Exception:  # whatever ended the thread: the engine acts on it, by ending in its own orderly way
-                init_logger("vllm.atropos_bridge").exception("The engine ends: %s died", run.__name__)
+                init_logger("vllm.atropos_bridge").exception("The engine ends because %s died", run.__name__)
                 self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
         setattr(EngineCoreProc, name, watched)
 
 
 def zero_new_kv_blocks() -> None:
-    """Let the engine zero each block of its KV cache before it is used anew, as vLLM does for models with several
+    """Let the engine zero each block of its KV cache before it is used again, as vLLM does for models with several
     kinds of cache.
 
     vLLM-CPU's attention multiplies whole blocks: a place behind a sequence's end has the weight 0, but 0 * NaN is
@@ -475,6 +475,12 @@ def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
     return args
+
+
+def enable_token_route(args: Any) -> None:
+    """Let vLLM answer under its own /inference/v1/generate, which asks for a flag since 0.30 or so."""
+    if hasattr(args, "enable_scale_out"):
+        args.enable_scale_out = True
 
 
 def serve(args: Any) -> None:

@@ -1,8 +1,8 @@
 """Our routes and guards inside vLLM's own OpenAI server, mounted through its endpoint-plugin hook.
 
 The routes are in http/routes.py. While the weights must not be served, http/gate.py answers 503 for all routes that
-generate; while the engine does not answer, http/engine_watch.py does for /health and the bridge too. All routes,
-vLLM's own too, answer only under the server's own names, and no web page.
+generate; while the engine does not answer, http/engine_watch.py does so for /health and the bridge too. All routes,
+including vLLM's own, answer only under the server's own names, and never to a web page.
 """
 
 from argparse import Namespace

@@ -33,8 +33,8 @@ log = compat.init_logger("vllm.atropos_bridge")
 
 
 def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
-    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made anew for new weights. A compiled
-    model would keep the first for ever, so that one gets torch's.
+    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made again for new weights. A compiled
+    model would keep the first forever, so that one gets torch's.
     """
     if enforce_eager and compat.has_onednn_linear():
         return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
@@ -151,13 +151,13 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     def _why_not_shared(self) -> str | None:
         if self._arena.live is None:
             return (
-                f"its {self._arena.nbytes / 1e6:.0f} MB of weights are not in one allocation, as too little GPU memory"
-                " was free when they were loaded: use a smaller model or a larger GPU"
+                f"its {self._arena.nbytes / 1e6:.0f} MB of weights are not in one allocation, because too little "
+                "GPU memory was free when they were loaded: use a smaller model or a larger GPU"
             )
         if isinstance(self._arena.live, SharedBuffer):
             return None
         if self.model_config.enable_sleep_mode:
-            return "--enable-sleep-mode moves weights away under the trainer's hands: start vLLM without it"
+            return "--enable-sleep-mode moves the weights while the trainer uses them: start vLLM without it"
         return cuda_ipc.refusal(self._arena.live.tensor)
 
     def _memory(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         return {"fd": live.fd} if isinstance(live, SharedBuffer) else {"ipc": cuda_ipc.export(live.tensor)}
 
     def _write_config(self) -> Path:
-        """Write `vllm_bridge_config.json` in the ancestor's keys, one file a rank, whole or not at all.
+        """Write `vllm_bridge_config.json` in the ancestor's keys, one file per rank, whole or not at all.
 
         Where the live arena can be shared, it says where that is: a descriptor of this process (it changes with each
         broadcast), or a CUDA IPC handle.
@@ -231,6 +231,6 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
             if sizes is not None and sizes != (inputs, outputs):
                 raise ValueError(
                     f"{layer} has lora_A {[rank, inputs]} and lora_B {[outputs, rank]}, "
-                    f"the served model's layer takes {sizes[0]} and gives {sizes[1]}"
+                    f"the served model's layer has {sizes[0]} inputs and {sizes[1]} outputs"
                 )
         self.add_lora(compat.adapter_request(name, lora_id, path))

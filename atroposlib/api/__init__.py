@@ -1,4 +1,4 @@
-"""The batching API. `app` is the server; it is built when it is first asked for, so that sub-modules import alone."""
+"""The batching API. `app` is the server. It is built on first use, so that sub-modules can be imported alone."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -20,7 +20,7 @@ class Reports:
         self._unregistered: OrderedDict[str, tuple[EnvReport, float]] = OrderedDict()  # the one heard last is last
 
     def note(self, env_id: int | None, report: EnvReport) -> None:
-        """Keep a report in place of the one before."""
+        """Keep a report in place of the previous one."""
         self._unregistered.pop(report.process, None)
         if env_id is not None:
             self._registered[env_id] = report

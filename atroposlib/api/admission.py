@@ -34,7 +34,7 @@ class Overloaded(HTTPException):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(status, f"{message}; post again when they are answered", {"Retry-After": str(RETRY_AFTER_S)})
+        super().__init__(status, f"{message}; post again once they are answered", {"Retry-After": str(RETRY_AFTER_S)})
 
 
 class Admission:
@@ -54,7 +54,7 @@ class Admission:
         client = (scope["client"][0] if scope.get("client") else "", scope.get(ROLE))
         late_s = self._late_s(client)
         if late_s > 0:
-            reason = f"more than {self._settings.max_requests_per_second} requests a second of this client"
+            reason = f"more than {self._settings.max_requests_per_second} requests per second from this client"
             await JSONResponse(
                 {"detail": f"{reason} (--max-requests-per-second)"}, 429, {"Retry-After": str(math.ceil(late_s))}
             )(scope, receive, send)
@@ -97,8 +97,13 @@ class Admission:
         limits = self._settings
         if self._held[client] + count > limits.max_client_bytes:
             raise Overloaded(
-                429, f"this client has bodies of {limits.max_client_bytes} bytes under way (--max-client-mb)"
+                429,
+                f"with this one, the bodies of this client in progress exceed {limits.max_client_bytes} bytes "
+                "(--max-client-mb)",
             )
         if self._held.total() + count > limits.max_inflight_bytes:
-            raise Overloaded(503, f"bodies of {limits.max_inflight_bytes} bytes are under way (--max-inflight-mb)")
+            raise Overloaded(
+                503,
+                f"with this one, all bodies in progress exceed {limits.max_inflight_bytes} bytes (--max-inflight-mb)",
+            )
         self._held[client] += count

@@ -1,10 +1,11 @@
-"""Who may use the API: whoever sends one of its tokens as `Authorization: Bearer TOKEN`; without any, everyone.
+"""Who may use the API: a client that sends one of its tokens as `Authorization: Bearer TOKEN`; if no token is set,
+everyone.
 
     the API's token   may do everything; for trainers and people
     the post token    may do what an environment does, and nothing else; for environments
 
 Only /health and /ready answer without one. The comparison takes the same time wherever two tokens differ. The check
-stands before all routes, so that none can forget it; whether a web page asks is checked before it, by http_guard.py.
+runs before all routes, so that none can forget it. http_guard.py runs before it and refuses web pages.
 """
 
 import hmac
@@ -71,12 +72,12 @@ class RequireToken:
         scope[ROLE] = role = self.tokens.role(scope)
         if role is None:
             detail = (
-                "this API wants its token: send 'Authorization: Bearer TOKEN' "
+                "this API needs its token: send 'Authorization: Bearer TOKEN' "
                 "(clients of Atropos read ATROPOS_API_TOKEN)"
             )
             await JSONResponse({"detail": detail}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
         elif role == "post" and scope["path"] not in POST_PATHS:
-            detail = "the post token is for environments: this wants the API's token, which trainers have"
+            detail = "the post token is for environments only: this request needs the API's token, which trainers have"
             await JSONResponse({"detail": detail}, 403)(scope, receive, send)
         else:
             await self.app(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Deadlines and a limit for connections to the API, so that none waits for ever and none keeps others out.
+"""Deadlines and a limit for connections to the API, so that none waits forever and none keeps others out.
 
 uvicorn closes a connection that is idle after its first reply. This module handles the other cases:
 
@@ -68,7 +68,7 @@ class Connections:
         for each in waiting[: 1 + self.limits.most // 20] or [connection]:  # several, as finding them takes a while
             self.open.pop(each, None)
             each.transport.abort()
-            self.note(f"closed, as more than {self.limits.most} were open")
+            self.note(f"closed, because more than {self.limits.most} were open")
 
     def note(self, what: str) -> None:
         """Count what happened to a connection; a log line every few seconds reports the counts."""
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
         self._unframed += len(data)
         super().data_received(data)
         if self._unframed > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._connections.note(f"closed, as a head had more than {MAX_HEAD_BYTES} bytes")
+            self._connections.note(f"closed, because a request head had more than {MAX_HEAD_BYTES} bytes")
             self.send_400_response(f"The head of a request has at most {MAX_HEAD_BYTES} bytes.")
         self._watch()
 
@@ -167,7 +167,7 @@ class Connection(HttpToolsProtocol):
         if self._receiving is None or self.loop.time() < self._deadline():
             self._watch()
             return
-        self._connections.note(f"closed before a whole {self._receiving} came")
+        self._connections.note(f"closed before a complete {self._receiving} came")
         cycle = self.cycle if self._receiving == "body" else None
         if cycle is not None and not cycle.response_started:
             cycle.disconnected = True
@@ -182,14 +182,14 @@ class Connection(HttpToolsProtocol):
         if unsent and unsent < unsent_before:
             self.loop.call_later(self._connections.limits.stall_s, self._cut_unless_read, unsent)
         elif unsent:
-            self._connections.note("cut, as the reply was not read")
+            self._connections.note("cut, because the reply was not read")
             self.transport.abort()
 
 
 def _too_slow(limits: Limits) -> bytes:
     said = (
         f'{{"detail":"the body was not complete within {limits.body_s:g} s (--body-timeout), '
-        f'or nothing of it came for {limits.stall_s:g} s"}}'
+        f'or no part of it arrived for {limits.stall_s:g} s"}}'
     ).encode()
     head = "HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\nretry-after: 2\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(said) + said

@@ -1,8 +1,8 @@
 """Groups that cannot be trained on, set aside with the reason: a bounded table of the journal, the newest in memory.
 
-A letter is written in the transaction of the change that takes its group out of the queue or out of its batch. Letters
-outlive their run and /reset_data. The table keeps the newest `MAX_LETTERS` and at most `MAX_BYTES` of bodies; memory
-keeps fewer, and is all there is without a journal.
+A letter is written in the same transaction as the change that removes its group from the queue or from its batch.
+Letters outlive their run and /reset_data. The table keeps the newest `MAX_LETTERS` and at most `MAX_BYTES` of bodies;
+memory keeps fewer. Without a journal there is only memory.
 """
 
 import sqlite3

@@ -178,7 +178,7 @@ def kind_message_and_location(error: Exception) -> tuple[str, str, Location]:
     if missing:
         return "missing", message, (*location, missing[1])
     if message == "Number out of range":
-        return "finite_number", "a number that large is not a finite number", location
+        return "finite_number", "a number that large is not finite", location
     return "type_error", message or type(error).__name__, location
 
 
@@ -211,7 +211,7 @@ def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
                 path.append(key)
                 if kind is dict and not all(type(name) is str and name != mark for name in node):
                     raise RefusedBody(
-                        422, mark or "a key is no string, which JSON cannot say", location=tuple(path[1:])
+                        422, mark or "a key is not a string, which JSON cannot express", location=tuple(path[1:])
                     )
                 if len(path) > MAX_DEPTH:
                     raise RefusedBody(
@@ -223,7 +223,7 @@ def refuse_unsayable(tree: Any, mark: str | None = None) -> None:
                 if not math.isfinite(node):
                     raise not_finite(str(node), (*path, key)[1:])
             elif kind not in _SAYABLE:
-                raise RefusedBody(422, f"{kind.__name__} is nothing that JSON can say", location=(*path, key)[1:])
+                raise RefusedBody(422, f"{kind.__name__} cannot be expressed in JSON", location=(*path, key)[1:])
         else:
             levels.pop()
             if path:

@@ -1,4 +1,4 @@
-"""What environments ask for: join, status, posts of groups and evaluations, a goodbye."""
+"""The routes for environments: join, status, posts of groups and evaluations, disconnect."""
 
 import functools
 from typing import NamedTuple
@@ -136,7 +136,9 @@ async def evaluation(request: Request) -> Response:
     """
     posted = await read_record(request, wire.Evaluation)
     if len(posted.metrics) > MAX_METRICS:
-        raise RefusedBody(422, f"{len(posted.metrics)} metrics; at most {MAX_METRICS} are taken", location=("metrics",))
+        raise RefusedBody(
+            422, f"{len(posted.metrics)} metrics; at most {MAX_METRICS} are accepted", location=("metrics",)
+        )
     for metric in posted.metrics:
         check_names(metrics=metric)
     await service_of(request).add_evaluation(posted)
@@ -150,7 +152,7 @@ def _key(request: Request) -> str | None:
     key = request.headers.get(KEY_HEADER)
     if key is not None and not 1 <= len(key) <= MAX_KEY_LENGTH:
         raise RefusedBody(
-            422, f"{KEY_HEADER} has {len(key)} characters; 1 to {MAX_KEY_LENGTH} are taken", kind="string_length"
+            422, f"{KEY_HEADER} has {len(key)} characters; 1 to {MAX_KEY_LENGTH} are accepted", kind="string_length"
         )
     return key
 
@@ -198,7 +200,7 @@ async def _post(request: Request, *, in_list: bool) -> list[int | None]:
     key = _key(request) or (None if in_list else groups[0].key)
     for index, group in enumerate(groups):
         for suspicion in group.suspicions:
-            say_once(request, f"A group of env_id={group.posted.env_id} is passed on although its {suspicion}")
+            say_once(request, f"A group of env_id={group.posted.env_id} is passed on, although its {suspicion}")
         try:
             service.state.queue.check_size(group.posted.size)
         except GroupTooLarge as error:

@@ -1,6 +1,4 @@
-"""What anyone may ask: is it there, how far is the run, what does the queue hold; and the order to forget
-everything.
-"""
+"""The routes for everyone: health, progress of the run, contents of the queue; and the reset of all data."""
 
 import functools
 from collections.abc import Sequence
@@ -121,5 +119,5 @@ async def reset_data(request: Request) -> Response:
     """Forget everything: groups, registrations, evaluations, steps."""
     await service_of(request).reset()
     request.app.state.said.clear()
-    log.warning("All data was reset on request of %s", request.client.host if request.client else "a local peer")
+    log.warning("All data was reset at the request of %s", request.client.host if request.client else "a local peer")
     return Response("Reset successful", media_type="text/plain")

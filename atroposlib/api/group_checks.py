@@ -1,4 +1,4 @@
-"""What only the values of a group tell: lengths that must agree, ids in the vocabulary."""
+"""Checks of a group's values: lengths that must agree, ids in the vocabulary."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def check_group(data: PostedData, *, max_sequences: int, needs: Needs) -> list[s
     if (sampled := count + failed_rollouts(data)) > max_sequences:
         raise RefusedBody(
             422,
-            f"a group of {sampled} sequences; at most {max_sequences} are taken (--max-sequences)",
+            f"a group of {sampled} sequences; at most {max_sequences} are accepted (--max-sequences)",
             location=("tokens",) if count > max_sequences else ("failed",),
         )
     lengths = [len(sequence) for sequence in data.tokens]
@@ -69,7 +69,7 @@ def _check_messages(conversations: Sequence[Sequence[dict[str, Any]]]) -> None:
 def _suspicions(data: ScoredData, lengths: Sequence[int]) -> Iterator[str]:
     """Optional fields that do not agree with tokens: passed on, since trainers may not read them."""
     if data.advantages and [len(inner) for inner in data.advantages] != lengths:
-        yield "advantages do not have one value a token"
+        yield "advantages do not have one value per token"
     for name, values in (
         ("messages", data.messages),
         ("overrides", data.overrides),
@@ -77,4 +77,4 @@ def _suspicions(data: ScoredData, lengths: Sequence[int]) -> Iterator[str]:
         ("distill_logprobs", data.distill_logprobs),
     ):
         if values and len(values) != len(lengths):
-            yield f"{name} do not have one entry a sequence"
+            yield f"{name} do not have one entry per sequence"

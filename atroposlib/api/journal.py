@@ -4,8 +4,8 @@ thread.
     event loop ── write(change, bodies) ──▶ thread: one transaction for all that wait ──▶ head ──▶ done(error or None)
     start: open ── changes() in order, bodies() ──▶ the state as it was ── keep_only() ──▶ the file may be written
 
-A write is complete or absent, whenever the process dies. A failed one (a full disk) leaves the file as it was. Until
-`keep_only` the file is only read, so a refused journal stays as it was found. The lock on the head keeps out a second
+A write is complete or absent, whenever the process dies. A failed one (a full disk) leaves the file unchanged. Until
+`keep_only` the file is only read, so a refused journal is not changed either. The lock on the head keeps out a second
 API. This module does not interpret changes.
 """
 
@@ -203,7 +203,7 @@ class Journal:
             self._head.write(HeadRecord(record.journal_id, self._newest))
         except OSError as error:
             return JournalError(
-                f"{self._head.path} cannot be written ({error.strerror}); mend its disk, then start the API again"
+                f"{self._head.path} cannot be written ({error.strerror}); repair its disk, then start the API again"
             )
         return None
 

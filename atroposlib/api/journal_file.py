@@ -1,4 +1,4 @@
-"""The file of a journal, and reading it without changing a byte. What it holds:
+"""The file of a journal, and reading it without changing a byte. Its tables:
 
     changes      number, change (encoded), the ids and CRCs of its bodies, a hash over these and the hash of the
                  change before, a CRC over the whole row. A snapshot replaces all changes up to its number and keeps
@@ -7,8 +7,8 @@
     dead_letters groups that cannot be trained on, with the reason
     identity     the journal's id, which its head names too
 
-`JournalReader` sees the file as it is at one moment, also while an API writes it. It is open read-only: SQLite then
-recovers and checkpoints nothing, so that a damaged journal stays as it was found.
+`JournalReader` sees the file as it is at one moment, also while an API writes it. It is opened read-only: SQLite then
+recovers and checkpoints nothing, so a damaged journal is not changed.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ def insert_change(db: sqlite3.Connection, mark: Mark, snapshot: bool, bodies: by
 
 
 def create(path: Path, journal_id: bytes) -> None:
-    """Make an empty journal, under another name first: one whose making was cut off is no journal. Raises
+    """Make an empty journal, under another name first: one whose making was cut off is not a journal. Raises
     sqlite3.Error, OSError.
     """
     unfinished = Path(f"{path}.new")
@@ -141,7 +141,7 @@ def expect_regular_files(path: Path) -> None:
     """
     if not path.parent.is_dir():
         raise JournalError(
-            f"--journal {path}: the folder {path.parent} does not exist; create it, or give another path"
+            f"--journal {path}: the directory {path.parent} does not exist; create it, or give another path"
         )
     for name in (path, wal_path(path), shm_path(path), Path(f"{path}-journal"), head_path(path)):
         try:
@@ -152,7 +152,7 @@ def expect_regular_files(path: Path) -> None:
             raise JournalError(f"--journal {path} cannot be used ({error}); give another path") from None
         if not stat.S_ISREG(mode):
             # by the first letter that `ls -l` shows
-            kind = {"l": "link", "d": "folder", "p": "pipe", "s": "socket"}.get(stat.filemode(mode)[0], "device")
+            kind = {"l": "link", "d": "directory", "p": "pipe", "s": "socket"}.get(stat.filemode(mode)[0], "device")
             raise JournalError(
                 f"--journal {path} cannot be used: {name} is a {kind}, not a regular file; give another path"
             )
@@ -164,7 +164,7 @@ def wal_path(path: Path) -> Path:
 
 
 def shm_path(path: Path) -> Path:
-    """SQLite's index of the log, which it makes anew from it."""
+    """SQLite's index of the log, which it makes again from it."""
     return Path(f"{path}-shm")
 
 
@@ -172,7 +172,7 @@ def damaged(path: Path, what: str) -> JournalDamaged:
     """An error that says what is wrong, and what to do."""
     return JournalDamaged(
         f"--journal {path} is damaged: {what}; nothing was changed: restore {path}, its -wal and its .head from a"
-        " backup, or start with --journal-accept-loss, which sets copies aside and keeps what can be read"
+        " backup, or start with --journal-accept-loss, which keeps copies and continues with what can be read"
     )
 
 
@@ -360,7 +360,7 @@ def reading(path: Path) -> Iterator[None]:
 def no_use(path: Path, error: Exception) -> JournalError:
     """The system refuses."""
     return JournalError(
-        f"--journal {path} cannot be used ({error}); make its folder writable, free space, or use --in-memory"
+        f"--journal {path} cannot be used ({error}); make its directory writable, free space, or use --in-memory"
     )
 
 

@@ -2,9 +2,9 @@
 
     commit to SQLite (fsync) ──▶ Head.write(newest) ──▶ the replies
 
-A head is at most as new as its journal, and at least as new as every reply. It holds two records of fixed size that
-are written in turn, in place: a write that is cut off leaves the other one, and a full disk does not matter. Whoever
-has a journal open for writing holds the lock on its head.
+A head is at most as new as its journal, and at least as new as every reply. It has two records of fixed size that are
+written alternately, in place: an interrupted write leaves the other one intact, and a full disk does not matter. A
+process that has a journal open for writing holds the lock on its head.
 """
 
 import errno
@@ -66,7 +66,7 @@ def chained(before: Mark, number: int, change: bytes, bodies: bytes) -> Mark:
 
 
 def sync_folder(file: Path) -> None:
-    """Put the names in a file's folder on disk."""
+    """Put the names in a file's directory on disk."""
     folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(folder)
     os.close(folder)
@@ -91,7 +91,7 @@ class Head:
 
     def write(self, record: HeadRecord) -> None:
         """Put a record in place of the older one. It survives the death of this process at once, and a power failure
-        once the kernel has written it back: a head that is behind its journal is no loss, and a second wait for the
+        once the kernel has written it back: a head that is behind its journal loses nothing, and a second wait for the
         disk would halve the speed.
         """
         packed = RECORD.pack(MAGIC, record.journal_id, record.newest.number, record.newest.hash)

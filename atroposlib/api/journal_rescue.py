@@ -116,6 +116,6 @@ def _loss(head_before: HeadRecord | None, kept: _Kept | None) -> str:
     if head_before is None or (
         kept is not None and kept.head is not None and kept.head.journal_id != head_before.journal_id
     ):
-        return f"how many changes are lost cannot be told without its head; it ends with change {newest}, {left}"
+        return f"without its head, the number of lost changes is unknown; it ends with change {newest}, {left}"
     acknowledged = head_before.newest.number
     return f"{max(0, acknowledged - newest)} of {acknowledged} acknowledged changes are lost, {left}"

@@ -1,4 +1,4 @@
-"""Batches that a trainer holds and has not acknowledged. Pure.
+"""Batches that are leased to a trainer and not yet acknowledged. Pure.
 
     waiting ─── sent ──▶ held ── close (acknowledged) ──▶ gone
                         │  ▲

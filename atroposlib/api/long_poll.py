@@ -1,15 +1,15 @@
-"""Requests that wait for a batch instead of asking again and again.
+"""Requests that wait for a batch instead of polling.
 
     POST /batch/lease, wait_s ──▶ look ──a batch──▶ reply
                                   ▲  └─none yet──▶ until the state changes ──┐
                                   └──────────────────────────────────────────┘   after wait_s: "none yet"
 
-Nothing is decided or held while a request waits, and a look is never interrupted, so a batch is leased either to a
-client that was there when the look began, or to nobody. If the client goes in between, it is a reply that was lost: the
-trainer gets the batch again when it asks again, and its successor when it does not.
+Nothing is decided or reserved while a request waits, and a look is never interrupted. So a batch is leased either to a
+client that was connected when the look began, or to nobody. If the client disconnects after that, the reply is lost:
+the trainer gets the batch when it asks again, or its successor does.
 
-Of one trainer the newest request waits alone: a client that asks again does not read the reply to what it asked before.
-A wait also ends when the client disconnects, the API ends, or the look raises, because the trainer was replaced.
+Only the newest request of a trainer waits: a client that asks again does not read the reply to its earlier request. A
+wait also ends when the client disconnects, when the API ends, or when the look raises because the trainer was replaced.
 """
 
 import asyncio

@@ -38,7 +38,7 @@ class Metrics(Collector):
             ("batches_redelivered", "Batches delivered again", counters.redelivered),
             ("batches_acknowledged", "Leases acknowledged", counters.acknowledged),
             ("rollouts_delivered", "Rollouts delivered", counters.rollouts_delivered),
-            ("groups_forgotten", "Groups of another run that were forgotten", counters.forgotten),
+            ("groups_forgotten", "Groups of another run that were removed", counters.forgotten),
         ):
             yield CounterMetricFamily(f"atropos_{name}", text, value=total)
         for name, text, label, totals in (
@@ -56,7 +56,7 @@ class Metrics(Collector):
             ),
             (
                 "refused",
-                "Replies of 400 and above",
+                "Replies with status 400 and above",
                 "status",
                 {str(status): count for status, count in sorted(counters.refused.items())},
             ),
@@ -70,16 +70,16 @@ class Metrics(Collector):
             ("waiting_rollouts", "Rollouts that wait for a batch", queue.lanes.size),
             ("batch_rollouts", "Rollouts of a batch", queue.registration.batch_size if queue.registration else 0),
             ("held_bytes", "Bytes of all groups that wait or are leased", self._service.held_bytes),
-            ("leases", "Batches that a trainer holds", len(self._service.state.leases.held())),
+            ("leases", "Batches leased to a trainer", len(self._service.state.leases.held())),
             (
                 "environments",
-                "Environments that count",
+                "Environments that are registered and not silent",
                 sum(environment.counts for environment in queue.environments.values()),
             ),
             ("current_step", "Batches delivered to this trainer, from its starting step", queue.current_step),
             (
                 "policy_version",
-                "Policy version that the trainer last reported; -1 without",
+                "Policy version that the trainer last reported; -1 if none",
                 self._service.state.policy_version,
             ),
             ("journal_failed", "1 while the journal cannot be written", self._service.journal_error is not None),

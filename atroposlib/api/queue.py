@@ -307,12 +307,12 @@ class BatchQueue(Generic[R]):
         for env_id, share in self._counted()[0].items():
             if int(batch_size * share) and not self.lanes.largest_of(env_id):
                 return (
-                    f"environment {self.name_of(env_id)} is to fill {share:.0%} of each batch but has no group waiting;"
+                    f"environment {self.name_of(env_id)} must fill {share:.0%} of each batch but has no group waiting;"
                     " start it again or disconnect it"
                 )
         return (
-            f"no choice of whole groups sums to batch_size={batch_size} as required; let the batch size be a multiple"
-            " of all group sizes"
+            f"no choice of whole groups sums to batch_size={batch_size} as required; choose a batch size that is "
+            "a multiple of all group sizes"
         )
 
     # --- status ------------------------------------------------------------------------------------------------------
@@ -431,9 +431,9 @@ class BatchQueue(Generic[R]):
 
 
 def is_same_run(before: Registration, after: Registration) -> bool:
-    """Whether a trainer goes on with the run of an earlier registration.
+    """Whether a trainer continues with the run of an earlier registration.
 
-    Trainers that name their run say it themselves; for others project, group and checkpoint folder are the run's name.
+    A trainer may name its run. Otherwise project, group and checkpoint directory identify it.
     """
     if before.run is not None or after.run is not None:
         return before.run == after.run

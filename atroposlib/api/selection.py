@@ -18,7 +18,7 @@ Three rules:
   exists.
 
 `choose_batch` tries packs first. When the oldest group was overtaken by younger ones too often it tries the exact
-rule first, so that no group which fits into some batch waits for ever beside a flow of others.
+rule first, so that no group which fits into some batch waits forever beside a flow of others.
 """
 
 import heapq

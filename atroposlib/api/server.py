@@ -1,8 +1,7 @@
 """The batching API over HTTP: environments post scored groups, a trainer fetches batches of exactly its size.
 
-All state is one `RolloutService` that only the event loop's thread touches. There is no CORS: a web page has no
-business here. `create_app` gives an app of its own; `app` is one in memory, as `uvicorn atroposlib.api:app` serves
-it.
+All state is one `RolloutService` that only the event loop's thread touches. There is no CORS: web pages may not use the
+API. `create_app` makes a new app; `app` is one without a journal, as `uvicorn atroposlib.api:app` serves it.
 """
 
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 from atroposlib.api import environment_routes, general_routes, journal_rescue, trainer_routes
 from atroposlib.api.admission import Admission
 from atroposlib.api.auth import RequireToken, Tokens
+from atroposlib.api.docs_page import add_docs_page
 from atroposlib.api.http import ERROR_REPLIES
 from atroposlib.api.journal import Journal
 from atroposlib.api.journal_file import JournalDamaged
@@ -43,7 +43,7 @@ def create_app(
         yield
         await service.close()
 
-    app = FastAPI(title="AtroposLib API", description=__doc__, lifespan=lifespan)
+    app = FastAPI(title="AtroposLib API", description=__doc__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     app.state.metrics = Metrics(service)
     app.state.said = set()
@@ -63,6 +63,7 @@ def create_app(
     app.add_middleware(HostGuard, hosts=OwnHosts.of(settings.host, settings.allowed_host), bears_token=tokens.role)
     app.add_middleware(Measured, service=service, metrics=app.state.metrics)
     with_components(app)
+    add_docs_page(app)
     return app
 
 

@@ -208,7 +208,7 @@ class RolloutService:
                 )
             self._trainers.heard(trainer, self._clock())
             if returned := self.state.leases.reclaimable(trainer):
-                log.info("The trainer is back: it keeps %d batch(es)", len(returned))
+                log.info("The trainer is back and keeps %d batch(es)", len(returned))
                 await self._submit(changes.LeasesTaken(returned, trainer))
             yield
 
@@ -224,7 +224,7 @@ class RolloutService:
             await self._submit(changes.TrainerPolled())
         if self.state.trainer in self._trainers.silent and (held := self.state.leases.held()):
             log.warning(
-                "The trainer gave no sign of life for %.0f s: %d batch(es) wait again",
+                "The trainer has been silent for %.0f s: %d batch(es) return to the queue",
                 self.settings.trainer_timeout,
                 len(held),
             )
@@ -318,8 +318,8 @@ class RolloutService:
         self.expire_silent()
         if len(self.state.queue.environments) >= self.settings.max_environments:
             raise QueueFull(
-                f"{self.settings.max_environments} environments are registered, and no more may be"
-                f" (--max-environments); those that are silent are forgotten after {self._forget_s:.0f} s"
+                f"{self.settings.max_environments} environments are registered, which is the limit "
+                f"(--max-environments); silent ones are removed after {self._forget_s:.0f} s"
             )
         environment: Environment | None = await self._submit(changes.EnvironmentJoined(request))
         if environment is not None:
@@ -351,12 +351,12 @@ class RolloutService:
         lapsed = [env_id for env_id in silent if self.state.queue.environment(env_id).connected]
         for env_id in lapsed[:MAX_LOGGED]:
             log.warning(
-                "Environment %s gave no sign of life for %.0f s: its minimum and weight lapse until it does",
+                "Environment %s has been silent for %.0f s: its minimum and weight do not apply until it is back",
                 self.state.queue.name_of(env_id),
                 self.settings.env_timeout,
             )
         if len(lapsed) > MAX_LOGGED:
-            log.warning("%d more environments gave no sign of life", len(lapsed) - MAX_LOGGED)
+            log.warning("%d more environments are silent", len(lapsed) - MAX_LOGGED)
         if gone := [env_id for env_id in self._remembered.newly_silent(now) if env_id in self.state.queue.environments]:
             self._submit(changes.EnvironmentsForgotten(gone)).add_done_callback(partial(self._forgotten, gone))
 
@@ -369,7 +369,7 @@ class RolloutService:
             self._environments.forget(env_id)
             self._remembered.forget(env_id)
             self.reports.forget(env_id)
-        log.info("Forgot %d environment(s) without a sign of life for %.0f s", len(env_ids), self._forget_s)
+        log.info("Removed %d environment(s) that were silent for %.0f s", len(env_ids), self._forget_s)
 
     def env_status(self, env_id: int) -> EnvStatus:
         """The queue as the environment sees it. Raises UnknownEnvironment."""
@@ -459,13 +459,14 @@ class RolloutService:
         waiting = len(self._bodies) + self._unwritten_groups
         if waiting + len(groups) > limits.max_queued_groups:
             raise QueueFull(
-                f"{waiting} groups wait, at most {limits.max_queued_groups} may; post again when the trainer has taken"
-                " some"
+                f"{waiting} groups wait, at most {limits.max_queued_groups} are allowed (--max-queued-groups); post "
+                "again when the trainer has "
+                "taken some"
             )
         if self.held_bytes + sum(len(data) for data, _ in contents) > limits.max_queued_bytes:
             raise QueueFull(
-                f"the groups that wait hold {self.held_bytes} bytes, at most {limits.max_queued_bytes} may; "
-                "post again when the trainer has taken some"
+                f"the waiting groups take {self.held_bytes} bytes of at most {limits.max_queued_bytes} "
+                "(--max-queued-mb); post again when the trainer has taken some"
             )
 
     def _contents(self, groups: Sequence[Group[StoredGroup]]) -> list[Content]:
@@ -524,7 +525,7 @@ class RolloutService:
         """A change is on disk, or cannot be: runs on the event loop, in the order of the journal."""
         self._unwritten_groups -= len(bodies)
         if error is not None and self.journal_error is None:
-            log.error("Refusing what changes the state: %s", error)
+            log.error("Refusing every request that changes the state: %s", error)
         elif error is None and self.journal_error is not None:
             log.info("The journal can be written again")
         self.journal_error = None if error is None else str(error)

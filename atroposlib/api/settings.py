@@ -1,4 +1,4 @@
-"""Settings of an API: where it listens, who may use it, its limits and deadlines. The flags of `run-api`."""
+"""Settings of the batching API, which are the flags of `run-api`: addresses, tokens, limits and deadlines."""
 
 from functools import cached_property
 from pathlib import Path
@@ -12,18 +12,20 @@ from atroposlib.http_guard import HostName, is_loopback
 
 
 class RunApiConfig(Config):
-    """Where and how the batching API is served."""
+    """Serve the batching API: environments post groups, a trainer fetches batches."""
 
     host: str = Field(
         "127.0.0.1",
-        description="Address to listen on. Other machines can reach it only if it is theirs to reach, e.g. 0.0.0.0.",
+        description=(
+            "Address to listen on. The default is reachable from this machine only; 0.0.0.0 listens on all addresses."
+        ),
     )
-    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one, which the log names.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free port, which the log reports.")
     reload: bool = Field(
         False,
         description=(
-            "Restart when the code changes (development): in memory, the queue is lost each time, other flags are"
-            " refused."
+            "Restart when the code changes (for development). The queue is in memory and each restart loses it; "
+            "other flags are refused."
         ),
     )
     json_logs: bool = Field(False, description="Log one JSON object per line.")
@@ -32,62 +34,71 @@ class RunApiConfig(Config):
     journal: Path | None = Field(
         None,
         description=(
-            "File of accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
+            "File for accepted groups; by default atropos-api-PORT.db in the working directory, none with --port 0."
         ),
     )
     journal_accept_loss: bool = Field(
-        False, description="Start from a damaged journal with what is whole in it; the log tells how much was lost."
+        False,
+        description="Start from a damaged journal with the part that is intact; the log reports how much was lost.",
     )
-    in_memory: bool = Field(False, description="Keep no journal: a restart loses the queue.")
+    in_memory: bool = Field(False, description="Keep no journal; a restart loses the queue.")
 
     # --- who may use it ----------------------------------------------------------------------------------------------
     api_token: SecretStr | None = Field(
         None, description="Token that every request must carry.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
     api_token_file: Path | None = Field(
-        None, description="File whose first line is the token; a flag shows in the process list."
+        None, description="File whose first line is the token. A token in a flag is visible in the process list."
     )
     post_token: SecretStr | None = Field(
         None,
-        description="Second token, for environments: it opens what they ask for, and nothing else.",
+        description="Second token, for environments. It opens only the routes that environments need.",
         json_schema_extra={"env": "ATROPOS_POST_TOKEN"},
     )
-    post_token_file: Path | None = Field(None, description="File that holds it.")
-    allow_unauthenticated: bool = Field(False, description="Listen on an address that others reach, without a token.")
-    allowed_host: list[HostName] = Field([], description="A further name that clients call this API by; repeatable.")
+    post_token_file: Path | None = Field(None, description="File whose first line is the post token.")
+    allow_unauthenticated: bool = Field(
+        False, description="Listen without a token on an address that other machines can reach."
+    )
+    allowed_host: list[HostName] = Field(
+        [], description="Another host name under which clients may address this API; repeatable."
+    )
     legacy_gets: bool | None = Field(
         None,
-        description="Allow GET /batch and GET /reset_data, which change state; by default only the first.",
+        description="Allow GET /batch and GET /reset_data, which change state; by default only GET /batch.",
     )
 
     # --- limits ------------------------------------------------------------------------------------------------------
-    max_body_mb: int = Field(512, ge=1, description="MiB of one request, as sent and decompressed.")
-    max_inflight_mb: int = Field(2048, ge=1, description="MiB of all bodies under way; more are answered 503.")
-    max_client_mb: int = Field(1024, ge=1, description="MiB of one client's bodies under way; more are answered 429.")
-    max_requests_per_second: float = Field(2000.0, gt=0, description="Of one client; more are answered 429.")
-    max_connections: int = Field(4096, ge=1, description="Open connections; of more, those that wait are closed.")
-    max_environments: int = Field(100_000, ge=1, description="Registered environments; more are answered 429.")
-    max_queued_groups: int = Field(200_000, ge=1, description="Groups that wait or are leased; more are answered 429.")
-    max_queued_mb: int = Field(
-        16_384, ge=1, description="MiB of all groups that wait or are leased; more are answered 429."
+    max_body_mb: int = Field(512, ge=1, description="Largest request in MiB, both as sent and decompressed.")
+    max_inflight_mb: int = Field(
+        2048, ge=1, description="MiB of all request bodies in progress; further requests get 503."
     )
-    max_sequences: int = Field(65_536, ge=1, description="Sequences of one group.")
-    vocab_size: int | None = Field(
-        None, ge=1, description="Token ids must be below it; a trainer can register it, too."
+    max_client_mb: int = Field(
+        1024, ge=1, description="MiB of one client's request bodies in progress; further requests get 429."
     )
+    max_requests_per_second: float = Field(
+        2000.0, gt=0, description="Requests per second of one client; further requests get 429."
+    )
+    max_connections: int = Field(4096, ge=1, description="Open connections; beyond that, idle ones are closed.")
+    max_environments: int = Field(100_000, ge=1, description="Registered environments; further ones get 429.")
+    max_queued_groups: int = Field(200_000, ge=1, description="Queued and leased groups; further ones get 429.")
+    max_queued_mb: int = Field(16_384, ge=1, description="MiB of all queued and leased groups; further ones get 429.")
+    max_sequences: int = Field(65_536, ge=1, description="Most sequences in one group.")
+    vocab_size: int | None = Field(None, ge=1, description="Upper bound of token ids; a trainer can register it too.")
 
     # --- patience ----------------------------------------------------------------------------------------------------
-    body_timeout: float = Field(120.0, gt=0, description="Seconds in which a body must be complete.")
+    body_timeout: float = Field(120.0, gt=0, description="Seconds within which a request body must be complete.")
     env_timeout: float = Field(
-        120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight lapse."
+        120.0, gt=0, description="Seconds of silence after which an environment's minimum and weight no longer apply."
     )
     env_forget: float = Field(3600.0, gt=0, description="Seconds of silence after which an environment is forgotten.")
     trainer_timeout: float = Field(
-        120.0, gt=0, description="Seconds of silence after which a trainer's leased batches wait again."
+        120.0, gt=0, description="Seconds of silence after which a trainer's leased batches return to the queue."
     )
-    max_staleness: int | None = Field(None, ge=0, description="Policy versions that a group may be behind the trainer.")
+    max_staleness: int | None = Field(
+        None, ge=0, description="Policy versions by which a group may be behind the trainer."
+    )
     stale_groups: Literal["drop", "down-weight"] = Field(
-        "drop", description="What becomes of groups above --max-staleness."
+        "drop", description="What to do with groups above --max-staleness."
     )
 
     @field_validator("api_token", "post_token")
@@ -100,23 +111,23 @@ class RunApiConfig(Config):
     @model_validator(mode="after")
     def _flags_agree(self) -> "RunApiConfig":
         if self.in_memory and self.journal is not None:
-            raise ValueError(f"--in-memory and --journal {self.journal} exclude each other; pick one")
+            raise ValueError(f"--in-memory and --journal {self.journal} cannot be combined; pick one")
         if not self.max_body_mb <= self.max_client_mb <= self.max_inflight_mb:
             raise ValueError(
-                f"a body of --max-body-mb {self.max_body_mb} has to fit into --max-client-mb {self.max_client_mb}, "
+                f"a body of --max-body-mb {self.max_body_mb} must fit into --max-client-mb {self.max_client_mb}, "
                 f"and that into --max-inflight-mb {self.max_inflight_mb}: raise the smaller ones"
             )
         if self.posters_token is not None and self.token in (None, self.posters_token):
-            raise ValueError("--post-token is a second token beside --api-token, and another one: give both")
+            raise ValueError("--post-token is a second token: give --api-token too, and let the two differ")
         if self.reload and (self.journal, self.token, self.allowed_host, self.legacy_gets) != (None, None, [], None):
             raise ValueError(
-                "--reload serves in memory and without a token; leave --journal, --api-token, --allowed-host "
-                "and --legacy-gets out"
+                "--reload serves in memory and without a token; drop --journal, --api-token, --allowed-host and "
+                "--legacy-gets"
             )
         if self.token is None and not self.allow_unauthenticated and not is_loopback(self.host):
             raise ValueError(
                 f"--host {self.host} lets other machines in, and no token is set: give --api-token-file FILE (or"
-                " ATROPOS_API_TOKEN), or say --allow-unauthenticated"
+                " ATROPOS_API_TOKEN), or pass --allow-unauthenticated"
             )
         return self
 

@@ -80,11 +80,11 @@ class TokenFile:
         try:
             token = read_token(self._path, self._flag)
         except ValueError as error:
-            log.error("The token stays as it was: %s", error)
+            log.error("The token is unchanged: %s", error)
             return
         if token != self._token:
             self._token = token
-            log.info("%s has another token: the one before is not taken any more", self._path)
+            log.info("%s has a new token: the previous one is no longer accepted", self._path)
 
     def _signature(self) -> tuple[int, ...] | None:
         with suppress(OSError):

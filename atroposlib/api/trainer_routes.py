@@ -1,4 +1,4 @@
-"""What a trainer asks for: register, batches (popped, or leased and acknowledged), steps, evaluations."""
+"""The routes for trainers: register, batches (popped, or leased and acknowledged), steps, evaluations."""
 
 import functools
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ async def register(request: Request) -> Response:
         registration.starting_step,
     )
     if forgotten:
-        log.warning("Forgot %d groups of the run before, which this trainer does not go on with", forgotten)
+        log.warning("Removed %d groups of the previous run, which this trainer does not continue", forgotten)
     too_big = {
         size: count for size, count in service.state.queue.lanes.sizes().items() if size > registration.batch_size
     }

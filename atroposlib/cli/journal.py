@@ -1,7 +1,7 @@
 """`run-api journal`: check, copy and export a journal, even while an API writes it.
 
     run-api journal verify FILE                     read everything, and compare it with the head
-    run-api journal backup FILE DESTINATION         a copy that is a journal by itself
+    run-api journal backup FILE DESTINATION         a copy that is a complete journal
     run-api journal export FILE [--output LINES]    the groups in it, one JSON object per line
     run-api journal dead-letters FILE [--export LINES]    the groups that could not be trained on
 
@@ -43,11 +43,13 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str]) -> None:
     """Entry point. Exits 1 with one line for a journal that is damaged or cannot be read."""
-    parser = _Parser(prog="run-api journal", description="Look after a journal, also while an API writes it.")
+    parser = _Parser(
+        prog="run-api journal", description="Check, copy and export a journal, also while an API writes it."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, run, description in (
-        ("verify", _verify, "read everything, and compare it with the journal's head"),
-        ("backup", _backup, "write a copy that is a journal by itself"),
+        ("verify", _verify, "read all of it and compare it with the journal's head"),
+        ("backup", _backup, "write a copy that is a complete journal"),
         ("export", _export, "write the groups in it, one JSON object per line"),
         ("dead-letters", _dead_letters, "list the groups that could not be trained on"),
     ):
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> None:
             )
     arguments = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a name is no failure of a terminal that cannot show it
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name is not a failure of a terminal that cannot show it
     with one_line_errors("run-api journal", OSError), _opened(arguments.journal) as (reader, replayed):
         try:
             arguments.run(reader, replayed, arguments)
@@ -97,7 +99,7 @@ def _opened(path: Path) -> Iterator[tuple[JournalReader, Replayed]]:
 def _verify(reader: JournalReader, replayed: Replayed, arguments: argparse.Namespace) -> None:
     sizes = [len(body.data) for body in bodies_of(reader, replayed.state)]
     print(
-        f"{reader.path} is whole; changes: {replayed.changes}, newest: {replayed.number}; "
+        f"{reader.path} is intact; changes: {replayed.changes}, newest: {replayed.number}; "
         f"groups: {len(sizes)}, {sum(sizes) / 2**20:.1f} MiB; dead letters: {sum(1 for _ in reader.dead_letters())}"
     )
 

@@ -1,9 +1,9 @@
 """`run-api`: serve the batching API. Environments and the trainer find it at http://HOST:PORT.
 
-`run-api journal` looks after the journal (`journal.py`).
+`run-api journal` checks, copies and exports the journal (`journal.py`).
 
-The address is bound before anything else starts, so that a taken port is one line and a non-zero exit. One process
-only: it owns the queue, and the journal that brings the queue back after a restart.
+The address is bound before anything else starts, so that a port in use gives one line and a non-zero exit code. One
+process only: it owns the queue, and the journal that brings the queue back after a restart.
 """
 
 import errno
@@ -37,7 +37,7 @@ Commands:
 
 
 _REMEDIES: dict[int | None, str] = {
-    errno.EADDRINUSE: "another process has this port: end it, or choose another with --port (0 takes a free one)",
+    errno.EADDRINUSE: "another process uses this port: end it, or choose another with --port (0 takes a free port)",
     errno.EACCES: "choose a port above 1023 with --port",
 }
 
@@ -92,7 +92,7 @@ def serve(config: RunApiConfig) -> None:
     log.info("Batching API listens on http://%s:%d", config.host, port)
     log.info("Groups are kept in %s", "memory only" if journal is None else journal.absolute())
     if not is_loopback(config.host) and config.token is None:
-        log.warning("Whoever reaches %s:%d can read and change everything: no token is set", config.host, port)
+        log.warning("Anyone who can reach %s:%d can read and change everything: no token is set", config.host, port)
     limits = Limits(body_s=config.body_timeout, most=connections_allowed(config.max_connections))
     settings = uvicorn.Config(
         app or "atroposlib.api:app",

@@ -1,1 +1,1 @@
-"""How a process talks to its peers: the batching API's client, waiting for a peer, signs of life."""
+"""How a process talks to its peers: the batching API's client, waiting for a peer, heartbeats."""

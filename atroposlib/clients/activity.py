@@ -1,8 +1,8 @@
-"""Why no batch comes, in plain lines: what the batching API tells of its peers (`Activity`), for whoever waits.
+"""Explains why no batch comes, from what the batching API reports about its peers (`Activity`).
 
     trainer, launcher ── GET /activity ──▶ API ◀── heartbeats with reports ── environments
 
-`explain` is pure. Its first line says what is missing; each environment has a line of its own.
+`explain` is pure. Its first line names what is missing; each environment has its own line.
 """
 
 from atroposlib.wire.batching import Activity, EnvActivity, EnvReport
@@ -20,7 +20,7 @@ _ADVICE = {
     " task easier or harder, or raise --env.group_size",
     GRADER_FAILED: "look for the grader's warnings in the environment's log",
     CODE_FAILED: "look for the traceback in the environment's log",
-    ROLLOUTS_FAILED: "look for its warnings about rollouts in its log; --env.rollout_timeout is what one may take",
+    ROLLOUTS_FAILED: "look for its warnings about rollouts in its log; --env.rollout_timeout limits the time of one",
     SERVER_FAILED: "look at the inference server's log",
 }
 
@@ -50,17 +50,18 @@ def _head(activity: Activity) -> str:
     if not activity.trainer:
         return "no trainer has registered: it loads its model or waits for vLLM (see its log), or was not started"
     if heard_s is None and (asked_s is None or asked_s > POLL_S):
-        return "the trainer has given no sign of life for long: see its log"
+        return "the trainer has been silent for a long time: see its log"
     if asked_s is None:
-        return "the trainer has registered and not yet asked for a batch"
+        return "the trainer has registered but not yet asked for a batch"
     if is_training(activity) and activity.trained_steps == activity.current_step:
         return (
-            f"the trainer has done step {activity.current_step} of {activity.num_steps} and not yet asked for a batch:"
-            " it waits for an evaluation, or writes a checkpoint (see its log)"
+            f"the trainer has done step {activity.current_step} of {activity.num_steps} but not yet asked for the "
+            "next batch: it waits for an evaluation, or writes a checkpoint (see its log)"
         )
     if is_training(activity):
         return (
-            f"the trainer works on a batch (step {activity.current_step} of {activity.num_steps}) for {asked_s:.0f} s"
+            f"the trainer has worked on a batch (step {activity.current_step} of {activity.num_steps}) for "
+            f"{asked_s:.0f} s"
         )
     there = _batch(activity)
     if activity.obstacle is not None:
@@ -72,18 +73,18 @@ def _head(activity: Activity) -> str:
 
 def _not_registered(activity: Activity) -> str:
     if any(each.env_id is None for each in activity.environments):
-        return "those that were started are not ready"
+        return "the started ones are not ready"
     if activity.environments:
-        return "those that were have ended; start one again"
+        return "the earlier ones have ended; start one again"
     return "start one, or see its log"
 
 
 def _batch(activity: Activity) -> str:
-    """`3 of 8 groups of the next batch are there`, or in rollouts where the sizes of groups differ."""
+    """`3 of 8 groups of the next batch have arrived`, or in rollouts where the sizes of groups differ."""
     sizes = {each.group_size for each in activity.environments if each.env_id is not None and each.connected}
     if len(sizes) == 1 and (size := sizes.pop()) > 0 and activity.batch_size % size == 0:
-        return f"{activity.waiting // size} of {activity.batch_size // size} groups of the next batch are there"
-    return f"{activity.waiting} of {activity.batch_size} rollouts of the next batch are there"
+        return f"{activity.waiting // size} of {activity.batch_size // size} groups of the next batch have arrived"
+    return f"{activity.waiting} of {activity.batch_size} rollouts of the next batch have arrived"
 
 
 def _environment(environment: EnvActivity) -> str:
@@ -91,7 +92,7 @@ def _environment(environment: EnvActivity) -> str:
     if not environment.connected:
         return f"{name} has disconnected"
     if environment.heard_s is None:
-        return f"{name} has given no sign of life for long: see its log, or start it again"
+        return f"{name} has been silent for a long time: see its log, or start it again"
     heard = f"{name} (heard {environment.heard_s:.0f} s ago)"
     if report is None:
         return f"{heard} sends no reports"

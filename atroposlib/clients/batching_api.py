@@ -1,9 +1,8 @@
-"""The client of the batching API, for everyone who asks it: `BatchingApi` blocks, `AsyncBatchingApi` is for event
-loops.
+"""The client of the batching API: `BatchingApi` blocks, `AsyncBatchingApi` is for event loops.
 
     api.call(REGISTER, registration) ──▶ Registered      a route of `wire/routes.py`, its request and reply as records
 
-What goes wrong is one of three errors, by what can be done about it:
+There are three errors, by what the caller can do about them:
 
     ApiUnreachable    no answer, or "not now" (5xx; 408: too slow; 429: too much): the same request may succeed later.
                       It is a NotYet, so `wait_for` repeats the request
@@ -145,7 +144,7 @@ class _Client(Generic[H]):
         if status >= 500 or status in NOT_NOW:
             raise ApiUnreachable(f"HTTP {status}: {excerpt}", _seconds(reply.headers.get("Retry-After")))
         if status == 401:
-            raise ApiRefused(f"the batching API at {self.url} wants its token: set {self._flags.token}", status)
+            raise ApiRefused(f"the batching API at {self.url} needs its token: set {self._flags.token}", status)
         if status == 409:
             raise ApiRefused(
                 f"another trainer has registered with the batching API at {self.url} and has taken over; end one of"

@@ -1,4 +1,4 @@
-"""Signs of life from a trainer's own thread while a step takes long, so that its lease or session outlives the step."""
+"""Heartbeats from a thread of the trainer, so that its lease or session outlives a long step."""
 
 import threading
 from collections.abc import Callable

@@ -21,7 +21,7 @@ T = TypeVar("T")
 REPORT_EVERY_S = 10.0
 WHY_FIRST_S = 30.0
 WHY_EVERY_S = 60.0
-GROWTH = 1.5  # of each pause between attempts over the one before
+GROWTH = 1.5  # of each pause between attempts over the previous one
 
 
 class NotYet(Exception):
@@ -118,6 +118,6 @@ def waiting(log: logging.Logger, what: str, *, peer: str, deadline_s: float) -> 
     try:
         yield
     except BaseException:
-        log.warning("Gave up on %s from %s after %.1f s", what, peer, time.monotonic() - start)
+        log.warning("Gave up waiting for %s from %s after %.1f s", what, peer, time.monotonic() - start)
         raise
     log.info("Got %s from %s after %.1f s", what, peer, time.monotonic() - start)

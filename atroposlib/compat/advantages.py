@@ -45,7 +45,7 @@ def compute_grpo_process_supervision_advantages(
     deviation = stats["var"] ** 0.5
     if deviation < std_tol:
         raise ValueError(
-            f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they say nothing apart"
+            f"the rewards' standard deviation {deviation:g} is below std_tol {std_tol:g}: they do not differ enough"
         )
     return [
         compute_discounted_returns(

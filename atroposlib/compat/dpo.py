@@ -14,15 +14,15 @@ from atroposlib.wire.batching import ScoredData
 
 
 class DpoConfig(GenerationConfig):
-    """Flags."""
+    """Write preference pairs for DPO from the groups of a batching API."""
 
     save_n_pairs_per_group: int = Field(
-        default=3, ge=1, description="Pairs kept of a group: best with worst, second with second worst, ..."
+        default=3, ge=1, description="Pairs to keep per group: best with worst, second best with second worst, ..."
     )
     minimum_score_diff_max_min: float = Field(
-        default=0.5, ge=0, description="Least difference of the scores of a pair."
+        default=0.5, ge=0, description="Smallest difference between the scores of a pair."
     )
-    tasks_per_step: int = Field(default=8, ge=1, description="Groups a batch.")
+    tasks_per_step: int = Field(default=8, ge=1, description="Groups per batch.")
 
 
 def records(config: DpoConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:

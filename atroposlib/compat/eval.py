@@ -1,4 +1,4 @@
-"""Evaluations that stand alone: no environment, no trainer, one inference server.
+"""Standalone evaluations: no environment, no trainer, one inference server.
 
     class Addition(EvalBase):
         def setup_data(self) -> list: ...                              # the questions
@@ -147,12 +147,12 @@ class EvalBase(ABC):
 
 
 class EvalRunnerConfig(Config):
-    """Flags of an evaluation."""
+    """Evaluate a model behind an OpenAI-compatible API."""
 
     server_url: str = Field(
         default="http://localhost:8000", description="Address of the inference server, with its /v1."
     )
-    model_name: str = Field(default="default", description="Name that the server knows the model by.")
+    model_name: str = Field(default="default", description="Name of the model at the server.")
     server_type: ServerType = Field(
         default="openai", description="Protocol of the server; managed servers need one with token ids."
     )

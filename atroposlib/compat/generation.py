@@ -1,7 +1,7 @@
-"""What `atropos-sft-gen` and `atropos-dpo-gen` share: they stand where a trainer would, and keep what environments
-send as text.
+"""The common part of `atropos-sft-gen` and `atropos-dpo-gen`: they take the trainer's place, and write what
+environments send as text.
 
-environments ──groups──▶ batching API ──GET /batch──▶ fetch_groups ──▶ records ──▶ FILE, one JSON object a line
+environments ──groups──▶ batching API ──GET /batch──▶ fetch_groups ──▶ records ──▶ FILE, one JSON object per line
 """
 
 import contextlib
@@ -30,25 +30,26 @@ R = TypeVar("R")
 
 
 class GenerationConfig(Config):
-    """What both commands can be told."""
+    """Settings that both commands have."""
 
     api_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")
-    group_size: int = Field(default=2, ge=1, description="Samples in a group of the environments.")
-    max_token_len: int = Field(default=2048, ge=1, description="Longest sequence that is taken.")
+    group_size: int = Field(default=2, ge=1, description="Group size of the environments.")
+    max_token_len: int = Field(default=2048, ge=1, description="Longest sequence to accept, in tokens.")
     tokenizer: str = Field(
-        default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Tokenizer to write tokens as text."
+        default="NousResearch/DeepHermes-3-Llama-3-8B-Preview", description="Tokenizer that turns tokens into text."
     )
-    save_messages: bool = Field(default=False, description="Keep messages instead of prefix and completion.")
-    num_seqs_to_save: int = Field(default=100, ge=1, description="Records to write.")
+    save_messages: bool = Field(default=False, description="Write messages instead of prefix and completion.")
+    num_seqs_to_save: int = Field(default=100, ge=1, description="Number of records to write.")
     allow_negative_scores: bool = Field(default=False, description="Also keep samples with scores below 0.")
     minimum_score_diff_max_min: float = Field(
-        default=0.0, ge=0, description="Least difference of a group's best and worst score."
+        default=0.0, ge=0, description="Smallest difference between a group's best and worst score."
     )
     append_to_previous: bool = Field(default=False, description="Append to FILE if it exists.")
-    tasks_per_step: int = Field(default=64, ge=1, description="Groups a batch.")
+    tasks_per_step: int = Field(default=64, ge=1, description="Groups per batch.")
     take_over: bool = Field(
-        default=False, description="Go on although a trainer has registered with this API: it loses its batches."
+        default=False,
+        description="Continue although a trainer has registered with this API; that trainer loses its batches.",
     )
     timeout: float = Field(default=1800.0, gt=0, description="Seconds to wait for the API, and for each batch.")
 
@@ -57,7 +58,7 @@ C = TypeVar("C", bound=GenerationConfig)
 
 
 class GenerationError(AtroposError):
-    """The command cannot go on; the message is one line."""
+    """The command cannot continue; the message is one line."""
 
 
 def run(
@@ -174,6 +175,6 @@ def messages_of(group: ScoredData, index: int) -> list[Any]:
     """A sample's messages. Raises GenerationError when the environment sends none."""
     if not group.messages:
         raise GenerationError(
-            "the environment sends no messages: start it with --env.include_messages true, or leave out --save-messages"
+            "the environment sends no messages: start it with --env.include_messages true, or drop --save-messages"
         )
     return group.messages[index]

@@ -1,4 +1,4 @@
-"""`inference-node-wandb-watcher`: which inference servers of this node answer, as figures of the run's W&B project.
+"""`inference-node-wandb-watcher`: which inference servers of this node answer, as metrics of the run's W&B project.
 
 One is started on each inference node. It waits for the trainer to name a project, then asks every server of the node
 (ports 9000, 9001, ..., one for `tp` of its GPUs) every minute, and logs `server/server_health_<node>_<i>`, 1 or 0,
@@ -28,26 +28,28 @@ REQUEST_TIMEOUT_S = 10.0
 
 
 class WatcherConfig(Config):
-    """Flags."""
+    """Log the health of one node's inference servers to Weights & Biases."""
 
     api_addr: str = Field(description="Address of the batching API, e.g. http://node1:8000.")
     tp: int = Field(ge=1, description="GPUs of one inference server.")
-    node_num: int = Field(ge=0, description="Number of this node, for the names of its figures.")
+    node_num: int = Field(ge=0, description="Number of this node, part of the names of its metrics.")
     token: SecretStr | None = Field(
         default=None, description="Token of the API.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
     gpus: int = Field(default=8, ge=1, description="GPUs of the node.")
     host: str = Field(default="localhost", description="Address of the node's servers.")
     first_port: int = Field(default=9000, ge=1, le=65535, description="Port of the first server; the others follow.")
-    health_path: str = Field(default="/health", description="What a server is asked for; 200 counts as healthy.")
-    interval: float = Field(default=60.0, gt=0, description="Seconds between two rounds.")
+    health_path: str = Field(
+        default="/health", description="Path to request from each server; status 200 counts as healthy."
+    )
+    interval: float = Field(default=60.0, gt=0, description="Seconds between two checks.")
     startup_timeout: float = Field(
         default=1800.0, gt=0, description="Seconds to wait for the trainer to name a project."
     )
 
     @property
     def servers(self) -> dict[str, str]:
-        """Address of each server's health by the name of its figure."""
+        """Address of each server's health by the name of its metric."""
         return {
             f"server/server_health_{self.node_num}_{index}": (
                 f"http://{self.host}:{self.first_port + index}{self.health_path}"
@@ -96,7 +98,7 @@ async def watch(config: WatcherConfig, api: AsyncBatchingApi, client: httpx.Asyn
         try:
             step = (await api.call(STATUS)).current_step
         except (ApiRefused, ApiUnreachable) as reason:
-            log.warning("Step %d still, as far as known: %s does not answer (%s)", step, config.api_addr, reason)
+            log.warning("Still at step %d, as far as known: %s does not answer (%s)", step, config.api_addr, reason)
         found = await health(config, client)
         for name in found:
             if found[name] != known.get(name):
@@ -116,7 +118,7 @@ async def run(config: WatcherConfig) -> None:
         group, name = await project(config, api)
         sink = await open_wandb(f"inf_node_{config.node_num}", group, name, config.model_dump(mode="json"))
         if sink is None:
-            raise EnvError("there is nowhere to log to; the reason is above")
+            raise EnvError("nowhere to log to; see the reason above")
         with contextlib.closing(sink):
             await watch(config, api, client, sink)
 

@@ -1,4 +1,4 @@
-"""ManagedServer over HTTP: agents that speak OpenAI's API, in any process, are sampled from with their tokens kept.
+"""ManagedServer over HTTP: agents in any process use OpenAI's API, and the proxy keeps the sampled tokens for training.
 
     POST /sessions/create ─▶ uuid      POST /<uuid>/v1/chat/completions (OpenAI's form)
     DELETE /<uuid>                     POST /<uuid>/v1/chat/completions/render (the prompt)
@@ -32,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from atroposlib.api.docs_page import add_docs_page
 from atroposlib.config import Config, load_config
 from atroposlib.envs.server_handling.errors import PermanentServerError, ServerError
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -148,7 +149,8 @@ def create_app(  # noqa: C901  its routes
     hosts: OwnHosts = OwnHosts(),  # noqa: B008  immutable
 ) -> FastAPI:
     """The proxy before `server_manager`'s servers, for clients that call it by one of `hosts`."""
-    app = FastAPI(title="Atropos managed-server proxy")
+    app = FastAPI(title="Atropos managed-server proxy", docs_url=None, redoc_url=None)
+    add_docs_page(app)
     sessions = Sessions(server_manager, tokenizer, session_timeout_s)
 
     def bears_token(scope: Scope) -> bool:
@@ -243,14 +245,16 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 class ProxyConfig(Config):
-    """Flags of the proxy."""
+    """An OpenAI-compatible proxy that keeps the tokens of every completion for training."""
 
     servers: Path | None = Field(
         default=None,
         description="JSON file with model_name, tokenizer_name and servers (also --config, if it is .json).",
     )
-    host: str = Field(default="127.0.0.1", description="Address to listen on; another than loopback needs a token.")
-    allowed_host: list[HostName] = Field(default=[], description="A further name that clients call it by; repeatable.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; any address but loopback needs a token.")
+    allowed_host: list[HostName] = Field(
+        default=[], description="Another host name under which clients may address it; repeatable."
+    )
     port: int = Field(default=9100, ge=0, le=65535, description="Port to listen on.")
     token: str = Field(default="", repr=False, description="Bearer token that every request but /health must carry.")
     session_timeout: float = Field(
@@ -304,7 +308,8 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("managed_server_proxy: name the servers with --config servers.json")
     if config.host not in ("127.0.0.1", "localhost", "::1") and not config.token:
         raise SystemExit(
-            f"managed_server_proxy: --host {config.host} is open to others: give --token, or listen on 127.0.0.1"
+            f"managed_server_proxy: --host {config.host} is reachable by other machines: give --token, or listen on "
+            "127.0.0.1"
         )
     with one_line_errors("managed_server_proxy", ValueError, OSError):
         asyncio.run(_serve(config, config.servers))

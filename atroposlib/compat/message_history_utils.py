@@ -1,4 +1,4 @@
-"""Long conversations made to fit: thoughts cut, old turns left out."""
+"""Shortens long conversations: cuts thoughts and drops old turns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -20,9 +20,9 @@ from atroposlib.wire.batching import ScoredData
 
 
 class SftConfig(GenerationConfig):
-    """Flags."""
+    """Write the best samples of a batching API's groups as SFT records."""
 
-    save_top_n_per_group: int = Field(default=3, ge=1, description="Samples kept of a group, best first.")
+    save_top_n_per_group: int = Field(default=3, ge=1, description="Samples to keep per group, best first.")
 
 
 def records(config: SftConfig, group: ScoredData, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""An environment's standing with the batching API: joined, lost and joined again, left.
+"""An environment's registration with the batching API: join, rejoin after a restart, leave.
 
 The serve loop asks for `status`; that call is also what notices an API that was restarted, waits for it with a log
-line every ten seconds, and registers again. Rollouts that finish meanwhile wait here to be posted: none is lost.
+line every ten seconds, and registers again. Rollouts that finish meanwhile wait here to be posted; none is lost.
 """
 
 import uuid
@@ -81,7 +81,7 @@ class ApiLink:
         return joined
 
     async def status(self) -> EnvStatus:
-        """The API's figures for this environment, registered again first if the API has forgotten it."""
+        """The API's numbers for this environment, registered again first if the API has forgotten it."""
         while True:
             if self.env_id is None:
                 raise RuntimeError("this environment has not joined the API")
@@ -104,7 +104,7 @@ class ApiLink:
         return await self._answered("the W&B project", routes.WANDB_INFO)
 
     async def post_groups(self, groups: Sequence[PostedData]) -> None:
-        """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API stays away."""
+        """Hand over groups, whose env_id is filled in. Raises ApiRefused, or PeerError when the API does not answer."""
         key = uuid.uuid4().hex  # of all tries together
 
         def bodies() -> list[PostedData]:  # an environment that had to register again has another id
@@ -139,7 +139,7 @@ class ApiLink:
             await self._posted("an evaluation", routes.EVALUATION, body)
         except ApiRefused as error:
             log.warning(
-                "The API refused an evaluation, which is reported again if this environment has to register again: %s",
+                "The API refused an evaluation; it is reported again if this environment registers again: %s",
                 error,
             )
 

@@ -1,4 +1,4 @@
-"""What an environment's own code raises: where it happened, in one line, and how much of it is borne."""
+"""Errors raised by an environment's own code: where they happened, in one line, and how many are tolerated."""
 
 import inspect
 import sysconfig
@@ -95,7 +95,8 @@ class ErrorBudget:
         failed = sum(self._recent)
         if failed > self._allowed:
             raise TooManyFailures(
-                f"{failed} of the last {len(self._recent)} items failed by the environment's own code, {self._allowed}"
-                f" may (--env.max_failed_items). The last one, {item}: {origin(error, self.given_at)}. Correct that"
+                f"{failed} of the last {len(self._recent)} items failed in the environment's own code (limit "
+                f"{self._allowed}, --env.max_failed_items). The last one, {item}: {origin(error, self.given_at)}. "
+                "Correct that"
                 " line, or raise the limit"
             ) from error

@@ -1,4 +1,4 @@
-"""The names that environments import: `BaseEnv`, which an author extends, and what belongs to it."""
+"""The names that environments import: `BaseEnv`, which an author extends, and its companions."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """An environment's own checkpoints: `CHECKPOINT_DIR/env_checkpoints/NAME/step-N.json`, each an object of attributes to
 set again.
 
-Each is written whole. One that was damaged since is passed over for the one before it, with a log line.
+Each is written atomically. A damaged one is skipped in favour of the one before it, with a log line.
 """
 
 from pathlib import Path
@@ -41,11 +41,11 @@ def load(checkpoint_dir: str, name: str, display_name: str, step: int) -> tuple[
         try:
             attributes = orjson.loads(path.read_bytes())
         except (OSError, ValueError) as error:
-            log.warning("Passing over the checkpoint %s, which is damaged (%s)", path, error)
+            log.warning("Skipping the checkpoint %s, which is damaged (%s)", path, error)
             continue
         if isinstance(attributes, dict):
             return path, attributes
-        log.warning("Passing over the checkpoint %s, which is damaged (it holds no JSON object)", path)
+        log.warning("Skipping the checkpoint %s, which is damaged (it is not a JSON object)", path)
     return None
 
 

@@ -7,12 +7,13 @@ exit code.
     --slurm, --testing   how the inference servers are found
     --config FILE.yaml   keys env, openai (or a list), slurm, testing
 
-Flags beat YAML, which beats what the command itself changes, which beats `config_init`. `--dry-run` prints the tree,
-without keys. Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted and
-terminated.
+Flags override YAML, which overrides what the command itself changes, which overrides `config_init`. `--dry-run` prints
+the tree, without keys. Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted
+and terminated.
 """
 
 import asyncio
+import inspect
 import os
 import signal
 import sys
@@ -28,11 +29,13 @@ from pydantic import BaseModel, Field, create_model
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
+from atroposlib.envs.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
 from atroposlib.flags import ConfigError, names, nearest
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.utils.tokenizers import NO_TOKENIZER
 
 log = get_logger(__name__)
 
@@ -54,17 +57,25 @@ class EnvTree(Config):
     env: Any
     openai: Any
     slurm: bool = Field(default=False, description="Take the inference servers from the node list of the SLURM job.")
-    testing: bool = Field(default=False, description="Use one in-process harness with canned replies for inference.")
-    max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
-    proxy_url: str | None = Field(
-        default=None, description="Address of a managed proxy; that of ATROPOS_PROXY_URL if unset."
+    testing: bool = Field(default=False, description="Use one in-process server with canned replies for inference.")
+    max_n_completions: int = Field(
+        default=8, ge=1, description="Largest n of one request; a request for more completions is split."
     )
+    proxy_url: str | None = Field(default=None, description="Address of a managed proxy; default: ATROPOS_PROXY_URL.")
+
+
+class EvaluateTree(EnvTree, SamplingFields):
+    """That of the `evaluate` command."""
 
 
 class TeacherTree(EnvTree):
     """That of an environment with a teacher; None when none is configured."""
 
     teacher: Any = None
+
+
+class EvaluateTeacherTree(TeacherTree, SamplingFields):
+    """That of the `evaluate` command of an environment with a teacher."""
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -75,7 +86,11 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     async with env._env_run as run:
         await run.wait_for_inference()
         await env.setup()
+        if isinstance(tree, SamplingFields) and tree.samples:
+            await env._evaluate_samples(tree)
+            return
         returned = await env.evaluate()
+        run.write_held_out(None)
         if returned is not None:
             log.info("Evaluation: %s", dict(returned))
         if env.config.data_dir_to_save_evals is not None:
@@ -123,11 +138,24 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
             case "process":
                 await process(await built(StartUp(name)))
             case _:
+                _need_no_tokens(tree)
                 await run_evaluate(await built(StartUp(name)), tree)
     except EnvError as error:
         log.error("%s", error)
         return 1
     return 0
+
+
+def _need_no_tokens(tree: EnvTree) -> None:
+    """An evaluation also takes servers of text, without a tokenizer. Raises EnvError for one without a model's name."""
+    servers = tree.openai if isinstance(tree.openai, list) else [tree.openai]
+    for server in servers:
+        if not isinstance(server, APIServerConfig) or server.server_type != "openai":
+            return
+        if server.model_name == "default":
+            raise EnvError(f"name the model of {server.base_url or 'the server'}: --openai.model_name")
+    if tree.env.tokenizer_name == "default":
+        tree.env.tokenizer_name = NO_TOKENIZER
 
 
 def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
@@ -145,6 +173,7 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
     except (OSError, ValueError, NotImplementedError) as error:
         raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions
+    env.server.allows_text_only = isinstance(tree, SamplingFields)
     env.server.proxy_url = tree.proxy_url or env.server.proxy_url
     return env
 
@@ -167,6 +196,8 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
     env_config, servers = env_cls.config_init()
     further = env_cls._further_servers()
     base: type[EnvTree] = TeacherTree if further else EnvTree
+    if command == "evaluate":
+        base = EvaluateTeacherTree if further else EvaluateTree
     with one_line_errors(f"{prog} {command}"):
         content = read_config_file(arguments)
         groups = {
@@ -174,7 +205,7 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
             for name, given in ({"openai": servers} | further).items()
         }
         fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
-        tree_cls = create_model("EnvTree", __base__=base, **fields)
+        tree_cls = create_model("EnvTree", __base__=base, __doc__=_about(env_cls), **fields)
         content = _own_keys(content, tree_cls)
         for name, kind in ({"env": type(env_config)} | {name: group.kind for name, group in groups.items()}).items():
             if name in content:
@@ -211,6 +242,12 @@ class ServerGroup:
     given: Any
 
 
+def _about(env_cls: type[Environment]) -> str:
+    """For `--help`: the first paragraph of the docstring of the environment's program, else of its class."""
+    written = getattr(sys.modules.get(env_cls.__module__), "__doc__", None) or env_cls.__doc__ or ""
+    return inspect.cleandoc(written).partition("\n\n")[0]
+
+
 def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str]) -> ServerGroup:
     """The group `name` ("openai"), whose servers are `servers` unless YAML or flags say otherwise. Raises ConfigError
     for flags for several.
@@ -222,7 +259,7 @@ def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str
     count = len(in_yaml) if isinstance(in_yaml, list) else 1 if isinstance(in_yaml, dict) else len(given)
     if count > 1 and flagged:
         raise ConfigError(
-            f"--{name}.* sets one inference server but {count} are configured; list them under `{name}:` in a --config"
+            f"--{name}.* sets one inference server, but {count} are configured; list them under `{name}:` in a --config"
             " file"
         )
     has_address = flagged or in_yaml is not None or not given or isinstance(given[0], APIServerConfig)

@@ -1,4 +1,4 @@
-"""What an environment can be told: `BaseEnvConfig`, which every environment's own configuration extends."""
+"""The settings of an environment: `BaseEnvConfig`, which every environment's own configuration extends."""
 
 from enum import Enum
 from typing import Self
@@ -32,14 +32,14 @@ class BaseEnvConfig(BaseModel):
 
     group_size: int = Field(default=4, ge=1, description="Samples of one item that are scored together.")
     max_num_workers: int = Field(
-        default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the servers."
+        default=-1, description="Groups in flight; -1 means max_num_workers_per_node times the number of servers."
     )
     max_eval_workers: int = Field(
-        default=16, ge=1, description="Evaluation items in flight, for environments that bound them."
+        default=16, ge=1, description="Evaluation items in flight, for environments that limit them."
     )
     max_num_workers_per_node: int = Field(default=8, ge=1, description="Groups in flight per inference server.")
     steps_per_eval: int = Field(
-        default=100, description="Policy versions between evaluations; 0 or less never evaluates."
+        default=100, description="Policy versions between evaluations; 0 or less disables evaluation."
     )
     eval_at_start: bool = Field(
         default=False, description="Evaluate policy version 0 too, before training data is sampled."
@@ -48,7 +48,7 @@ class BaseEnvConfig(BaseModel):
         default=2048, description="Context that this environment needs; with it the API weighs environments."
     )
     eval_handling: EvalHandlingEnum = Field(
-        default=EvalHandlingEnum.STOP_TRAIN, description="Sampling of training data while evaluating."
+        default=EvalHandlingEnum.STOP_TRAIN, description="Whether training data is sampled while evaluating."
     )
     eval_limit_ratio: float = Field(
         default=0.5, ge=0, le=1, description="Share of workers left under eval_handling LIMIT_TRAIN."
@@ -56,17 +56,17 @@ class BaseEnvConfig(BaseModel):
     inference_weight: float = Field(
         default=1.0, description="Share of the inference servers, relative to other environments."
     )
-    batch_size: int = Field(default=-1, description="Sequences a batch; the API's figure replaces it.")
+    batch_size: int = Field(default=-1, description="Sequences per batch; the API's number replaces it.")
     max_batches_offpolicy: int = Field(
         default=3,
         ge=0,
         description=(
-            "Batches in flight and queued at most; 0 also waits until the delivered batch is trained (on-policy)."
+            "Most batches in flight and queued; 0 also waits until the delivered batch is trained (on-policy)."
         ),
     )
     tokenizer_name: str = Field(
         default="NousResearch/DeepHermes-3-Llama-3-3B-Preview",
-        description="Folder or hub name of the tokenizer; 'default' means the one of the model that the server serves.",
+        description=("Directory or hub name of the tokenizer; 'default' means the tokenizer of the served model."),
     )
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
@@ -74,10 +74,11 @@ class BaseEnvConfig(BaseModel):
         default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
     total_steps: int = Field(
-        default=1000, description="Steps after which the environment ends, at most the trainer's; -1 means those."
+        default=1000,
+        description="Steps after which the environment ends; -1, or more than the trainer's: with the trainer.",
     )
-    wandb_name: Name | None = Field(default=None, description="Name of this environment; its class's name if unset.")
-    num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups kept for the rollout table.")
+    wandb_name: Name | None = Field(default=None, description="Name of this environment; default: its class's name.")
+    num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups to keep for the rollout table.")
     num_rollouts_per_group_for_logging: int = Field(
         default=1, description="Samples of each kept group in the table; -1 means all."
     )
@@ -88,45 +89,49 @@ class BaseEnvConfig(BaseModel):
         default=0,
         ge=0,
         description=(
-            "With ensure_scores_are_not_same: groups sampled for one batch at most; what then misses is filled with"
-            " groups of equal scores, oldest first. 0: no limit."
+            "With ensure_scores_are_not_same: most groups to sample for one batch; missing ones are then filled "
+            "with groups of equal scores, oldest first. 0: no limit."
         ),
     )
     data_path_to_save_groups: OutputFileText | None = Field(
-        default=None, description="JSONL file for every group; an existing one is kept."
+        default=None,
+        description=("JSONL file, one line per group; serve also writes dropped groups. An existing file is kept."),
     )
-    data_dir_to_save_evals: str | None = Field(default=None, description="Folder for the results of evaluations.")
+    data_dir_to_save_evals: str | None = Field(default=None, description="Directory for the results of evaluations.")
     evaluations_path: OutputFileText | None = Field(
         default=None, description="JSONL file, one line per evaluation; by default in the directory for evaluations."
     )
+    held_out_path: OutputFileText | None = Field(
+        default=None, description="JSONL file, one line per answer of an evaluation."
+    )
     metrics_path: OutputFileText | None = Field(default=None, description="JSONL file, one line of metrics per step.")
-    min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before figures are logged.")
+    min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before metrics are logged.")
     include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
     min_batch_allocation: float | None = Field(
-        default=None, ge=0, le=1, description="Share of every batch that is this environment's."
+        default=None, ge=0, le=1, description="Smallest share of every batch that comes from this environment."
     )
     rollout_timeout: float | None = Field(
         default=None,
         ge=0,
         allow_inf_nan=False,
         description=(
-            "Seconds one rollout may take, waiting for a server not counted, before it fails and its siblings go on;"
-            " 0: any time. If unset, worker_timeout."
+            "Seconds that one rollout may take before it fails and its siblings continue; waiting for a server does "
+            "not count. 0: no limit. Default: worker_timeout."
         ),
     )
-    worker_timeout: float = Field(default=600, description="The ancestor's name of rollout_timeout.")
+    worker_timeout: float = Field(default=600, description="Former name of rollout_timeout.")
     max_failed_items: int = Field(
         default=32,
         ge=0,
-        description="Of the last 100 items, how many the environment's own code may fail on before the server ends.",
+        description="How many of the last 100 items may fail in the environment's own code before the server ends.",
     )
     startup_timeout: float = Field(
         default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server."
     )
     thinking_mode: bool = Field(default=False, description="Ask the model to reason before it answers.")
-    reasoning_effort: Effort | None = Field(default=None, description="How much; implies thinking_mode.")
+    reasoning_effort: Effort | None = Field(default=None, description="Reasoning effort; implies thinking_mode.")
     max_reasoning_tokens: int | None = Field(
-        default=None, ge=1024, le=32000, description="Limit of reasoning; implies thinking_mode."
+        default=None, ge=1024, le=32000, description="Limit of reasoning tokens; implies thinking_mode."
     )
     custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
 

@@ -1,4 +1,4 @@
-"""What a vLLM server serves, asked when an environment is not told: model_name 'default', tokenizer_name 'default'."""
+"""Asks a vLLM server for its model when model_name or tokenizer_name is 'default'."""
 
 import aiohttp
 from pydantic import BaseModel
@@ -20,7 +20,7 @@ REQUEST_TIMEOUT_S = 10.0
 
 
 class ServedModel(BaseModel):
-    """An entry of /v1/models: the name to ask for, and the folder or hub name that its weights come from."""
+    """An entry of /v1/models: the name to ask for, and the directory or hub name that its weights come from."""
 
     id: str
     root: str | None = None
@@ -29,7 +29,7 @@ class ServedModel(BaseModel):
 async def fill_in_models(
     config: BaseEnvConfig, servers: ServerBaseline | list[APIServerConfig], start: StartUp
 ) -> None:
-    """Replace 'default' model and tokenizer names by what the vLLM servers say. Waits for them, up to
+    """Replace 'default' model and tokenizer names from the vLLM servers. Waits for them, up to
     `startup_timeout`, and notes in `start` what for.
     """
     entries = servers if isinstance(servers, list) else [servers]
@@ -48,7 +48,7 @@ async def fill_in_models(
             start.waits_for = OWN_SET_UP
     if config.tokenizer_name == DEFAULT:
         config.tokenizer_name = entries[0].tokenizer_id
-        log.info("The tokenizer is that of the served model, %s", config.tokenizer_name)
+        log.info("Using the tokenizer of the served model, %s", config.tokenizer_name)
 
 
 async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp) -> ServedModel:

@@ -1,4 +1,4 @@
-"""Sampling goes on until every group of a batch has a signal, within limits.
+"""Sampling continues until every group of a batch has a signal, within limits.
 
     item ──begin──▶ sampled ──add──▶ groups ──end──▶ ┬─ with a signal ─────────────▶ sent
                                                      └─ of equal scores ──▶ held ─┬─ batch is full ──▶ thrown away
@@ -6,8 +6,7 @@
                                                                                      oldest first, until it is full
 
 DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2) with a bound: a policy that always succeeds, or
-never, would otherwise be sampled for ever. An environment counts the groups of a batch by itself, since it shares each
-batch with others only by its share.
+never, would otherwise be sampled forever. Each environment counts only its own share of a batch.
 
 On-policy, what was begun for a batch is of no use to the next. Groups are then chosen in the order in which they were
 begun, and those begun by the time at which the batch is full are thrown away. If the first to end were chosen, long
@@ -27,7 +26,7 @@ REMEMBERED = 64  # groups, for the share that has a signal
 
 
 class Chosen(NamedTuple, Generic[G]):
-    """What becomes of the groups so far: these are sent now, those never will be."""
+    """What happens to the groups so far: these are sent now, those never will be."""
 
     sent: list[G]
     thrown_away: list[G]
@@ -76,6 +75,10 @@ class BatchFilling(Generic[G]):
         items = (item for item in self._open if item >= self._void_before)
         return list(takewhile(self._ended.__contains__, items))
 
+    def undecided(self) -> list[G]:
+        """Groups that are neither sent nor thrown away, oldest first."""
+        return [*self._held, *(group for groups in self._open.values() for group, _ in groups)]
+
     def may_begin(self) -> int | None:
         """How many more items this batch can be given; None is any number."""
         if not self._on_policy or self._sampled >= self._max_items:
@@ -112,8 +115,8 @@ class BatchFilling(Generic[G]):
     def _fill_in(self, chosen: Chosen[G], missing: int, groups_per_batch: int) -> None:
         if self._sampled == self._max_items:
             log.info(
-                "%d groups were sampled for a batch and %d of the %d it takes have a signal: it goes on with others, "
-                "oldest first (--env.max_items_per_batch)",
+                "Sampled %d groups for a batch, and %d of the %d that it needs have a signal: filling it with "
+                "others, oldest first (--env.max_items_per_batch)",
                 self._sampled,
                 self._sent,
                 groups_per_batch,

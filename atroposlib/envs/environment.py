@@ -1,4 +1,4 @@
-"""`Environment`, what an author's class is to the framework, and `EnvRun`, one run of it. Authors extend `BaseEnv`
+"""`Environment`, the framework's view of an author's class, and `EnvRun`, one run of it. Authors extend `BaseEnv`
 (`base.py`), which adds the commands. `serve.py`, `process.py` and `cli.py` drive a run.
 
 item = get_next_item() ──▶ collect_trajectories(item) ──▶ postprocess_histories ──▶ handle_send_to_api ──▶ batching API
@@ -7,7 +7,7 @@ item = get_next_item() ──▶ collect_trajectories(item) ──▶ postproces
                              self.server (inference)                        samples, metrics, W&B
 
 Every public name of `Environment` is one that environments of the archived ancestor use. All others are free for an
-author's own attributes, methods and properties: what the framework keeps stands on `EnvRun`.
+author's own attributes, methods and properties: the framework's own state is on `EnvRun`.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -28,7 +29,8 @@ from atroposlib.envs import checkpoints
 from atroposlib.envs.author_errors import MalformedGroup, shown
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
-from atroposlib.envs.errors import GroupTooLargeError, PeerError, Unscored
+from atroposlib.envs.errors import EnvError, GroupTooLargeError, PeerError, RecordError, Unscored
+from atroposlib.envs.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
 from atroposlib.envs.outcomes import Outcomes
@@ -46,7 +48,9 @@ from atroposlib.envs.payloads import (
     wire_form,
     with_failed,
 )
-from atroposlib.envs.records import JsonlWriter, markdown_table, write_eval_results
+from atroposlib.envs.records import JsonlWriter, append_jsonl, markdown_table, write_eval_results
+from atroposlib.envs.sample_rows import Sampled, SampleRows
+from atroposlib.envs.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
@@ -54,6 +58,7 @@ from atroposlib.envs.time_limit import time_limit
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.logs import get_logger
+from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import Cause, EnvStatus
 
@@ -145,13 +150,13 @@ class Environment(ABC):
 
     async def collect_trajectory(self, item: Item) -> tuple[ScoredDataItem | list[ScoredDataItem] | None, list[Item]]:
         """One scored rollout of `item`, as its sequence or a list of its sequences, or None to drop the whole group;
-        then items to process later. One that raises, or takes too long, has failed: its siblings go on.
+        then items to process later. One that raises, or takes too long, has failed: its siblings continue.
         """
         raise NotImplementedError(f"{type(self).__name__} must override collect_trajectory or collect_trajectories")
 
     async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:
-        """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to go on
-        with later. A group that counts rollouts as `failed` has as many fewer.
+        """A group of `group_size` scored samples of `item`, or several groups, or None to drop it; and items to
+        continue with later. A group that counts rollouts as `failed` has as many fewer.
         """
         limit_s = self.config.rollout_limit_s
         results = await gather_or_cancel(
@@ -174,6 +179,18 @@ class Environment(ABC):
     async def _before_sending(self, group: ScoredDataGroup) -> ScoredDataGroup:
         """An accepted group as it is to be kept and sent."""
         return group
+
+    async def _evaluate_samples(self, asked: SamplingFields) -> None:
+        """`evaluate --samples`, which a `QuestionEnv` can do. Raises EnvError."""
+        raise EnvError(f"--samples is for a QuestionEnv, and {type(self).__name__} has an evaluation of its own")
+
+    def _reference_of(self, item: Item) -> str | None:
+        """The right answer to `item`, for samples.jsonl; None if it is not known."""
+        return None
+
+    def _prompt_of(self, item: Item) -> Messages | None:
+        """The messages that ask `item`, for samples.jsonl where no rollout has them; None if they are not known."""
+        return None
 
     @classmethod
     def _further_servers(cls) -> dict[str, Any]:
@@ -238,7 +255,7 @@ class Environment(ABC):
         return status
 
     async def env_step_checks(self) -> None:
-        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the figures of
+        """Called when the trainer has moved on, to `status_dict["current_step"]`: take that over, write the metrics of
         the step.
         """
         self.curr_step = self.status_dict["current_step"]
@@ -321,7 +338,9 @@ class Environment(ABC):
         """Note an evaluation's `metrics`; with data_dir_to_save_evals write them and the samples there. Times are
         seconds.
         """
-        self._env_run.eval_results = dict(metrics)
+        run = self._env_run
+        run.eval_results = dict(metrics)
+        run.held_out += [held_out_row(index, sample) for index, sample in enumerate(samples or [])]
         if verbose:
             print(markdown_table(metrics), flush=True)
         if self.config.data_dir_to_save_evals is None:
@@ -329,7 +348,7 @@ class Environment(ABC):
             return
         write_eval_results(
             Path(self.config.data_dir_to_save_evals),
-            task_name or f"{self._env_run.display_name}_eval",
+            task_name or f"{run.display_name}_eval",
             metrics,
             samples,
             model_name=model_name or self.server.model_name,
@@ -397,11 +416,13 @@ class EnvRun:
         self._unscored_in_row = 0
         self._unsaid_drops: Counter[str] = Counter()
         self._drops_said_at = -math.inf
-        self.filling: BatchFilling[tuple[ScoredDataGroup, Item]] | None = None
+        self.samples = SampleRows(self)
+        self.filling: BatchFilling[Sampled] | None = None
         if env.config.max_items_per_batch and env.config.ensure_scores_are_not_same:
             self.filling = BatchFilling(env.config.max_items_per_batch, env.config.max_batches_offpolicy == 0)
         self.durations = Durations()
         self.eval_results: Metrics = {}
+        self.held_out: list[dict[str, Any]] = []  # answers of the evaluation that is under way, or over
 
         path = env.config.metrics_path
         self.sinks: list[JsonlSink | WandbSink] = [JsonlSink(Path(path))] if path else []
@@ -413,6 +434,11 @@ class EnvRun:
     async def __aexit__(self, *error: object) -> None:
         for sink in self.sinks:
             sink.close()
+        try:
+            for sampled in self.filling.undecided() if self.filling is not None else ():
+                self.samples.write(sampled, "the run ended before its batch was full")
+        except RecordError as record_error:
+            log.warning("Groups that were not sent are not in samples.jsonl: %s", record_error)
         if self.env.jsonl_writer is not None:
             self.env.jsonl_writer.close()
         await self.env._release()
@@ -449,6 +475,10 @@ class EnvRun:
                     self.sending -= len(chosen)
 
     async def _handle(self, item: Item) -> None:
+        with self.samples.item():
+            await self._handle_traced(item)
+
+    async def _handle_traced(self, item: Item) -> None:
         try:
             groups, more = await self._collected(item)
             self.env.backlog.extend(more or [])
@@ -459,27 +489,34 @@ class EnvRun:
             else:
                 self.counts["items_without_group"] += 1
                 self.outcomes.note_dropped("without a group", "the environment gave none")
+                self.samples.write_lost(item, "the environment gave no group")
         except GroupLost as error:  # costs the error budget nothing
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
             self.outcomes.note_dropped(error.kind, str(error))
             log.warning("Dropped the item %s: %s", shown(item), error)
+            self.samples.write_lost(item, str(error))
         except Unscored as error:  # nor does this
             self.counts["items_without_group"] += 1
             self.counts[error.count] += 1
             self._unscored_in_row += 1
             self.outcomes.note_dropped(GRADER_FAILED, str(error))
             log.warning("Dropped a group: %s", error)
+            self.samples.write_lost(item, str(error) or "an answer could not be scored")
             if self._unscored_in_row % REJECTIONS_REPORTED == 0:
                 log.warning(
                     "%d groups in a row could not be scored and nothing was sent, the last because %s. The trainer "
-                    "waits until the policy gives other answers. The scorer's warnings above show these answers; if "
+                    "waits until the policy gives other answers. The scorer's warnings above show the answers; if "
                     "they are reasonable, raise its time limit (--env.grader_timeout, --env.scorer_timeout)",
                     self._unscored_in_row,
                     error,
                 )
+        except EnvError as error:  # ends the environment; perhaps no row can be written
+            self.outcomes.note_failed(error)
+            raise
         except Exception as error:
             self.outcomes.note_failed(error)
+            self.samples.write_lost(item, self.outcomes.last_drop)
             raise
         finally:
             await self.env.cleanup()
@@ -503,35 +540,38 @@ class EnvRun:
             await self._send_all(accepted, send)
         if len(whole) < len(groups):
             self.counts["groups_malformed"] += len(groups) - len(whole)
+            for group, found in zip(groups, defects, strict=True):
+                if found is not None:
+                    self.samples.write_malformed(group, item, f"it cannot be trained on: {found}")
             raise MalformedGroup(
                 "a group cannot be trained on: " + "; ".join(found for found in defects if found is not None)
             )
 
-    async def _send_all(self, chosen: Sequence[tuple[ScoredDataGroup, Item]], send: bool = True) -> None:
-        """Keep groups, of these items, in the files and tables, and send them."""
-        kept = [(await self.env._before_sending(group), item) for group, item in chosen]
-        for group, item in kept:
-            await self.env.add_rollouts_for_wandb(group, item)
-            self._remember(group)
+    async def _send_all(self, chosen: Sequence[Sampled], send: bool = True) -> None:
+        """Keep groups in the files and tables, and send them."""
+        kept = [replace(sampled, group=await self.env._before_sending(sampled.group)) for sampled in chosen]
+        for sampled in kept:
+            await self.env.add_rollouts_for_wandb(sampled.group, sampled.item)
+            self._remember(sampled)
         if send:
-            await self._send([group for group, _ in kept])
+            await self._send(kept)
 
     @property
     def groups_per_batch(self) -> int:
         """How many groups of a batch are this environment's."""
         return max(1, int(self.env.derived_batch_size) // int(self.env.config.group_size))
 
-    def _settled(self, chosen: Chosen[tuple[ScoredDataGroup, Item]]) -> list[tuple[ScoredDataGroup, Item]]:
+    def _settled(self, chosen: Chosen[Sampled]) -> list[Sampled]:
         """The groups to send; those that are thrown away are counted."""
-        for thrown, _ in chosen.thrown_away:
-            self._note_thrown_away(thrown)
+        for thrown in chosen.thrown_away:
+            self._note_thrown_away(thrown.group)
+            found = thrown.rejected
+            self.samples.write(thrown, "its batch was full before it was its turn" if found is None else found.reason)
         if self.filling is not None:
             self.counts["groups_filled_in"] = self.filling.filled_in
         return chosen.sent
 
-    def _chosen(
-        self, group: ScoredDataGroup, item: Item, send: bool, limit_lengths: bool
-    ) -> list[tuple[ScoredDataGroup, Item]]:
+    def _chosen(self, group: ScoredDataGroup, item: Item, send: bool, limit_lengths: bool) -> list[Sampled]:
         """The groups to send now that this one has been sampled, with their items: it, none, or with it others."""
         config = self.env.config
         limits: Any = {
@@ -550,12 +590,12 @@ class EnvRun:
                 self._note_rejected(rejected, group, item)
                 return []
             self._rejected_in_row = 0
-            return [(group, item)]
+            return [self.samples.sampled(group, item)]
         if rejected is not None:
             self.outcomes.note_dropped(*rejected)  # as far as is known
         number = _item_number.get()
         own = self.filling.begin() if number is None else number  # an author may send groups outside of any item
-        self.filling.add(own, (group, item), rejected is None)
+        self.filling.add(own, self.samples.sampled(group, item, rejected), rejected is None)
         return [] if number is not None else self._settled(self.filling.end(own, self.groups_per_batch))
 
     def _note_rejected(self, rejected: Rejection, group: ScoredDataGroup, item: Item) -> None:
@@ -564,6 +604,7 @@ class EnvRun:
         self._note_thrown_away(group)
         self._rejected_in_row += 1
         self.outcomes.note_dropped(*rejected)
+        self.samples.write(self.samples.sampled(group, item), rejected.reason)
         self._unsaid_drops[rejected.kind] += 1
         if self._rejected_in_row == REJECTIONS_REPORTED:
             log.warning(
@@ -580,7 +621,7 @@ class EnvRun:
         else:
             log.info(
                 "Dropped %d groups since the last such line (%s), %d of them in a row, with pauses of %.1f s between "
-                "items; the last, of the item %s: %s",
+                "items; the last one, of the item %s: %s",
                 self._unsaid_drops.total(),
                 ", ".join(f"{count} {kind}" for kind, count in self._unsaid_drops.most_common()),
                 self._rejected_in_row,
@@ -611,10 +652,11 @@ class EnvRun:
             raise GroupLost(str(too_slow(limit_s)), "too slow", "items_timed_out") from error
 
     def survivors(self, results: Sequence[T | Failure], item: Item) -> tuple[list[T], Counter[Cause]]:
-        """As `failures.survivors`; the failures of a group that goes on are logged, those of one that is lost are
+        """As `failures.survivors`; the failures of a group that continues are logged, those of one that is lost are
         counted here.
         """
         failures = [result for result in results if isinstance(result, Failure)]
+        self.samples.note_failures(failures)
         try:
             left, failed = survivors(results)
         except Exception:
@@ -623,7 +665,7 @@ class EnvRun:
         for failure in failures:
             if str(failure):
                 log.warning(
-                    "A rollout of the item %s failed (%s), its siblings go on: %s",
+                    "A rollout of the item %s failed (%s); its siblings continue: %s",
                     shown(item),
                     failure.cause,
                     failure,
@@ -637,45 +679,42 @@ class EnvRun:
             self.outcomes.failed[cause] += count
             self.counts[f"rollouts_failed_{cause}"] += count
 
-    def _remember(self, group: ScoredDataGroup) -> None:
-        env = self.env
+    def _remember(self, sampled: Sampled) -> None:
+        env, group = self.env, sampled.group
         self.counts["groups_accepted"] += 1
-        lengths = completion_lengths(group)
-        env.completion_lengths.extend(lengths)
+        env.completion_lengths.extend(completion_lengths(group))
         del env.completion_lengths[:-LENGTHS_KEPT]
         if env.config.include_messages and not group.get("messages"):
             group["messages"] = [
                 [{"role": "user", "content": env.tokenizer.decode(tokens)}] for tokens in group["tokens"]
             ]
-        if env.jsonl_writer is not None:
-            text = (
-                {} if group.get("messages") else {"texts": [env.tokenizer.decode(tokens) for tokens in group["tokens"]]}
-            )
-            env.jsonl_writer.write(
-                {
-                    "step": env.curr_step,
-                    "policy_version": self.policy_version,
-                    "completion_tokens": lengths,
-                    **group,
-                    **text,
-                }
-            )
+        self.samples.write(sampled)
 
-    async def _send(self, groups: list[ScoredDataGroup]) -> None:
+    async def _send(self, kept: list[Sampled]) -> None:
         from atroposlib.clients.batching_api import ApiRefused  # `--help` does not need it
 
         if self.link is None:
             raise RuntimeError("handle_send_to_api without an API: pass do_send_to_api=False, or run `serve`")
-        bodies = [wire_form(group, self.link.env_id, self.env.config.include_messages) for group in groups]
+        bodies = [wire_form(sampled.group, self.link.env_id, self.env.config.include_messages) for sampled in kept]
         try:
             await self.link.post_groups(bodies)
         except ApiRefused as error:
             if error.status == 401:
                 raise PeerError(str(error)) from error
-            self.counts["items_refused_by_api"] += len(groups)
-            raise MalformedGroup(f"the API refused {len(groups)} group(s): {error}") from error
-        self.env.items_sent_this_step += len(groups)
-        self.outcomes.note_posted(len(groups))
+            self.counts["items_refused_by_api"] += len(kept)
+            for sampled in kept:  # each has a row already, from before it was sent
+                self.samples.write(sampled, f"the API refused it: {error}")
+            raise MalformedGroup(f"the API refused {len(kept)} group(s): {error}") from error
+        self.env.items_sent_this_step += len(kept)
+        self.outcomes.note_posted(len(kept))
+
+    def write_held_out(self, version: int | None) -> None:
+        """Append the answers of an evaluation of this policy version to the file that the configuration names."""
+        path = self.env.config.held_out_path
+        if path is not None and self.held_out:
+            head = {"time": time.time(), "env": self.display_name, "policy_version": version}
+            append_jsonl(Path(path), *({**head, **row} for row in self.held_out))
+        self.held_out = []
 
     # --- the peers' view ------------------------------------------------------------------------------------------
 

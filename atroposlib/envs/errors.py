@@ -4,7 +4,7 @@ from atroposlib.errors import AtroposError
 
 
 class EnvError(AtroposError):
-    """The environment cannot go on; the message names the value, the limit and the remedy."""
+    """The environment cannot continue; the message names the value, the limit and the remedy."""
 
 
 class PeerError(EnvError):

@@ -1,4 +1,4 @@
-"""One evaluation of the served policy: run it, read its accuracy, say it in one line, keep it in a file."""
+"""One evaluation of the served policy: run it, read its accuracy, log it in one line, write it to a file."""
 
 import math
 import time
@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 # Where the environments of the ancestor put their accuracy.
 ACCURACY_KEYS = ("accuracy", "eval/accuracy", "percent_correct", "eval/percent_correct")
@@ -65,6 +67,18 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         if math.isfinite(float(value)):
             numbers[key] = float(value)
     return numbers
+
+
+def held_out_row(index: int, sample: Any) -> dict[str, Any]:
+    """A row of held_out.jsonl for a sample that an author passed to `evaluate_log`: with what it names as we do, and
+    beside that the sample itself.
+    """
+    sample = orjson.loads(
+        orjson.dumps(sample, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)
+    )
+    known = sample if isinstance(sample, dict) else {}
+    names = ("messages", "reference", "score", "outcome", "finish_reason")
+    return {"index": index, **{name: known.get(name) for name in names}, "sample": sample}
 
 
 def evaluations_file(evaluations_path: str | None, data_dir: str | None) -> Path | None:

@@ -1,4 +1,4 @@
-"""Rollouts that fail, and their siblings that go on.
+"""Rollouts that fail, and their siblings that continue.
 
     attempt(rollout) x n ──▶ results and Failures ──▶ survivors: those with a result, and how many failed, by cause
                                                             └── fewer than two: raises what lost the group
@@ -18,6 +18,7 @@ from atroposlib.envs.author_errors import origin
 from atroposlib.envs.errors import EnvError, Unscored
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.time_limit import time_limit
+from atroposlib.type_definitions import Messages
 from atroposlib.wire.batching import Cause
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ NEEDED = 2  # rollouts that a group is left with, for advantages to be relative 
 
 
 class RolloutFailed(Exception):
-    """Raise it where one rollout cannot go on, through no fault of the policy."""
+    """Raise it where one rollout cannot continue, through no fault of the policy."""
 
     def __init__(self, reason: str = "", cause: Cause = "infrastructure") -> None:
         super().__init__(reason)
@@ -48,10 +49,11 @@ EXPECTED = (TimeoutError, RolloutFailed, Unscored, ServerError)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """One rollout that failed."""
+    """One rollout that failed; with its messages where it was sampled, and only its score is missing."""
 
     cause: Cause
     error: Exception
+    messages: Messages | None = None
 
     @property
     def is_expected(self) -> bool:
@@ -66,7 +68,8 @@ async def attempt(
     work: Awaitable[T], limit_s: float, late: Cause = "timeout", other: Cause = "environment"
 ) -> T | Failure:
     """The result of `work`, or why there is none. `late` and `other` are the causes of one that takes longer than
-    `limit_s` seconds (0 or less: any time), and of one whose own code raises. An EnvError is no rollout's, and raised.
+    `limit_s` seconds (0 or less: any time), and of one whose own code raises. An EnvError belongs to no rollout, and is
+    raised.
     """
     try:
         async with time_limit(limit_s) as limit:

@@ -1,5 +1,5 @@
-"""A page for people out of a JSONL file of groups: every sample's messages, images and score. All text is escaped,
-nothing is fetched.
+"""Turns a JSONL file of groups into a page: every sample's messages, images and score. All text is escaped, and nothing
+is fetched.
 """
 
 import html
@@ -36,23 +36,23 @@ def write_html(jsonl: Path, page: Path) -> None:
                     out.write(group_html(json.loads(line), number))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
-                        f"{jsonl}:{number + 1} is no group with messages and scores ({error!r})"
+                        f"{jsonl}:{number + 1} is not a group with messages and scores ({error!r})"
                     ) from error
 
 
 def group_html(group: Mapping[str, Any], number: int) -> str:
     """One collapsible section for `group`."""
     group = _rollouts_once(group)
-    scores = group["scores"]
+    scores = group["scores"] or []  # null: the group was dropped before it had any
+    dropped = f", dropped: {html.escape(str(group['dropped']))}" if group.get("dropped") else ""
     mean = sum(scores) / len(scores) if scores else 0.0
     # A file may hold fewer messages than scores, or more: what has both is shown.
     images = group.get("images")  # an entry of a list as long as there are samples is one's own, all else everyone's
     if not isinstance(images, list) or len(images) != len(scores):
         images = [images] * len(scores)
     samples = "".join(_sample_html(*sample) for sample in zip(_conversations(group), scores, images, strict=False))
-    return (
-        f"<details><summary>Group {number}: {len(scores)} samples, mean score {mean:.3f}</summary>{samples}</details>\n"
-    )
+    title = f"Group {number}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
+    return f"<details><summary>{title}</summary>{samples}</details>\n"
 
 
 def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,7 +70,7 @@ def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    for index in range(len(group.get("messages") or group["scores"])):
+    for index in range(len(group.get("messages") or group["scores"] or [])):
         messages = (
             group["messages"][index]
             if group.get("messages")

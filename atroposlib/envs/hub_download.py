@@ -1,4 +1,4 @@
-"""Write a hub dataset's train and test records (those that it has) to a folder as JSONL.
+"""Write a hub dataset's train and test records (those that it has) to a directory as JSONL.
 
 Started by path by `problems.py`, which kills it when it is late.
 

@@ -1,7 +1,7 @@
-"""Where an environment's figures go: a JSONL file, Weights & Biases, both, or nowhere.
+"""Where an environment's metrics go: a JSONL file, Weights & Biases, both, or nowhere.
 
-W&B is on when the configuration wants it and the trainer has named a project. Whatever keeps it from starting costs
-one log line, never the run.
+W&B is on when the configuration wants it and the trainer has named a project. If it cannot start, one line is logged
+and the run continues.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class Durations:
 
 
 def length_metrics(lengths: list[int], max_token_len: int) -> dict[str, float]:
-    """Figures of completion lengths in tokens; `_p95` is the share above 95 % of `max_token_len`, as the ancestor has
+    """Metrics of completion lengths in tokens; `_p95` is the share above 95 % of `max_token_len`, as the ancestor has
     it.
     """
     if not lengths:

@@ -1,4 +1,5 @@
-"""What became of an environment's groups, by reason, since the last one that was posted; and what is reported of it."""
+"""What happened to an environment's groups, by reason, since the last one that was posted; and what is reported of
+it."""
 
 import math
 from collections import Counter

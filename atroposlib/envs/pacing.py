@@ -1,4 +1,4 @@
-"""When to sample and when to evaluate: pure decisions on figures that the serve loop reads.
+"""When to sample and when to evaluate: pure decisions on numbers that the serve loop reads.
 
 The queue policy. A group counts from the moment its sampling starts until the trainer takes it: groups in flight and
 groups queued together never exceed `max_batches_offpolicy` batches. When that is reached nothing new starts; what is
@@ -15,7 +15,7 @@ from atroposlib.wire.batching import EnvStatus
 # A trainer that took its last batch needs no more; if it then lost that batch it is given another after this long.
 SURPLUS_PATIENCE_S = 60.0
 
-EVALUATION_RUNS = "an evaluation runs"  # the reason of a Plan
+EVALUATION_RUNS = "an evaluation is running"  # the reason of a Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def plan(
     be of use; `may_begin` is a limit.
     """
     if batch_size <= 0:
-        return Plan(0, "the trainer has not said its batch size")
+        return Plan(0, "the trainer has not reported its batch size")
     if evaluating and config.eval_handling is EvalHandlingEnum.STOP_TRAIN:
         return Plan(0, EVALUATION_RUNS)
     if evaluating and config.eval_handling is EvalHandlingEnum.LIMIT_TRAIN:
@@ -59,7 +59,7 @@ def plan(
     if config.max_batches_offpolicy == 0 and untrained:
         return Plan(0, f"on-policy: the trainer has {untrained} batch(es) to train on")
     if status.current_step >= total_steps and idle_s < SURPLUS_PATIENCE_S:
-        return Plan(0, f"all {total_steps} batches are delivered")
+        return Plan(0, f"all {total_steps} batches have been delivered")
     batches = max(1, config.max_batches_offpolicy)
     share = batch_share(batch_size, status.unallocated_fraction, config.min_batch_allocation)
     limit = max(1, batches * share // config.group_size)

@@ -84,7 +84,7 @@ def split(problems: Sequence[Problem], held_out: int, seed: int, source: str) ->
     """
     if held_out >= len(problems):
         raise DataError(
-            f"{source} has {len(problems)} problems, of which heldout_size {held_out} leaves none to train on; lower it"
+            f"{source} has {len(problems)} problems, and heldout_size {held_out} leaves none to train on; lower it"
         )
     shuffled = random.Random(seed).sample(list(problems), len(problems))
     return ProblemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
@@ -98,15 +98,15 @@ def read_problems(path: Path, fields: Fields = GSM8K_FIELDS) -> list[Problem]:
         _problem(line, f"{path}:{number}", fields) for number, line in enumerate(lines, start=1) if line.strip()
     ]
     if not problems:
-        raise DataError(f"{path} holds no problems; write one {fields.shape} a line")
+        raise DataError(f"{path} contains no problems; write one {fields.shape} per line")
     return problems
 
 
 def read_problem_set(
     path: Path, test_path: Path | None, held_out: int, seed: int, fields: Fields = GSM8K_FIELDS
 ) -> ProblemSet:
-    """A folder with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is held
-    out.
+    """A directory with train.jsonl and test.jsonl, a file with another to measure with, or one file of which part is
+    held out.
 
     At most `held_out` problems of a test file are taken, by `seed`.
     """
@@ -136,7 +136,7 @@ async def hub_problem_set(
 
 
 def _downloaded(folder: Path) -> Path:
-    """The one split that the hub gave, or the folder of several."""
+    """The one split that the hub gave, or the directory of several."""
     splits = sorted(folder.glob("*.jsonl"))
     return splits[0] if len(splits) == 1 else folder
 
@@ -153,7 +153,7 @@ async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
             _, said = await child.communicate()
     except TimeoutError:
         raise DataError(
-            f"the hub did not give {arguments[0]} within {deadline_s:.0f} s (--env.hub_timeout); {remedy}"
+            f"the hub did not deliver {arguments[0]} within {deadline_s:.0f} s (--env.hub_timeout); {remedy}"
         ) from None
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -163,7 +163,7 @@ async def _run_hub_child(arguments: list[str], deadline_s: float) -> None:
         reason = next(
             (line for line in reversed(said.decode(errors="replace").splitlines()) if line.strip()), "no reason given"
         )
-        raise DataError(f"the hub did not give {arguments[0]}: {reason.strip()[:300]}; {remedy}")
+        raise DataError(f"the hub did not deliver {arguments[0]}: {reason.strip()[:300]}; {remedy}")
 
 
 class ProblemStream:
@@ -192,5 +192,7 @@ def _problem(line: bytes, where: str, fields: Fields) -> Problem:
     record = record if isinstance(record, dict) else {}
     question, answer = record.get(fields.question), record.get(fields.answer)
     if not isinstance(question, str) or not isinstance(answer, str) or (fields.marked and ANSWER_MARK not in answer):
-        raise DataError(f"{where} is no problem: expected {fields.shape}, found {line[:120].decode(errors='replace')}")
+        raise DataError(
+            f"{where} is not a problem: expected {fields.shape}, found {line[:120].decode(errors='replace')}"
+        )
     return Problem(question, answer)

@@ -1,4 +1,4 @@
-"""The `process` command: `total_steps` groups into a JSONL file and a page to read, without API or trainer."""
+"""The `process` command: writes `total_steps` groups to a JSONL file and a page, without API or trainer."""
 
 import asyncio
 

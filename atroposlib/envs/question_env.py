@@ -1,10 +1,9 @@
-"""`QuestionEnv`: an environment that asks a question and scores the answer. The author writes the task, the rest is
-here.
+"""`QuestionEnv`: an environment that asks a question and scores the answer. The author writes only the task.
 
     training_item(number) ──▶ prompt(item) ──▶ rollouts: `group_size` answers ──▶ score(item, answer) ──▶ group
 
-Items are numbered, and an item is a function of its number and the seed alone. So a resumed run goes on where its
-checkpoint was written, and two runs with one seed ask the same. A multi-turn environment overrides `rollouts`.
+Items are numbered, and an item depends only on its number and the seed. So a resumed run continues where its checkpoint
+was written, and two runs with the same seed ask the same questions. A multi-turn environment overrides `rollouts`.
 """
 
 import asyncio
@@ -13,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -23,9 +22,14 @@ from atroposlib.envs.errors import Unscored
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
-from atroposlib.envs.rollouts import Rollout as Rollout  # authors import it from here
+from atroposlib.envs.problems import Problem
+from atroposlib.envs.rollouts import Rollout as Rollout  # authors import these from here
+from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
-from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
+from atroposlib.envs.sampled_evaluation import evaluate_samples
+from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.server_handling.dispatch import Split as Split
+from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.grading.length import soft_overlong_punishment
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
@@ -55,22 +59,16 @@ class _Evaluated:
             log.info("Evaluated %d of %d", self._done, self.total)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """What became of one answer: its reward, None when it could not be told, and a word for it that is counted."""
-
-    reward: float | None
-    outcome: str = ""
-
-
 class QuestionEnvConfig(BaseEnvConfig):
-    """What a `QuestionEnv` can be told beside the fields of every environment."""
+    """Settings of a `QuestionEnv`, besides those of every environment."""
 
-    seed: int = Field(default=0, description="Which questions are asked, and in what order.")
-    heldout_size: int = Field(default=64, ge=1, description="Questions to measure with, at most.")
-    max_new_tokens: int = Field(default=512, ge=1, description="Tokens of one answer.")
+    seed: int = Field(default=0, description="Seed that decides which questions are asked, and in what order.")
+    heldout_size: int = Field(default=64, ge=1, description="Most held-out questions to evaluate with.")
+    max_new_tokens: int = Field(default=512, ge=1, description="Most tokens of one answer.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus of training samples; the trainer is told.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Nucleus (top-p) of training samples; reported to the trainer."
+    )
     overlong_buffer: int = Field(
         default=0,
         ge=0,
@@ -121,17 +119,25 @@ class QuestionEnv(BaseEnv):
 
     @abstractmethod
     def prompt(self, item: Item) -> Messages:
-        """The messages that ask `item`; if the last one is the assistant's, the model goes on with it."""
+        """The messages that ask `item`; if the last one is the assistant's, the model continues with it."""
 
     @abstractmethod
     async def score(self, item: Item, answer: str) -> float | Scored | None:
-        """The reward of `answer`, 1 for a right one; None when it cannot be told: the answer then counts as failed. As
-        `Scored` with one of `outcomes`, for those who watch the run.
+        """The reward of `answer`, 1 for a right one; None when it cannot be scored: the answer then counts as failed.
+        As `Scored` with one of `outcomes`, for those who watch the run.
         """
 
     def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
         """What is kept of an evaluated answer in samples.jsonl."""
         return {"messages": rollout.messages, "score": scored.reward}
+
+    async def _evaluate_samples(self, asked: SamplingFields) -> None:
+        """See `sampled_evaluation.py`."""
+        await evaluate_samples(self, asked)
+
+    def reference_answer(self, item: Item) -> str | None:
+        """The right answer to `item`, for people who read the samples; None if there is none to show."""
+        return item.result if isinstance(item, Problem) else None
 
     async def close(self) -> None:
         """End what this environment started; called when a command ends."""
@@ -171,7 +177,7 @@ class QuestionEnv(BaseEnv):
         return [Rollout(text, with_reply(messages, text), [node]) for text, node in zip(texts, nodes, strict=True)]
 
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """A group of scored answers. Those that failed are counted in it, and the others go on."""
+        """A group of scored answers. Those that failed are counted in it, and the others continue."""
         left, failed = self._env_run.survivors(await self._judged_answers(item), item)
         group = rollout_group([rollout for rollout, _ in left], [reward for _, reward in left])
         group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
@@ -210,9 +216,9 @@ class QuestionEnv(BaseEnv):
         scored = await attempt(self._score(item, rollout), self.config.rollout_limit_s, late="scorer", other="scorer")
         self.scored.append(Scored(None) if isinstance(scored, Failure) else scored)
         if isinstance(scored, Failure):
-            return scored
+            return replace(scored, messages=rollout.messages)
         if scored.reward is None:
-            return Failure("scorer", Unscored("", self.unscored_count))
+            return Failure("scorer", Unscored("", self.unscored_count), rollout.messages)
         return rollout, scored.reward + self._length_reward(rollout)
 
     def _length_reward(self, rollout: Rollout) -> float:
@@ -240,6 +246,8 @@ class QuestionEnv(BaseEnv):
         metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
             await self.evaluate_log(metrics, samples=[self.sample_record(*result) for result in results], verbose=False)
+        # in place of the samples of `evaluate_log`, which are the author's choice
+        self._env_run.held_out = [self._held_out_row(index, *result) for index, result in enumerate(results)]
         return metrics
 
     async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> tuple[Item, Rollout, Scored]:
@@ -248,6 +256,17 @@ class QuestionEnv(BaseEnv):
             scored = await self._score(item, rollout)
         counter.count()
         return item, rollout, scored
+
+    def _held_out_row(self, index: int, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
+        ends = [node.metadata.get("finish_reason") for node in rollout.sequences]
+        return {
+            "index": index,
+            "messages": rollout.messages,
+            "reference": self._env_run.samples.reference(item),
+            "score": scored.reward,
+            "outcome": scored.outcome or None,
+            "finish_reason": ends[-1] if ends else None,
+        }
 
     def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:
         """Shares of the answers that have a reward, and counts of all, also by outcome."""
@@ -273,8 +292,14 @@ class QuestionEnv(BaseEnv):
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: dict[str, Any] | None = None) -> None:
-        """Keep how many questions were taken, so that a resumed run goes on with the next one."""
+        """Keep how many questions were taken, so that a resumed run continues with the next one."""
         super().save_checkpoint(step, {"taken": self.taken} | (data or {}))
+
+    def _reference_of(self, item: Item) -> str | None:
+        return self.reference_answer(item)
+
+    def _prompt_of(self, item: Item) -> Messages | None:
+        return self.conversation(item)
 
     async def _release(self) -> None:
         closing: Any = self.close()

@@ -1,4 +1,5 @@
-"""Files that an environment writes: groups as JSONL, and evaluations. Whole lines, whole files."""
+"""Files that an environment writes: groups as JSONL, and evaluations. Lines and files are written completely or not at
+all."""
 
 import errno
 import os
@@ -39,24 +40,25 @@ class JsonlWriter:
         self._file.close()
 
 
-def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to `path`, which is made if need be."""
+def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
+    """Append a line for each record to `path`, which is made if need be: all of them or none. Raises RecordError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_regular(path, "ab", buffering=0) as file:
-        append_line(file, record)
+        append_line(file, *records)
 
 
-def append_line(file: IO[bytes], record: Mapping[str, Any]) -> None:
-    """Append `record` to an unbuffered `file`, whole or not at all. Raises RecordError."""
-    line = orjson.dumps(record, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
+def append_line(file: IO[bytes], *records: Mapping[str, Any]) -> None:
+    """Append a line for each record to an unbuffered `file`, all of them or none. Raises RecordError."""
+    options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
+    lines = b"".join(orjson.dumps(record, option=options) for record in records)
     end = file.seek(0, os.SEEK_END)
     try:
-        if file.write(line) != len(line):
+        if file.write(lines) != len(lines):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         file.truncate(end)
         raise RecordError(
-            f"cannot write {len(line)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere"
+            f"cannot write {len(lines)} bytes to {file.name}: {error.strerror}; free space, or write elsewhere"
         ) from error
 
 

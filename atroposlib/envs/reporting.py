@@ -2,8 +2,8 @@
 
     StartUp, while it waits for the name of the model it is built for ──▶ EnvRun ──▶ registered, an ApiLink
 
-The API shows it to whoever asks why no batch comes (atroposlib/clients/activity.py). No failure of it matters: whatever
-else the environment asks of the API says what is wrong.
+The API shows the reports to clients that ask why no batch comes (atroposlib/clients/activity.py). A failed report is
+ignored: the environment's other requests report what is wrong.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ INTERVAL_S = 5.0
 DEADLINE_S = 2.0
 TEXT = 300  # characters, as the record allows
 REASONS = 16
-OWN_SET_UP = "its own set-up"
+OWN_SET_UP = "its own setup"
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Reporting:
         await self.stop()
 
     def follow(self, run: EnvRun, link: ApiLink) -> None:
-        """Tell of `run` from now on, as the environment that `link` registers."""
+        """Report on `run` from now on, as the environment that `link` registers."""
         self._run, self._link = run, link
 
     async def stop(self) -> None:

@@ -3,7 +3,7 @@
     ManagedServer ──nodes──▶ Rollout.sequences ──rollout_group──▶ ScoredDataGroup: lists of sequences, and `rollouts`
 
 A chat is one sequence as long as each prompt repeats, token for token, what was sampled before. Where it does not (the
-template strips earlier thoughts, the context was compacted, a sub-agent starts anew) the managed server starts another
+template strips earlier thoughts, the context was compacted, a sub-agent starts again) the managed server starts another
 node, and the rollout has one sequence more. All of its turns are trained on.
 """
 
@@ -25,6 +25,14 @@ class Rollout:
     text: str
     messages: Messages
     sequences: Sequence[SequenceNode]
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The result of one answer: its reward, None when it could not be told, and a word for it that is counted."""
+
+    reward: float | None
+    outcome: str = ""
 
 
 def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> ScoredDataGroup:

@@ -4,7 +4,7 @@
                                     ─▶ loop ─▶ last evaluation ─▶ disconnect
 
 A turn of the loop, ten a second or whenever a group is done: read the status; if the policy moved on, evaluate and
-write figures; start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to
+write metrics; start as many groups as the queue policy (`pacing.py`) allows. In-flight groups are never cancelled to
 make room.
 """
 
@@ -43,7 +43,7 @@ EVALUATION_PAUSE_S = 3.0
 async def serve(env: Environment) -> None:
     """Run `env` until the last step, or until cancelled; leaves nothing running and tells the API goodbye.
 
-    Raises PeerError when a peer stays away longer than `startup_timeout`.
+    Raises PeerError when a peer does not answer for longer than `startup_timeout`.
     """
     async with contextlib.aclosing(_client(env.config)) as api, Reporting(api, env._env_run) as reporting:
         await _serve(env, api, reporting)
@@ -185,7 +185,7 @@ class ServeLoop:
             await self._join_again()
             if (await self.env.get_status()).version >= self.run.total_steps:
                 await self.link.leave()
-                raise NotYet(f"the one there has done all {self.run.total_steps} steps")
+                raise NotYet(f"the registered one has done all {self.run.total_steps} steps")
 
         status = await self.env.get_status()
         if status.version < self.run.total_steps:
@@ -193,7 +193,7 @@ class ServeLoop:
         await self._follow(status)
         await self._finish_evaluations()
         await self.link.leave()
-        self.run.waits_for = f"a new trainer: the one there has done all {self.run.total_steps} steps"
+        self.run.waits_for = f"a new trainer: the registered one has done all {self.run.total_steps} steps"
         await wait_for_peer(
             "a new trainer",
             self.link.client.url,
@@ -254,12 +254,12 @@ class ServeLoop:
         if self.pool.in_flight or self._evaluation is not None:
             self._idle_since = now
         elif now - self._idle_since >= IDLE_REPORT_S:
-            log.info("Sampling nothing: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
+            log.info("Not sampling: %s; waiting for the trainer at %s", decision.reason, self.link.client.url)
             self._idle_since = now
 
     @property
     def _batches_filled(self) -> int:
-        """By dynamic sampling. The status does not tell of those that were filled after it was asked for."""
+        """By dynamic sampling. The status does not include those that were filled after it was asked for."""
         return 0 if self.run.filling is None else self.run.filling.batches
 
     async def _next_item(self) -> Item:
@@ -331,6 +331,7 @@ class ServeLoop:
         path = evaluations_file(env.config.evaluations_path, env.config.data_dir_to_save_evals)
         if path is not None:
             append_jsonl(path, evaluation.record(self.run.display_name))
+        self.run.write_held_out(version)
         await self.link.post_evaluation(
             version, evaluation.accuracy, evaluation.metrics | {"served_version": float(evaluation.served_version)}
         )
@@ -361,6 +362,6 @@ class ServeLoop:
         return Evaluation(version, self.run.policy_version, None, {}, 0.0)
 
     async def _evaluate_env(self) -> dict[str, float]:
-        self.run.eval_results = {}
+        self.run.eval_results, self.run.held_out = {}, []
         returned = await self.env.evaluate()
         return dict(returned if returned is not None else self.run.eval_results)

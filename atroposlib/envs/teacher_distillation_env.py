@@ -1,13 +1,12 @@
-"""`TeacherDistillationEnv`: groups that carry, beside the samples, what a second model would have said at each of
-their tokens.
+"""`TeacherDistillationEnv`: adds a teacher model's likeliest tokens at each position to every group.
 
     accepted group ──tokens──▶ teacher server (prompt log-probabilities)
                                ──▶ distill_token_ids, distill_logprobs [sequence][position][k]
 
-The teacher is another server with flags of its own (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have
+The teacher is another server with its own flags (`--teacher.base_url`, ..., or `teacher:` in YAML). It must have
 the student's vocabulary, since ids are compared with ids. At each position the sequence's own token comes first,
-then the teacher's likeliest others; nothing precedes the first position, so its lists are empty. A group that the
-teacher fails on is sent without.
+then the teacher's likeliest others; nothing precedes the first position, so its lists are empty. If the teacher fails
+on a group, the group is sent without them.
 """
 
 import asyncio
@@ -33,7 +32,9 @@ class TeacherDistillationConfig(BaseEnvConfig):
     teacher_top_k: int = Field(
         default=0,
         ge=-1,
-        description="Likeliest tokens a position, beside the sequence's own; 0: that alone, -1: ask nothing.",
+        description=(
+            "Likeliest tokens per position, in addition to the sequence's own; 0: only its own, -1: do not ask."
+        ),
     )
 
 
@@ -95,7 +96,7 @@ class TeacherDistillationEnv(BaseEnv):
         fetched = [answer for answer in answers if not isinstance(answer, BaseException)]
         if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
             log.warning(
-                "A group goes without the teacher, who failed on %d of %d sequences: %s",
+                "A group is sent without the teacher, which failed on %d of %d sequences: %s",
                 len(failures),
                 len(answers),
                 failures[0],
@@ -125,7 +126,7 @@ class TeacherDistillationEnv(BaseEnv):
     async def _fetch_teacher_for_sequence(
         self, token_ids: list[int], top_k: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Ids and log-probabilities, each [position][k]. Raises ValueError unless there is one entry a token."""
+        """Ids and log-probabilities, each [position][k]. Raises ValueError unless there is one entry per token."""
         assert self.teacher_server is not None
         answer = await self.teacher_server.get_logprobs(input_ids=token_ids, top_k=top_k, split="train")
         ids, logprobs = answer["prompt_topk_token_ids"], answer["prompt_topk_logprobs"]

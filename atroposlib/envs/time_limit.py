@@ -1,4 +1,4 @@
-"""How long something may take, where the time spent in a queue does not count.
+"""A time limit that does not count the time spent in a queue.
 
     async with time_limit(600) as limit:      # TimeoutError after 600 s of its own time
         with paused(): ...                    # whoever waits for a turn, somewhere below, stops the clock

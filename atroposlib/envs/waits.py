@@ -1,4 +1,4 @@
-"""Waiting for a peer, as an environment does: its error says what to do."""
+"""Waiting for a peer, with an error that names the remedy."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar

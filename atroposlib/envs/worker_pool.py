@@ -20,8 +20,8 @@ class WorkerPool:
     """Runs `handle` on items, as tasks that stand in `tasks`.
 
     An item whose handling raises is logged with its traceback, counted by `on_end` and by `budget`, and dropped;
-    nothing starts for a while that doubles with each failure in a row, up to half a minute. What is no
-    failure of an item, an EnvError or a spent budget, is kept in `fatal`.
+    nothing starts for a while that doubles with each failure in a row, up to half a minute. What is not a failure of an
+    item, an EnvError or a spent budget, is kept in `fatal`.
     """
 
     def __init__(

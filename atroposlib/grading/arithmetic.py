@@ -16,7 +16,7 @@ SPELLINGS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*", "[": "("
 
 
 class ExpressionError(ValueError):
-    """The text is no arithmetic expression, or has no value."""
+    """The text is not arithmetic expression, or has no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ def compute(text: str) -> Computed:
     division by zero.
     """
     if len(text) > MAX_CHARS:
-        raise ExpressionError(f"{len(text)} characters, at most {MAX_CHARS} are read")
+        raise ExpressionError(f"{len(text)} characters; at most {MAX_CHARS} are read")
     parser = _Parser(_tokens(text.translate(SPELLINGS)))
     value = parser.expression(0)
     if parser.next is not None:
@@ -46,7 +46,7 @@ def _tokens(text: str) -> list[str]:
     while position < len(text):
         found = TOKEN.match(text, position)
         if found is None:
-            raise ExpressionError(f"{text[position:].strip()[:20]!r} is no arithmetic")
+            raise ExpressionError(f"{text[position:].strip()[:20]!r} is not arithmetic")
         tokens.append(found["number"] or found["symbol"])
         position = found.end()
     return tokens

@@ -1,4 +1,4 @@
-"""The answer that a text gives, by three conventions; None where it gives none.
+"""Extracts the answer from a text by three conventions; None if there is none.
 
 The texts are a model's: nothing here raises, and each function takes time linear in the length, whatever is written.
 """

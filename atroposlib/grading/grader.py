@@ -4,7 +4,7 @@ long.
     Grader.grade(answer, gold) ──JSON line──▶ math_child.py (math-verify, sympy) ──▶ right | wrong | unparseable
                        └─ no reply in time: kill, restart on the next call ──▶ grader_failed
 
-A failure of the grader is an outcome of its own, never "wrong": it says nothing about the answer.
+A failure of the grader is a separate outcome, never "wrong": it does not judge the answer.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ class Outcome(StrEnum):
 class GraderSettings(Config):
     """Limits of grading."""
 
-    processes: int = Field(default=1, ge=1, le=64, description="Child processes that grade at the same time.")
+    processes: int = Field(default=1, ge=1, le=64, description="Child processes that grade in parallel.")
     time_limit_s: float = Field(
-        default=5.0, gt=0, description="Seconds one answer may take before its process is killed."
+        default=5.0, gt=0, description="Seconds to grade one answer before its process is killed."
     )
     start_limit_s: float = Field(
         default=60.0, gt=0, description="Seconds a child process may take to import math-verify."

@@ -1,4 +1,4 @@
-"""Rewards of an answer's length, to add to that of its content."""
+"""Rewards for an answer's length, to add to the reward for its content."""
 
 
 def soft_overlong_punishment(tokens: int, limit: int, buffer: int) -> float:
@@ -9,5 +9,5 @@ def soft_overlong_punishment(tokens: int, limit: int, buffer: int) -> float:
     ValueError unless 0 < buffer <= limit.
     """
     if not 0 < buffer <= limit:
-        raise ValueError(f"a buffer of {buffer} tokens in a limit of {limit}: give one from 1 to the limit")
+        raise ValueError(f"a buffer of {buffer} tokens does not fit a limit of {limit}: choose 1 to the limit")
     return max(-1.0, min(0.0, (limit - buffer - tokens) / buffer))

@@ -1,1 +1,1 @@
-"""What tests of environments need and users may need too: a fake inference server and tiny tokenizers."""
+"""A fake inference server and tiny tokenizers, for tests of environments, ours and yours."""

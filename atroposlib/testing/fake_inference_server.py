@@ -4,7 +4,7 @@ environments.
     async with FakeInferenceServer(answer=lambda prompt: "4") as server:   # a free loopback port
         config = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)
 
-    python -m atroposlib.testing.fake_inference_server --port 9001 --answer "The answer is 4."
+    python -m atroposlib.testing.fake_inference_server --port 9001 --answer "It is 4. | It is 5."
 
 Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text
 of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`.
@@ -15,6 +15,8 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
@@ -23,8 +25,9 @@ from pydantic import Field
 
 from atroposlib.config import Config, load_config
 from atroposlib.logs import configure_logging, get_logger
-from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer
+from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.utils.tokenizers import chat_ids, load_tokenizer
+from atroposlib.wire.sessions import SESSION_HEADER
 
 log = get_logger(__name__)
 
@@ -44,7 +47,7 @@ class FakeInferenceServer:
 
     Requests are recorded in `requests` (path and JSON body) and counted by path in `hits`. A reply ends with the
     tokenizer's end-of-sequence token and "stop", or is cut at max_tokens with "length". With `api_key`, requests
-    without it get 401.
+    without it get 401. /v1/models names `tokenizer_folder` as the model's, where environments find the tokenizer.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class FakeInferenceServer:
         host: str = "127.0.0.1",
         port: int = 0,
         model_name: str = "fake",
+        tokenizer_folder: str = "",
         policy_version: int = 0,
         api_key: str = "",
     ) -> None:
         self.answer = answer
         self.tokenizer = tokenizer or make_tiny_tokenizer()
+        self.tokenizer_folder = tokenizer_folder
         self.host = host
         self.port = port
         self.model_name = model_name
@@ -69,6 +74,7 @@ class FakeInferenceServer:
         self.healthy = True
         self.heeds_n = True
         self.requests: list[tuple[str, Any]] = []
+        self.sessions: list[str | None] = []  # the header X-Session-ID of each request
         self.hits: Counter[str] = Counter()
         self.in_flight = 0
         self.peak_in_flight = 0
@@ -126,6 +132,7 @@ class FakeInferenceServer:
         if request.method != "POST":
             return await handler(request)
         self.requests.append((request.path, await request.json()))
+        self.sessions.append(request.headers.get(SESSION_HEADER))
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "wrong API key"}}, status=401)
         if self._failures:
@@ -146,14 +153,15 @@ class FakeInferenceServer:
     async def _health(self, request: web.Request) -> web.Response:
         if self.healthy:
             return web.Response()
-        return web.json_response({"error": {"message": "the fake server was told to be ill", "code": 503}}, status=503)
+        return web.json_response(
+            {"error": {"message": "the fake server was set to be unhealthy", "code": 503}}, status=503
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         if not self.healthy:
             return web.Response(status=503)
-        return web.json_response(
-            {"object": "list", "data": [{"id": self.model_name, "root": self.model_name, "object": "model"}]}
-        )
+        root = self.tokenizer_folder or self.model_name
+        return web.json_response({"object": "list", "data": [{"id": self.model_name, "root": root, "object": "model"}]})
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -237,27 +245,48 @@ class FakeInferenceServer:
 
 
 class FakeServerConfig(Config):
-    """Flags of `python -m atroposlib.testing.fake_inference_server`."""
+    """A fake inference server that answers without a model, for trying environments."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    answer: str = Field(default="ok", description="The reply to every prompt.")
+    answer: str = Field(
+        default="ok", description="Reply to every prompt; several, with ' | ' between them, are given in turn."
+    )
     tokenizer: str | None = Field(
-        default=None, description="Tokenizer folder or hub name; a tiny byte-level one if unset."
+        default=None, description="Tokenizer directory or hub name; default: a tiny byte-level one."
     )
     served_name: str = Field(default="fake", description="Name in /v1/models.")
 
 
+class InTurn:
+    """Gives `answers` one after the other: to the samples of one request, and from request to request."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        self._answers = deque(answers)
+
+    def __call__(self, prompt: str) -> list[str]:
+        self._answers.rotate(-1)
+        return [self._answers[-1], *list(self._answers)[:-1]]
+
+
+def _wherever_it_is_read(tokenizer: str) -> str:
+    """The absolute path of a directory; a name of the hub as it is."""
+    return str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
+
+
 async def _serve(config: FakeServerConfig) -> None:
-    async with FakeInferenceServer(
-        lambda prompt: config.answer,
-        load_tokenizer(config.tokenizer) if config.tokenizer else None,
-        host=config.host,
-        port=config.port,
-        model_name=config.served_name,
-    ) as server:
-        log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
-        await asyncio.Event().wait()
+    with TemporaryDirectory(prefix="fake-inference-") as made:
+        folder = _wherever_it_is_read(config.tokenizer) if config.tokenizer else str(save_tiny_tokenizer(Path(made)))
+        async with FakeInferenceServer(
+            InTurn(config.answer.split(" | ")),
+            load_tokenizer(folder),
+            host=config.host,
+            port=config.port,
+            model_name=config.served_name,
+            tokenizer_folder=folder,
+        ) as server:
+            log.info("Fake inference server listens on %s until it is interrupted", server.base_url)
+            await asyncio.Event().wait()
 
 
 def main() -> None:

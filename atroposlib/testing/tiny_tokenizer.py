@@ -1,5 +1,5 @@
 """Tokenizers small enough to make in a test: byte-level BPE with ChatML, as transformers would load one from a model
-folder.
+directory.
 """
 
 from collections.abc import Sequence

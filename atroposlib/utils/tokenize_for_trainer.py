@@ -1,5 +1,5 @@
-"""A finished conversation as the trainer wants it: token ids, and a mask that is -100 wherever nothing is to be
-learnt.
+"""Turns a finished conversation into what the trainer needs: token ids, and a mask that is -100 where nothing is
+trained.
 """
 
 from collections.abc import Sequence

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from atroposlib.logs import get_logger
 
@@ -38,15 +38,35 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
 
+NO_TOKENIZER = "none"
+
+
+class NoTokenizer:
+    """Stands in where none is needed: an evaluation by a server of text."""
+
+    all_special_tokens: tuple[str, ...] = ()
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """No tokens."""
+        return {}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(f"this needs a tokenizer ({name}): name one with --env.tokenizer_name")
+
+
 # Requests ask from threads: one loads, the others wait for it. Also, transformers' lazy imports fail when threads race
 # for them.
 LOADING = threading.Lock()
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a local folder or a hub model; the same object for the same name. Raises OSError naming
+    """The tokenizer of a local directory or a hub model; the same object for the same name. Raises OSError naming
     `name`.
     """
+    if name == NO_TOKENIZER:
+        return NoTokenizer()
     with LOADING:
         return _load(name)
 
@@ -94,5 +114,6 @@ def _local_folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES))
     except (HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError) as error:
         raise OSError(
-            f"no tokenizer for {name!r}: neither a local folder nor a model the hub gives; set tokenizer_name to one"
+            f"no tokenizer for {name!r}: neither a local directory nor a model on the hub; set tokenizer_name to one "
+            "of these"
         ) from error

@@ -1,5 +1,6 @@
-"""What two processes tell each other, as typed records: the ground floor, on msgspec and the standard library alone.
+"""Typed records of everything that two processes exchange. This lowest layer uses only msgspec and the standard
+library.
 
-`batching` is the batching API's, `bridge` the weight bridge's, `folders` what a directory holds that the trainer writes
-and vLLM reads. Both ends of a connection import the same record.
+`batching` is the batching API's, `bridge` the weight bridge's, `folders` a directory that the trainer writes and vLLM
+reads. Both ends of a connection import the same record.
 """

@@ -32,7 +32,7 @@ class Registration(Struct):
     """A trainer and the shape of its run. `batch_size` is in rollouts, `max_token_len` in tokens.
 
     `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
-    those whose batches the checkpoint contains that this trainer goes on from: they count as acknowledged. Token ids
+    those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged. Token ids
     must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
     `atroposlib/groups.py`; others are refused or set aside.
     """
@@ -377,7 +377,7 @@ class ScoredData(Struct):
 
     Per sequence: `tokens`, `masks` (-100 where not trained, else the token id), `scores`. Per token where given:
     `advantages`, `ref_logprobs`, `inference_logprobs` (1.0 where masked). `distill_*` are
-    [sequence][position][top_k]. `policy_versions` is the first and last policy version that a sequence was sampled
+    `[sequence][position][top_k]`. `policy_versions` is the first and last policy version that a sequence was sampled
     under, `version_spans` says which of its tokens came from which: [start, version] pairs, each for the sampled tokens
     from position `start` to the next pair's. `finish_reasons` is why its last answer ended ("length": it was cut).
     `rollouts` is the number of the rollout that a sequence belongs to, counted from 0 in order; without it each

@@ -278,7 +278,7 @@ class Paused(Served):
 
 
 class Resumed(Served):
-    """Generation goes on after a trainer's own write; seconds."""
+    """Generation continues after a trainer's own write; seconds."""
 
     stall_s: float  # pause_s + update_s
     pause_s: float
@@ -302,12 +302,12 @@ class AdapterLoaded(Served):
 
 
 def write_policy_version(folder: Path, policy_version: int) -> None:
-    """Say in a checkpoint folder which policy version it holds."""
+    """Say in a checkpoint directory which policy version it holds."""
     (folder / POLICY_FILE).write_text(json.dumps({"policy_version": policy_version}) + "\n")
 
 
 def read_policy_version(model: str) -> int:
-    """What a server that loads `model` serves: the version that its folder names, else 0. Raises ValueError for a
+    """What a server that loads `model` serves: the version that its directory names, else 0. Raises ValueError for a
     damaged file.
     """
     path = Path(model) / POLICY_FILE

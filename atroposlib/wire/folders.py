@@ -38,4 +38,4 @@ def is_sharded(folder: Path) -> bool:
 
 def needs_export(folder: Path) -> str:
     """What to tell who wants to use a sharded checkpoint as a model."""
-    return f"{folder} is a sharded checkpoint, not a model: make one of it by `atropos export {folder} NEW_DIRECTORY`"
+    return f"{folder} is a sharded checkpoint, not a model: convert it with `atropos export {folder} NEW_DIRECTORY`"

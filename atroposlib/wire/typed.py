@@ -68,7 +68,7 @@ def typed_value(name: str, value: Any, expected: Any) -> Any:
         return _convert(value, expected)
     except (
         Exception
-    ) as error:  # msgspec's, or the verdict of a structure of vLLM's, which is no ValueError in every release
+    ) as error:  # msgspec's, or the verdict of a structure of vLLM's, which is not a ValueError in every release
         raise WrongValue(f"{name}={brief(value)}: {printable(str(error), 500)}") from error
 
 

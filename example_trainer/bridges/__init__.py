@@ -34,7 +34,7 @@ def make_bridge(config: TrainerConfig) -> Prepare:
     if not mode.feeds_several and (len(servers) > 1 or config.num_inference_nodes):
         names = ", ".join(f"{host}:{port}" for host, port in servers)
         raise BridgeError(
-            f"--weight-bridge-mode {mode.typed} feeds the one vLLM server of --vllm-host, not {names}: "
+            f"--weight-bridge-mode {mode.typed} supports one vLLM server (--vllm-host), not {names}: "
             "name one with NUM_INFERENCE_NODES=0, or choose --weight-bridge-mode "
             + " or ".join(other.typed for other in MODES.values() if other.feeds_several)
         )

@@ -20,7 +20,7 @@ from example_trainer.weights.written import TrainedModel, remove_folder
 
 
 class BridgeError(TrainerError):
-    """The bridge cannot be built or has failed; vLLM goes on serving its last committed weights."""
+    """The bridge cannot be built or has failed; vLLM continues serving its last committed weights."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ The trainer's parameters are views into one flat fp32 buffer laid out like the w
 nothing is packed: the buffer itself is sent. For a bf16 server each bucket is cast on the way. The protocol is
 atroposlib/wire/bridge.py.
 
-Several servers each have their own link. After a sync all of them serve the same version; one that failed is fenced
-off, named in a warning and left out, and let in again when it answers. Training ends when none is left.
+Each of several servers has its own link. After a sync all of them serve the same version. A server that fails is fenced
+off, named in a warning and skipped; it returns when it answers again. Training ends if all servers fail.
 """
 
 import ipaddress
@@ -51,7 +51,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
             own = transport.address_towards(server)
             if own != server and not ipaddress.ip_address(server).is_loopback:
                 raise BridgeError(
-                    f"the vLLM server on {host} is another machine and cannot reach MASTER_ADDR={mode.master_addr}"
+                    f"the vLLM server on {host} runs on another machine and cannot reach MASTER_ADDR={mode.master_addr}"
                     f" ({address}): set --master-addr to an address of this machine that it can reach, probably {own}"
                 )
     rendezvous = Rendezvous(address, mode.master_port, config.bridge_timeout_s)
@@ -152,7 +152,7 @@ class BroadcastBridge(WeightBridge):
             if isinstance(outcome, BridgeError)
         ]
         if len(failed) == len(self._links):
-            lost = f"no vLLM server of {len(self._servers)} is left: " if len(self._servers) > 1 else ""
+            lost = f"all {len(self._servers)} vLLM servers are lost: " if len(self._servers) > 1 else ""
             raise BridgeError(lost + "; ".join(str(error) for _, error in failed)) from failed[0][1]
         for link, error in failed:
             self._links.remove(link)
@@ -177,7 +177,7 @@ class BroadcastBridge(WeightBridge):
                 # the sync that follows brings it up to date
                 self._links.append(self._link(vllm, self._matching_manifest(vllm)))
             except BridgeError as error:
-                log.warning("[Bridge] %s stays out, next look in %.0f s: %s", vllm.url, READMIT_S, error)
+                log.warning("[Bridge] %s stays out, next attempt in %.0f s: %s", vllm.url, READMIT_S, error)
             else:
                 self._left_out.remove(vllm)
                 log.info("[Bridge] %s is back", vllm.url)
@@ -197,7 +197,7 @@ class BroadcastBridge(WeightBridge):
         manifest = matching_manifest(vllm, self._source.shapes())
         if manifest.digest() != self._manifest.digest():
             raise BridgeError(
-                f"{vllm.url} holds its weights otherwise ({manifest.tensors[0].dtype}) than {self._servers[0].url}"
+                f"{vllm.url} stores its weights differently ({manifest.tensors[0].dtype}) than {self._servers[0].url}"
                 f" ({self.served_dtype}): start all vLLM servers with the same --model and --dtype"
             )
         return manifest

@@ -1,10 +1,10 @@
-"""Mode lora: a LoRA adapter in a folder that vLLM loads while it goes on generating.
+"""Mode lora: a LoRA adapter in a directory that vLLM loads while it continues generating.
 
     A, B ──▶ SAVE_PATH/adapters/policy-v7-3f2a91/ ──POST /v1/bridge/adapter──▶ served
 
-Requests that run keep the adapter that they have.
-Every version has a folder and a name of its own; the suffix is this trainer's session, because vLLM's prefix cache
-must never see a name twice. Trainer and vLLM see the folder under the same path: one machine, or a shared file
+Running requests keep their adapter.
+Every version has its own directory and name. The suffix is this trainer's session, because vLLM's prefix cache must
+never see the same name twice. Trainer and vLLM see the directory under the same path: one machine, or a shared file
 system.
 """
 
@@ -81,7 +81,7 @@ class LoraBridge(SessionBridge):
         )
         served = time.perf_counter()
         log.info(
-            "[Bridge] Policy version %d is served as %s: written in %.3f s, served %.3f s after",
+            "[Bridge] Policy version %d is served as %s: written in %.3f s, served %.3f s later",
             policy_version,
             folder.name,
             written - updated,

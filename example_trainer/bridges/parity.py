@@ -1,4 +1,5 @@
-"""The proof that vLLM serves the trainer's weights: both score one fixed prompt. Shared by all bridges."""
+"""The parity probe: trainer and vLLM score the same fixed prompt, which shows whether vLLM serves the trainer's
+weights. All bridges use it."""
 
 import torch
 

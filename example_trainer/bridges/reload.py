@@ -3,7 +3,7 @@
     parameters ──▶ SAVE_PATH/reload/policy-v7-3f2a91/ ──POST /v1/bridge/reload──▶ read beside the old one, then served
 
 Needs no network but HTTP: trainer and vLLM see the directory under the same path, on one machine or on a shared file
-system. A directory is whole or absent; vLLM checks it before it reads it, and generates meanwhile.
+system. A directory is complete or absent. vLLM checks it before reading it, and generates meanwhile.
 """
 
 import time

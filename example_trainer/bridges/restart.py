@@ -1,11 +1,11 @@
 """Restarts, of a whole model or of an adapter: a checkpoint every `--vllm-restart-interval` policy versions, vLLM
-started anew from it.
+started again from it.
 
     parameters, or A and B ──▶ SAVE_PATH/served_N/ ──vLLM is ended and started from it──▶ served as policy version N
 
-If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and only ever
-ends that one. A server that is there already is never touched: its owner is asked, in one line, to restart it from
-the checkpoint, and is waited for. Between two restarts vLLM keeps serving its version, which `sync` reports.
+If nothing listens at --vllm-port, the trainer starts example_trainer/vllm_api_server.py there itself, and never ends
+any other server. It does not touch a server that already runs: a log line asks its owner to restart it from the
+checkpoint, and the trainer waits for that. Between two restarts vLLM keeps serving its version, which `sync` reports.
 Needs no bridge inside vLLM.
 """
 
@@ -66,7 +66,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device, launcher: 
         server.start(servable(config, source), read_policy_version(source), config.model_name)
     else:
         log.info(
-            "[Bridge] %s is in use already: that server is never touched, its owner will be asked to restart it",
+            "[Bridge] %s is already in use: the trainer leaves that server alone and asks its owner to restart it",
             server.client.url,
         )
     return Prepared(partial(RestartBridge, config, server), server.stop)
@@ -105,7 +105,7 @@ class VllmServer:
         config = self._config
         if not ipaddress.ip_address(socket.gethostbyname(config.vllm_host)).is_loopback:
             raise BridgeError(
-                f"nothing listens at {self.client.url}, and this trainer starts vLLM on its own loopback only: "
+                f"nothing listens at {self.client.url}, but this trainer starts vLLM only on its own loopback: "
                 "start example_trainer/vllm_api_server.py there first, or drop --vllm-host"
             )
         _await_free_port(config.vllm_host, config.vllm_port)
@@ -228,7 +228,7 @@ class RestartBridge(WeightBridge):
         self._server.stop()
 
     def _serve(self, policy_version: int, update_s: float) -> SyncReport:
-        server, start = self._server, time.perf_counter()  # generation goes on until the checkpoint is on the disk
+        server, start = self._server, time.perf_counter()  # generation continues until the checkpoint is on the disk
         folder = self._trained.write(self._config.save_path / f"served_{policy_version}", policy_version).resolve()
         transfer_s = time.perf_counter() - start
         log.info("[Bridge] Policy version %d is in %s after %.1f s", policy_version, folder, transfer_s)
@@ -241,7 +241,7 @@ class RestartBridge(WeightBridge):
             served = server.client.ask(ServedModels, "GET", "/v1/models").data
             command = server.command(str(folder), policy_version, served[0].id)
             log.warning(
-                "[Bridge] Restart the vLLM server at %s now, its other flags as they were: %s",
+                "[Bridge] Restart the vLLM server at %s now, with its other flags unchanged: %s",
                 server.client.url,
                 shlex.join(["python", "-u", *command]),
             )
@@ -283,11 +283,11 @@ def _listens(host: str, port: int) -> bool:
 def _await_free_port(host: str, port: int) -> None:
     def free() -> None:
         if _listens(host, port):
-            raise NotYet("it is taken")
+            raise NotYet("it is in use")
 
     def taken(reason: str) -> BridgeError:
         return BridgeError(
-            f"port {port} on {host} is taken by another process now: stop that one, or choose another --vllm-port"
+            f"port {port} on {host} is now in use by another process: stop it, or choose another --vllm-port"
         )
 
     wait_for(free, Wait(f"port {port}", host, PORT_WAIT_S, taken, POLL_S, POLL_S))

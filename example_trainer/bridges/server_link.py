@@ -1,7 +1,7 @@
-"""One vLLM server as the broadcast bridge holds it: a session, process groups of its own, and a heartbeat.
+"""The broadcast bridge's link to one vLLM server: a session, its own process groups, and a heartbeat.
 
-A link fails alone: what breaks it (a dead, silent or refusing peer) ends this session and touches no other server's.
-A method that raised BridgeError is not called again; `drop` ends what is left.
+A link fails alone: a dead, silent or refusing peer ends this session and no other. After BridgeError no method is
+called again; `drop` ends the rest.
 """
 
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -79,7 +79,7 @@ class ServerLink:
             undo.pop_all()
 
     def transfer(self, version: int, read: Callable[[Sequence[Bucket]], Generator[torch.Tensor, None, None]]) -> None:
-        """Send all of `version` and wait until every worker has staged it; generation goes on meanwhile."""
+        """Send all of `version` and wait until every worker has staged it; generation continues meanwhile."""
         log.info(
             "[Bridge] Broadcasting policy version %d: %.1f MB in %d buckets to %d worker(s) of %s,"
             " at most %.0f s a bucket",
@@ -109,7 +109,7 @@ class ServerLink:
 
     def close(self) -> None:
         """Leave in an orderly way."""
-        with told(f"Left session {self.session.id}, but its workers could not be told"):
+        with told(f"Left session {self.session.id}, but could not notify its workers"):
             self._store.set(go_key(self.session.id, self._sequence), GOODBYE)
         self.session.close()
         self._release()

@@ -2,7 +2,7 @@
 
     offer ──▶ accepted ──▶ heartbeat every third of the lease ──▶ close
 
-A server holds one session at a time, until its trainer leaves or falls silent for the lease.
+A server has one session at a time. It ends when its trainer leaves, or is silent for longer than the lease.
 """
 
 import os
@@ -50,9 +50,9 @@ class Session:
             raise BridgeError(f"the session with vLLM is lost: {self.heart.lost}")
 
     def close(self) -> None:
-        """Leave in an orderly way, once; a server that cannot be told is logged."""
+        """Leave in an orderly way, once; a server that cannot be reached is logged."""
         if self._end(STOP_S):
-            with told(f"Left session {self.id}, but vLLM could not be told"):
+            with told(f"Left session {self.id}, but could not notify vLLM"):
                 self.vllm.close_session(self.id, self._route)
 
     def fence(self, reason: str) -> None:
@@ -60,7 +60,7 @@ class Session:
         have left.
         """
         if self._end(0):
-            with told(f"{self.vllm.url} could not be fenced off and may go on serving an older version"):
+            with told(f"{self.vllm.url} could not be fenced off and may continue to serve an older version"):
                 self.vllm.fence(self.id, reason)
 
     def _end(self, timeout_s: float) -> bool:  # whether the session was open
@@ -103,7 +103,7 @@ class SessionBridge(WeightBridge):
 
 @contextmanager
 def told(otherwise: str) -> Iterator[None]:
-    """Around a last word to a server, which may be gone: then `otherwise` is logged, and the trainer goes on."""
+    """Around a last word to a server, which may be gone: then `otherwise` is logged, and the trainer continues."""
     try:
         yield
     except RuntimeError as error:
@@ -113,7 +113,7 @@ def told(otherwise: str) -> Iterator[None]:
 def matching_manifest(vllm: VllmClient, shapes: dict[str, tuple[int, ...]]) -> Manifest:
     """What `vllm` holds. Raises BridgeError unless it is exactly the trainer's tensors, by name and shape."""
     manifest = vllm.manifest()
-    with reading(f"trainer and the vLLM server at {vllm.url} do not hold the same model", BridgeError):
+    with reading(f"trainer and the vLLM server at {vllm.url} do not have the same model", BridgeError):
         compare(manifest, shapes)
     log.info("[Bridge] Mapped %d/%d params from vLLM to trainer", len(manifest.tensors), len(shapes))
     return manifest

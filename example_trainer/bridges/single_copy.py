@@ -3,8 +3,8 @@
     pause ──▶ optimizer step on the live weights ──▶ resume        (vLLM's engines/single_copy.py watches in between)
 
 Same machine, same user and, on GPUs, the same devices. CPU: vLLM's anonymous memory files, opened through /proc.
-GPU: CUDA IPC. With TP > 1 what every rank holds alike (norms, biases of row-split layers, shared key/value heads) is
-stepped once and copied.
+GPU: CUDA IPC. With TP > 1, parameters that every rank has (norms, biases of row-split layers, shared key/value heads)
+are stepped once and copied.
 """
 
 import math
@@ -89,7 +89,7 @@ class SingleCopyBridge(SessionBridge):
         self.check()
         deadline_s = self._timeout_s + (self._first_s if self._start else 0)
         log.info(
-            "[Bridge] Pausing %s to make policy version %d in its memory, at most %.0f s",
+            "[Bridge] Pausing %s to write policy version %d into its memory, at most %.0f s",
             self._vllm.url,
             policy_version,
             deadline_s,
@@ -133,7 +133,7 @@ class SingleCopyBridge(SessionBridge):
                 torch.cuda.synchronize(device)
 
     def _give_up(self, *, written: bool) -> None:
-        with told("vLLM could not be told that the update failed"):
+        with told("could not notify vLLM that the update failed"):
             self._wait_for_devices()
             if written:
                 self.close()  # so that vLLM refuses to serve what is half written

@@ -1,7 +1,7 @@
 """HTTP client of the vLLM server's bridge routes, as the trainer uses them.
 
-Every call has a deadline and opens its own connection: vLLM closes an idle one after 5 s, perhaps just as the next
-request leaves, and a POST that was lost that way must not be repeated blindly.
+Every call has a deadline and opens its own connection: vLLM closes idle connections after 5 s, possibly just as the
+next request leaves, and a POST that was lost that way must not be repeated blindly.
 """
 
 from typing import Any, TypeVar
@@ -63,10 +63,12 @@ class VllmClient:
         status = wait_for(self.ask_status, Wait("the vLLM server", self.url, deadline_s, absent))
         takes_adapters = status.max_lora_rank is not None
         if lora and not takes_adapters:
-            raise BridgeError(f"the vLLM server at {self.url} takes no LoRA adapters: restart it with --enable-lora")
+            raise BridgeError(
+                f"the vLLM server at {self.url} does not accept LoRA adapters: restart it with --enable-lora"
+            )
         if takes_adapters and not lora:
             raise BridgeError(
-                f"the vLLM server at {self.url} takes LoRA adapters only: restart it without --enable-lora"
+                f"the vLLM server at {self.url} accepts only LoRA adapters: restart it without --enable-lora"
             )
         if not lora and not status.enabled:
             raise BridgeError(
@@ -136,7 +138,7 @@ class VllmClient:
 
     def ask(self, kind: type[Reply], method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> Reply:
         """A reply of that kind, whatever the route: what only one mode asks for stays in its own file."""
-        with reading(f"{self.url} answered {method} {path} with what is no {kind.__name__}", BridgeError):
+        with reading(f"{self.url} answered {method} {path} with something other than {kind.__name__}", BridgeError):
             return msgspec.json.decode(self._send(method, path, body, timeout_s), type=kind)
 
     def _send(self, method: str, path: str, body: object = None, timeout_s: float = FOREVER) -> bytes:
@@ -160,7 +162,7 @@ class VllmClient:
             raise BridgeError(redirected)
         if reply.status_code == 404 and path == "/v1/bridge/status":
             raise BridgeError(
-                f"{self.url} is not our vLLM server (no /v1/bridge): start it by example_trainer/vllm_api_server.py"
+                f"{self.url} is not our vLLM server (no /v1/bridge): start it with example_trainer/vllm_api_server.py"
             )
         if reply.status_code >= 400:
             raise BridgeError(

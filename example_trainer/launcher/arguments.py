@@ -1,4 +1,4 @@
-"""Command lines of `atropos`: a wrong one is one line and status 2."""
+"""Command lines of `atropos`: a wrong one prints one line and exits with status 2."""
 
 import argparse
 import difflib
@@ -39,7 +39,11 @@ def nearest(word: str, known: Sequence[str] | Any) -> str:
 
 def add_runs(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--runs", type=Path, default=RUNS, metavar="DIR", help="where runs are (default: ./%(default)s)"
+        "--runs",
+        type=Path,
+        default=RUNS,
+        metavar="DIR",
+        help="directory that contains the runs (default: ./%(default)s)",
     )
 
 

@@ -1,10 +1,10 @@
-"""What the supervisor really starts: a process that becomes the service once it may.
+"""The process that the supervisor starts: it becomes the service once it is recorded.
 
     supervisor ──▶ this file as a script: the kernel sends it TERM when the supervisor dies, and keeps it to its cores
                ──▶ the supervisor writes its record, then a byte to its stdin
                ──exec──▶ the service, same pid, stdin closed
 
-So no service ever runs that is not recorded: where the supervisor dies in between, stdin ends and the script exits.
+So no service runs unrecorded: if the supervisor dies in between, stdin ends and the script exits.
 """
 
 import ctypes

@@ -19,7 +19,7 @@ from example_trainer.launcher.service import Service
 
 class Child:
     """A service, through all its starts. `health` is there while it is awaited; `deaths` are those in a row. One that
-    has a health address `has_served` once that has answered, any other from its first start.
+    has a health address `has_served` once that has answered, any other and one that is optional from its first start.
     """
 
     def __init__(self, service: Service, log: Path) -> None:
@@ -33,7 +33,8 @@ class Child:
         self.deaths = 0
         self.restart_at: float | None = None
         self.has_ended = False
-        self.has_served = service.health is None
+        self.is_awaited = service.health is not None and not service.optional
+        self.has_served = not self.is_awaited
 
     def start(self, records: Records) -> int:
         """Its pid. It runs once its record is written."""
@@ -55,7 +56,7 @@ class Child:
         with suppress(BrokenPipeError), process.stdin:  # killed already; the supervisor will see that
             process.stdin.write(b"\n")
         self.started = self.told = time.monotonic()
-        if self.service.health is not None:
+        if self.is_awaited and self.service.health is not None:
             self.health = HealthWatch(self.service.health)
         return process.pid
 

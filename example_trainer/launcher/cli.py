@@ -1,7 +1,7 @@
 """`atropos COMMAND`: the one command of Atropos.
 
 Each command is a module with two functions: `parser()`, for `--help` and completion, and `main(argv)`, which returns
-the exit status. Only the module of the command that is asked for is loaded; what is heavy it loads late.
+the exit status. Only the module of the given command is loaded; it imports heavy packages late.
 """
 
 import signal
@@ -27,17 +27,18 @@ class Command:
 COMMANDS = {
     "train": Command("example_trainer.launcher.train", "run a recipe or a run file, changed by flags"),
     "quickstart": Command("example_trainer.launcher.quickstart", "train a small model on two CPU cores, in minutes"),
-    "status": Command("example_trainer.launcher.status", "what runs, how it fares, and what came of earlier runs"),
-    "stop": Command("example_trainer.launcher.stop", "end a run, and nothing else"),
-    "logs": Command("example_trainer.launcher.logs", "the last lines of a run's services, and new ones"),
+    "status": Command("example_trainer.launcher.status", "show running and finished runs"),
+    "stop": Command("example_trainer.launcher.stop", "end a run and only its own processes"),
+    "logs": Command("example_trainer.launcher.logs", "show the logs of a run's services"),
+    "view": Command("example_trainer.launcher.view", "runs in the browser: curves, every group, every token"),
     "evaluate": Command("example_trainer.launcher.evaluate", "measure a model on a recipe's held-out problems"),
-    "plot": Command("example_trainer.launcher.plot", "draw a run so far, or compare several"),
+    "plot": Command("example_trainer.launcher.plot", "plot a run so far, or compare several"),
     "env": Command("example_trainer.launcher.env", "one environment's own commands: serve, process, evaluate"),
     "doctor": Command("example_trainer.launcher.doctor", "check machine, ports and servers before a run"),
-    "gpu-check": Command("example_trainer.launcher.gpu_check", "every check that needs a GPU, and a table"),
-    "export": Command("example_trainer.launcher.export", "make a model of a sharded checkpoint"),
+    "gpu-check": Command("example_trainer.launcher.gpu_check", "run every check that needs a GPU, and print a table"),
+    "export": Command("example_trainer.launcher.export", "convert a sharded checkpoint to a Hugging Face model"),
     "push": Command("example_trainer.launcher.push", "push a trained model to a hub or into a directory"),
-    "completion": Command("example_trainer.launcher.completion", "the shell's completion of all this"),
+    "completion": Command("example_trainer.launcher.completion", "print the shell completion of these commands"),
 }
 
 

@@ -41,8 +41,8 @@ from example_trainer.launcher.servers import Tree, each_server, with_flag, with_
 
 PROG = "atropos train"
 ABOUT = {
-    PROG: "One training run, from one file.",
-    "atropos evaluate": "A model on the held-out problems of a recipe's environments, without training.",
+    PROG: "Start a training run from one file.",
+    "atropos evaluate": "Evaluate a model on the held-out problems of a recipe's environments, without training.",
 }
 USAGE = "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]"
 SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
@@ -53,13 +53,13 @@ MORE = """\
 Settings of the programs:
   --trainer.X V                 any flag --X of the trainer; python -m example_trainer.grpo --help lists them
   --env.X V                     any flag --env.X of the environment; atropos env FILE serve --help lists them
-  --env.file FILE               another environment, with those of the recipe's settings that it knows
-  --environments.NAME.X V       the same, where a run has several environments
-  --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is the second one's
+  --env.file FILE               another environment; it keeps the recipe's settings that it knows
+  --environments.NAME.X V       the same, for one of several environments
+  --vllm.X V                    any flag of vLLM; --vllm.count N starts N servers, --vllm.2.X V is for the second
   --bridge.X V, --api.X V       the bridge's settings, the batching API's flags
-  --layout.X V                  which GPUs and CPU cores are whose: --layout.vllm 0,1 --layout.cores.trainer 0-3
+  --layout.X V                  GPUs and CPU cores of each service: --layout.vllm 0,1 --layout.cores.trainer 0-3
 
-Ctrl-C, or the death of a service, ends all of them within 10 s.
+Ctrl-C ends all services within 10 s. So does the failure of one service.
 """
 
 
@@ -67,14 +67,14 @@ class RunFlags(Config):
     """Run"""
 
     model: str | None = Field(
-        None, min_length=1, description="Hugging Face id or local folder; also as the second word, without --model"
+        None, min_length=1, description="Hugging Face id or local directory; also the second word, without --model"
     )
     steps: int | None = Field(None, ge=1, description="training steps")
     dataset: str | None = Field(
-        None, min_length=1, description="problems of the environment, for gsm8k: arithmetic, generated, or gsm8k"
+        None, min_length=1, description="dataset of the environment; for gsm8k: arithmetic, generated or gsm8k"
     )
     dataset_path: Path | None = Field(
-        None, description="JSONL file with question and answer, or a folder with train.jsonl and test.jsonl"
+        None, description="JSONL file with question and answer, or a directory with train.jsonl and test.jsonl"
     )
     bridge: str | None = Field(
         None, description="how new weights reach vLLM: broadcast, single_copy, reload, lora, lora_restart or restart"
@@ -88,27 +88,29 @@ class RunFlags(Config):
     )
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="what vLLM computes in, and with --batch-invariant the trainer; by default float32, on a GPU"
-        " bfloat16",
+        description=(
+            "dtype in which vLLM computes, and with --batch-invariant the trainer; default float32, on a GPU bfloat16"
+        ),
     )
-    api_port: int | None = Field(None, ge=1, le=65535, description="8000, or the next free one, unless given")
+    api_port: int | None = Field(None, ge=1, le=65535, description="default 8000, or the next free port")
     vllm_port: tuple[Port, ...] | None = Field(
         None,
-        description="9001, or the next free one, unless given; for several servers the first one's, or 9001,9002",
+        description="default 9001, or the next free port; for several servers the first port, or 9001,9002",
     )
     trainer_ranks: str | None = Field(
         None, pattern="^([0-9]+|auto)$", description="processes that share the trainer's weights, or auto"
     )
     wandb: bool | None = Field(None, description="log to Weights & Biases")
+    view: bool | None = Field(None, description="serve the run in a browser while it runs (default: yes)")
     tensorboard: bool | None = Field(None, description="log to TensorBoard")
     resume: str | None = Field(
-        None, min_length=1, description="continue this run: its name or directory, in place of RECIPE"
+        None, min_length=1, description="continue this run (name or directory); takes the place of RECIPE"
     )
-    runs: Path = Field(RUNS, description="the folder of all runs")
+    runs: Path = Field(RUNS, description="directory that contains all runs")
     gpus: str | None = Field(
         None,
         pattern=r"^\d{1,2}(x\d{1,4})?$",
-        description="with --dry-run: plan as if there were as many GPUs, of 80 GB, or 8x141 for eight of 141 GB",
+        description="with --dry-run: plan for this many GPUs of 80 GB; 8x141 means eight of 141 GB",
     )
 
     @field_validator("vllm_port", mode="before")
@@ -136,6 +138,7 @@ class Asked:
     resume: Path | None
     gpus: list[str]
     gpu_bytes: int  # of one; 0 where it is not known
+    view: bool = True
 
 
 @dataclass
@@ -168,7 +171,8 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     if given.vllm_port is not None:
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
-    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory)
+    view = given.view is not False
+    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view)
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -223,7 +227,7 @@ def _checked(values: Mapping[str, Any]) -> RunFlags:
         message = problem["msg"].removeprefix("Value error, ")
         raise ConfigError(message if flag in message else f"{flag}: {message} (got {problem['input']!r})") from None
     if given.dataset and given.dataset_path:
-        raise ConfigError(f"--dataset {given.dataset} and --dataset-path {given.dataset_path} exclude each other")
+        raise ConfigError(f"--dataset {given.dataset} and --dataset-path {given.dataset_path} cannot be combined")
     return given
 
 
@@ -240,7 +244,7 @@ def _source(positional: list[str], resume: Path | None, config: str | None) -> P
         return find_run_file(config)
     if not positional:
         names = ", ".join(path.stem for path in recipe_files())
-        raise ConfigError(f"name a run file, or a recipe: {names}")
+        raise ConfigError(f"name a run file or a recipe: {names}")
     return find_run_file(positional.pop(0))
 
 
@@ -263,7 +267,7 @@ def _changes(given: RunFlags, positional: Sequence[str]) -> Tree:
     """The flags as content of a run file."""
     models = [*positional, *([given.model] if given.model else [])]
     if len(models) > 1:
-        raise ConfigError(f"one MODEL only, got {models[0]!r} and {models[1]!r}")
+        raise ConfigError(f"expected one MODEL, got {models[0]!r} and {models[1]!r}")
     own = ("steps", "seed", "dtype", "batch_invariant", "wandb", "tensorboard")
     changes: Tree = {key: value for key in own if (value := getattr(given, key)) is not None}
     if given.run_name is not None:
@@ -347,7 +351,7 @@ def _environment_flags(
     for word, value in _pairs(typed["environments"]):
         name, _, key = word.partition(".")
         if not key:
-            raise ConfigError(f"--environments.{word} names no field: --environments.NAME.FIELD")
+            raise ConfigError(f"--environments.{word} does not name a field; write --environments.NAME.FIELD")
         if name not in known:
             raise ConfigError(f"--environments.{word}: the environments of this run are {', '.join(known)}")
         yield name, key.replace("-", "_"), value

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one line an event, with the time of day."""
+"""What a person sees of a run: one line per event, with the time of day."""
 
 import os
 import re
@@ -17,6 +17,7 @@ from example_trainer.launcher.events import (
     Interrupted,
     Killed,
     LogLine,
+    Lost,
     NotUp,
     Outlived,
     Quiet,
@@ -86,7 +87,7 @@ class PlainConsole:
             self.put_error("\n".join(["", f"{text(event)} Last lines of {event.log}:", *shown]))
             self._are_up -= {event.service} if isinstance(event, Died) else set()
             if isinstance(event, Died) and event.restart_in_s is not None:
-                self.say(f"Starting {event.service} again in {event.restart_in_s:.0f} s")
+                self.say(f"Restarting {event.service} in {event.restart_in_s:.0f} s")
         else:
             if isinstance(event, Ending):
                 for line in self._repeated.rest():
@@ -95,7 +96,7 @@ class PlainConsole:
             if isinstance(event, Up):
                 self._are_up.add(event.service)
             if isinstance(event, Interrupted):
-                self.say(f"What there is so far is in {self._run_dir}")
+                self.say(f"Results so far are in {self._run_dir}")
 
     def say(self, line: str) -> None:
         """One line of the launcher's own."""
@@ -154,10 +155,12 @@ def text(event: Event) -> str:  # noqa: C901  # one line an event
             return f"{service} has ended"
         case Died(service, pid, how):
             return f"{service} (pid {pid}) died: {how}."
+        case Lost(service, how, log):
+            return f"{service} died: {how}. The run continues without it (log {log})"
         case Restarted(service, pid, attempt, attempts):
             return f"Restarted {service} (pid {pid}), restart {attempt} of {attempts}"
         case Outlived(services, limit_s):
-            return f"{' '.join(services)} still runs {limit_s:.0f} s after the others ended."
+            return f"Still running {limit_s:.0f} s after the others ended: {' '.join(services)}."
         case LogLine(service, line):
             return f"{service} {printable(line)}"
         case Quiet(for_s, lines):
@@ -167,6 +170,6 @@ def text(event: Event) -> str:  # noqa: C901  # one line an event
         case Ending(services, limit_s):
             return f"Ending {' '.join(services)} (at most {limit_s:.0f} s)"
         case Killed(services, after_s):
-            return f"Killed after {after_s:.0f} s without an end: {' '.join(services)}"
+            return f"Killed, still running after {after_s:.0f} s: {' '.join(services)}"
         case StillThere(services):
-            return f"Still there, although killed: {' '.join(services)}"
+            return f"Still running after SIGKILL: {' '.join(services)}"

@@ -1,8 +1,8 @@
-"""Which CPU cores are whose: `layout.cores` of a run file.
+"""Which CPU cores each service gets: `layout.cores` of a run file.
 
     cores: {vllm: 4, trainer: 0-3, environments: [8]}
 
-A set names cores (`0-3,8`, or a list), a number takes as many of those that no set names, the lowest first. vLLM's
+A set names cores (`0-3,8`, or a list). A number takes that many of the cores that no set names, lowest first. vLLM's
 servers, their tensor-parallel ranks, and the trainer's ranks share theirs out evenly, a thread per core; environments
 run on all of theirs. Sets may overlap where services take turns. `auto` pins nothing.
 """
@@ -78,7 +78,8 @@ def place_cores(layout: CoreLayout, servers: int, usable: Iterable[int]) -> Core
     if (wanted := sum(numbers.values())) > len(left):
         parts = " and ".join(f"{name} {number}" for name, number in numbers.items())
         raise ConfigError(
-            f"layout.cores asks for {wanted} cores ({parts}), and {len(left)} of {shown_cores(free)} are left: lower"
+            f"layout.cores asks for {wanted} cores ({parts}), but only {len(left)} of {shown_cores(free)} are left: "
+            "lower"
             " the numbers, or name sets such as 0-3, which may overlap"
         )
     found: dict[str, Cores] = {}
@@ -112,12 +113,12 @@ def _of_servers(layout: CoreLayout, cores: Cores, servers: int) -> tuple[Cores, 
         return tuple(_checked("layout.cores.vllm", shared_out, cores, servers, f"{servers} vLLM servers"))
     sets = _sets(layout.vllm)
     if len(sets) != servers:
-        raise ConfigError(f"layout.cores.vllm: {len(sets)} sets, and this run has {servers} vLLM server(s)")
+        raise ConfigError(f"layout.cores.vllm: {len(sets)} sets, but this run has {servers} vLLM server(s)")
     for one, other in combinations(range(servers), 2):
         if both := {*sets[one]} & {*sets[other]}:
             raise ConfigError(
-                f"layout.cores.vllm: the servers {one + 1} and {other + 1} both have core {min(both)}, and they compute"
-                " at the same time: give it to one of them"
+                f"layout.cores.vllm: the servers {one + 1} and {other + 1} both have core {min(both)}, but they "
+                "compute at the same time: give it to one of them"
             )
     return tuple(tuple(sorted(one)) for one in sets)
 

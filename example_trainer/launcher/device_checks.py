@@ -1,4 +1,4 @@
-"""What the doctor knows of devices and memory: pure functions, as in doctor_checks.py. Estimates, in bytes."""
+"""The doctor's checks of devices and memory: pure functions, as in doctor_checks.py. Estimates, in bytes."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def check_heads(tensor_parallel: int, model: Model) -> Finding:
         return Finding(
             "fail",
             "heads",
-            f"{heads} heads and {kv_heads} key-value heads do not split into {tensor_parallel}",
+            f"{heads} heads and {kv_heads} key-value heads cannot be split into {tensor_parallel}",
             f"--tensor-parallel-size one of {', '.join(map(str, fitting))}",
         )
     return Finding("ok", "heads", f"{heads} and {kv_heads} key-value heads for {tensor_parallel} rank(s)")

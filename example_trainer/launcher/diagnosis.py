@@ -1,7 +1,7 @@
-"""Why no step is done, asked of the batching API while a run goes on; the supervisor's `watch`.
+"""Asks the batching API why no step is being done; the supervisor's `watch`.
 
-A thread asks every few seconds. After half a minute without a step it leaves an event that says why, and one a minute
-from then on. A batch that the trainer works on may take three minutes before that is worth a line.
+A thread asks every few seconds. After half a minute without a step it emits an event with the reason, and then one per
+minute. While the trainer works on a batch, the first event comes after three minutes.
 """
 
 import queue
@@ -90,7 +90,7 @@ class Silence:
         self._since = self._told = 0.0
 
     def lasts(self, steps: object, patient: bool = False) -> float | None:
-        """Seconds without a step, where that is to be told now; `steps` is what the API says of steps. Whoever is
+        """Seconds without a step, where that is to be told now; `steps` is what the API reports about steps. Whoever is
         `patient` is told nothing.
         """
         now = self._now()

@@ -1,9 +1,9 @@
-"""`atropos doctor`: looks at this machine and the servers before a run, and prints a line a check.
+"""`atropos doctor`: checks this machine and the servers before a run, and prints one line per check.
 
     atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
 
-It changes nothing, imports neither torch nor vLLM, and judges by doctor_checks.py and device_checks.py. A host that is
-not there costs it 2 s.
+It changes nothing and imports neither torch nor vLLM. doctor_checks.py and device_checks.py contain the checks. A host
+that does not answer costs 2 s.
 """
 
 import contextlib
@@ -41,27 +41,33 @@ CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 
 
 class DoctorConfig(VllmServers):
-    """Checks ports, ranks, allocator, shared memory, versions, models, limits and environment variables before a
-    run.
-    """
+    """Check this machine and the servers before a run: ports, versions, memory, models and limits."""
 
     mode: Literal[tuple(MODES)] = Field(  # type: ignore[valid-type]
-        "broadcast", description="the bridge, as in scripts/run_gsm8k_MODE.sh"
+        "broadcast", description="bridge mode, as in scripts/run_gsm8k_MODE.sh"
     )
     model: str | None = Field(
-        None, min_length=1, description="Hugging Face id or local folder; without it sizes and shapes go unchecked"
+        None,
+        min_length=1,
+        description="Hugging Face id or local directory; without it, sizes and shapes are not checked",
     )
     api_port: Port = Field(8000, description="port of the batching API")
-    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's, one rank a GPU")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="vLLM's tensor-parallel ranks, one per GPU")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="what vLLM serves; auto is float32 without a GPU, bfloat16 with one"
+        "auto", description="dtype that vLLM serves; auto is float32 without a GPU, bfloat16 with one"
     )
-    save_path: Path = Field(Path("."), description="folder of the trainer's checkpoints")
+    save_path: Path = Field(Path("."), description="directory of the trainer's checkpoints")
     master_addr: str = Field(
-        "localhost", description="where the trainer meets vLLM's workers", json_schema_extra={"env": "MASTER_ADDR"}
+        "localhost",
+        description="address at which vLLM's workers reach the trainer",
+        json_schema_extra={"env": "MASTER_ADDR"},
     )
     master_port: int = Field(
-        0, ge=0, le=65535, description="its port, 0 for a free one", json_schema_extra={"env": "MASTER_PORT"}
+        0,
+        ge=0,
+        le=65535,
+        description="port of --master-addr; 0 takes a free one",
+        json_schema_extra={"env": "MASTER_PORT"},
     )
     shared_weights: str = Field(
         "", description="whether vLLM will load the bridge", json_schema_extra={"env": "VLLM_ENABLE_SHARED_WEIGHTS"}
@@ -107,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         levels[finding.level] += 1
     print(
         f"{levels.total()} checks, {levels['fail']} failed, {levels['warn']} warnings"
-        + (": mend what failed before you start" if levels["fail"] else "")
+        + (": fix what failed before you start" if levels["fail"] else "")
     )
     return 1 if levels["fail"] else 0
 

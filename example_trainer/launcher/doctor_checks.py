@@ -1,5 +1,5 @@
-"""What the doctor knows of versions, settings, ports and servers: pure functions from what was found to findings.
-doctor.py looks, this module and device_checks.py judge.
+"""The doctor's checks of versions, settings, ports and servers: pure functions. doctor.py collects the facts; this
+module and device_checks.py judge them.
 
 A finding is a line: ok, warn (it runs, but worse than it could) or fail (the run would not start, or break), with
 the value, the limit, and what to change.
@@ -78,15 +78,15 @@ def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
         return Finding(
             "warn",
             "CUDA",
-            f"PyTorch is built for {torch_cuda}; nvidia-smi does not tell what the driver knows",
+            f"PyTorch is built for {torch_cuda}; nvidia-smi does not report which CUDA the driver supports",
             "compare by hand",
         )
     if int(driver_cuda.split(".")[0]) < int(torch_cuda.split(".")[0]):
         return Finding(
             "fail",
             "CUDA",
-            f"the driver knows {driver_cuda}, PyTorch is built for {torch_cuda}",
-            "update the driver or take an older PyTorch",
+            f"the driver supports CUDA {driver_cuda}, but PyTorch is built for {torch_cuda}",
+            "update the driver, or install an older PyTorch",
         )
     return Finding("ok", "CUDA", f"driver {driver_cuda}, PyTorch built for {torch_cuda}")
 
@@ -109,7 +109,9 @@ def check_open_files(soft: int, hard: int) -> Finding:
 def check_several(mode: type[Mode], servers: int) -> Finding:
     """Of a mode that feeds one server."""
     able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
-    return Finding("fail", "servers", f"{servers}, and {mode.shown()} feeds one", f"name one, or choose mode {able}")
+    return Finding(
+        "fail", "servers", f"{servers}, but {mode.shown()} supports only one", f"name one, or choose mode {able}"
+    )
 
 
 # --- environment variables ------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ def check_master(address: str, resolved: str | None, remote_hosts: Sequence[str]
             "fail",
             "MASTER_ADDR",
             f"{address} is {resolved}, which {remote_hosts[0]} cannot reach",
-            "set it to this machine's address there",
+            "set it to this machine's address on that network",
         )
     return Finding("ok", "MASTER_ADDR", f"{address} ({resolved})")
 
@@ -177,7 +179,7 @@ def check_hosts(remote: Sequence[str], shared_memory: bool) -> Finding:
             "fail",
             "hosts",
             f"{', '.join(remote)}: one copy is shared within a machine",
-            "drop the remote hosts, or take broadcast",
+            "drop the remote hosts, or choose broadcast",
         )
     return Finding("ok", "hosts", ", ".join(remote) or "this machine alone")
 
@@ -195,8 +197,8 @@ def check_api(port: int, listener: Listener | None, answer: Answer) -> Finding:
     return Finding(
         "fail",
         name,
-        f"wanted by the batching API, held by {_holder(listener)}",
-        "end that, or choose another --api-port",
+        f"needed by the batching API, in use by {_holder(listener)}",
+        "end that process, or choose another --api-port",
     )
 
 
@@ -205,17 +207,17 @@ def check_master_port(port: int, listener: Listener | None) -> Finding:
         return Finding(
             "fail",
             "MASTER_PORT",
-            f"{port} is held by {_holder(listener)}",
-            "end that, or set MASTER_PORT=0 for a free one",
+            f"{port} is in use by {_holder(listener)}",
+            "end that process, or set MASTER_PORT=0 to take a free port",
         )
-    return Finding("ok", "MASTER_PORT", f"{port} is free" if port else "0: the trainer takes a free one")
+    return Finding("ok", "MASTER_PORT", f"{port} is free" if port else "0: the trainer takes a free port")
 
 
 def check_server(mode: type[Mode], where: str, local: bool, listener: Listener | None, status: Answer) -> Finding:
     """The vLLM server at `where` (host:port), by what it answers to /v1/bridge/status."""
     if local and listener is None:
         starter = (
-            "the trainer will start vLLM there" if mode.owns_vllm else "start vLLM there before or after the trainer"
+            "the trainer will start vLLM there" if mode.owns_vllm else "start vLLM there, before or after the trainer"
         )
         return Finding("ok", where, f"free: {starter}")
     if status.status == 0:
@@ -223,7 +225,7 @@ def check_server(mode: type[Mode], where: str, local: bool, listener: Listener |
             return Finding(
                 "fail",
                 where,
-                f"held by {_holder(listener)}, which does not answer",
+                f"in use by {_holder(listener)}, which does not answer",
                 "wait for it to load, end it, or choose --vllm-port",
             )
         return Finding(
@@ -233,14 +235,14 @@ def check_server(mode: type[Mode], where: str, local: bool, listener: Listener |
         return Finding(
             "fail",
             where,
-            f"held by {_holder(listener)}",
+            f"in use by {_holder(listener)}",
             "end it: in this mode the trainer starts vLLM itself; or choose --vllm-port",
         )
     if status.status in (401, 403):
         return Finding("fail", where, "vLLM refuses the key", "set VLLM_API_KEY to the server's --api-key")
     if status.status != 200 or not isinstance(status.body, dict):
         return Finding(
-            "fail", where, f"no /v1/bridge there ({status.status})", "start it by example_trainer/vllm_api_server.py"
+            "fail", where, f"no /v1/bridge there ({status.status})", "start it with example_trainer/vllm_api_server.py"
         )
     return _check_bridge(mode, where, status.body)
 
@@ -249,7 +251,7 @@ def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Fi
     if mode.adapters != ("max_lora_rank" in status):
         how = "with --enable-lora --max-lora-rank 16" if mode.adapters else "without --enable-lora"
         return Finding(
-            "fail", where, "vLLM takes " + ("no adapters" if mode.adapters else "adapters only"), f"restart it {how}"
+            "fail", where, "vLLM accepts " + ("no adapters" if mode.adapters else "only adapters"), f"restart it {how}"
         )
     if mode.switched and not status["enabled"]:
         return Finding(
@@ -260,7 +262,7 @@ def _check_bridge(mode: type[Mode], where: str, status: Mapping[str, Any]) -> Fi
             "warn",
             where,
             f"generation is paused ({status['poisoned']})",
-            "the next trainer's first sync ends that",
+            "the next trainer's first sync resumes it",
         )
     if (lease := status["lease_left_s"]) and lease > 0:
         return Finding(
@@ -277,8 +279,8 @@ def check_ranks(asked: int, served: int) -> Finding:
         return Finding(
             "fail",
             "ranks",
-            f"--tensor-parallel-size {asked}, and vLLM runs with {served}",
-            "restart vLLM, or give what it has",
+            f"--tensor-parallel-size {asked}, but vLLM runs with {served}",
+            "restart vLLM, or pass the size that it runs with",
         )
     return Finding("ok", "ranks", f"vLLM runs with {served}")
 

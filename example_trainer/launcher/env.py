@@ -12,7 +12,7 @@ from example_trainer.launcher.sections import environment_program, no_program
 
 def parser() -> ArgumentParser:
     """For help and completion."""
-    command = Parser("env", "Run one environment: serve it, process groups into a file and a page, or evaluate once.")
+    command = Parser("env", "Run one environment: serve it, write groups to a file and a page, or evaluate once.")
     command.add_argument("file", metavar="FILE", help="its .py file, a module, or one that comes with Atropos: gsm8k")
     command.add_argument(
         "arguments", nargs=REMAINDER, metavar="COMMAND ...", help="serve, process or evaluate, and flags: --help lists"

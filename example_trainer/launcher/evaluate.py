@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
             print(described(plan, asked), end="")
             return 0
         console = PlainConsole(run_dir, SHOWN)
-        console.say(f"Evaluating {plan.site.model}; everything goes to {run_dir}/")
+        console.say(f"Evaluating {plan.site.model}; all output goes to {run_dir}/")
         status = start(plan, console, asked.gpus)
     if status == 0:
         for service in plan.environments:

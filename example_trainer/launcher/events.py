@@ -1,4 +1,4 @@
-"""What happens to the services of a run, as the supervisor tells it. A console turns it into text."""
+"""Events of a run's services, as the supervisor emits them. A console turns them into text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,6 +68,15 @@ class Died:
     log: Path
     last_lines: tuple[str, ...]
     restart_in_s: float | None
+
+
+@dataclass(frozen=True)
+class Lost:
+    """An optional service died and is not started again."""
+
+    service: str
+    how: str  # as in Died
+    log: Path
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,7 @@ Event = (
     | NotUp
     | Ended
     | Died
+    | Lost
     | Restarted
     | Outlived
     | LogLine

@@ -12,9 +12,9 @@ from example_trainer.launcher.arguments import Parser
 
 def parser() -> ArgumentParser:
     """For help and completion."""
-    command = Parser("export", "Make a Hugging Face directory of a sharded checkpoint.")
+    command = Parser("export", "Convert a sharded checkpoint to a Hugging Face directory.")
     command.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_N directory with shards/")
-    command.add_argument("directory", metavar="NEW_DIRECTORY", help="where nothing is yet")
+    command.add_argument("directory", metavar="NEW_DIRECTORY", help="directory to create")
     return command
 
 

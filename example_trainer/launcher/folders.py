@@ -13,12 +13,12 @@ ENVIRONMENTS = "environments"
 
 
 def recipes() -> Path:
-    """The folder of the recipes that come with Atropos."""
+    """The directory of the recipes that come with Atropos."""
     return _folder("recipes", installed="example_trainer/recipes")
 
 
 def environments() -> Path:
-    """The folder of the environment servers that come with Atropos."""
+    """The directory of the environment servers that come with Atropos."""
     return _folder(ENVIRONMENTS, installed="atropos_environments")
 
 
@@ -28,7 +28,7 @@ def environment_names() -> list[str]:
 
 
 def environment_file(name: str, beside: Path) -> Path:
-    """The file that a recipe in the folder `beside` calls `name`: there or in the working directory, else, for
+    """The file that a recipe in the directory `beside` calls `name`: there or in the working directory, else, for
     `environments/FILE`, the one that comes with Atropos. A file that does not exist is given as it was written.
     """
     path = PurePath(name)

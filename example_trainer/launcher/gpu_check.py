@@ -1,9 +1,9 @@
-"""`atropos gpu-check`: every check of Atropos that needs a GPU, and a table of what came of them.
+"""`atropos gpu-check`: every check of Atropos that needs a GPU, and a table of the results.
 
 Each weight bridge in a short training run, whose parity probe compares vLLM with the trainer after the first syncs;
-and bit-exactness: batch m against n, prefill against decode, trainer against both, then a strict training run. Beside
-each run stands its last step's line: reward, tokens per second, stall. What needs more GPUs than there are is named,
-not run. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
+and bit-exactness: batch m against n, prefill against decode, trainer against both, then a strict training run. The
+table shows each run's last step: reward, tokens per second, stall. Checks that need more GPUs than there are are
+listed, not run. Exit status 0 if every check that fits this machine passes, 1 if one fails, 2 without a GPU.
 """
 
 import os
@@ -107,9 +107,9 @@ def checks(stamp: str, runs: Path, model: str) -> list[Check]:
 
 def parser() -> ArgumentParser:
     """For help and completion."""
-    command = Parser("gpu-check", "Run every check that needs a GPU, and print a table of what came of them.")
-    command.add_argument("--only", default="", metavar="WORD", help="the checks with this word in their name")
-    command.add_argument("--list", action="store_true", help="names, GPUs and commands; runs nothing")
+    command = Parser("gpu-check", "Run every check that needs a GPU, and print a table of the results.")
+    command.add_argument("--only", default="", metavar="WORD", help="run only the checks whose name contains WORD")
+    command.add_argument("--list", action="store_true", help="list names, GPUs and commands; run nothing")
     add_runs(command)
     return command
 

@@ -1,4 +1,4 @@
-"""Which GPU is whose, and what follows from it for vLLM and the trainer.
+"""Which GPUs vLLM and the trainer get, and what follows from that for their settings.
 
 no GPU            both on the CPU, in float32
 one GPU           both on it, vLLM with 0.4 of its memory
@@ -146,8 +146,8 @@ class Need:
             who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
             return (
                 f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s), its staging buffer"
-                f" {amount(serving.staging)} on top, and a GPU has {amount(self.gpu)}{share}",
-                "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or take a smaller"
+                f" {amount(serving.staging)} on top, but a GPU has {amount(self.gpu)}{share}",
+                "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or use a smaller"
                 " model",
             )
         return None
@@ -188,7 +188,7 @@ class Need:
             gpus = ", ".join(gpu for index in alike for gpu in placement.servers[index].gpus)
             names = "vLLM" if count == 1 else ", ".join(server_name(index, count) for index in alike)
             lines += table(f"Each GPU of {names} ({gpus})", serving.items(cache), self.gpu)
-            lines.append(f"  vLLM takes {share:.0%} of the GPU, and the KV cache what that leaves")
+            lines.append(f"  vLLM takes {share:.0%} of the GPU; the KV cache takes what remains of it")
         return lines
 
     def fits(self, placement: Placement, without_offload: bool = False) -> bool:
@@ -215,7 +215,9 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
     """
     if not gpus:
         if run.layout.names_gpus:
-            raise ConfigError("layout names GPUs, and there is none here: leave it out, or see CUDA_VISIBLE_DEVICES")
+            raise ConfigError(
+                "layout names GPUs, but this machine shows none: remove it, or check CUDA_VISIBLE_DEVICES"
+            )
         return Placement((ServerPlace(),) * len(run.servers))
     typed = need.config.trainer_ranks if need else run.trainer.get("trainer_ranks", "auto")
     found = list(candidates(run, gpus, 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)))
@@ -256,7 +258,7 @@ def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
     given = [server.get("tensor_parallel_size") for server in run.servers]
     asked = run.layout.vllm
     if is_for_each(asked) and len(asked) != len(given):
-        raise ConfigError(f"layout.vllm: {len(asked)} lists of GPUs, and this run has {len(given)} vLLM server(s)")
+        raise ConfigError(f"layout.vllm: {len(asked)} lists of GPUs, but this run has {len(given)} vLLM server(s)")
     if all(given) and (asked != "auto" or len(given) == 1):
         return [[int(size) for size in given if size]]
     if asked != "auto":
@@ -269,8 +271,8 @@ def _tensor_parallel_sizes(run: RunFile, gpus: list[str]) -> list[list[int]]:
     totals = {power: fixed + power * free for power in powers if fixed + power * free < max(2, len(gpus))}
     if not totals:
         raise ConfigError(
-            f"{len(given)} vLLM servers and a trainer need {fixed + free + 1} GPUs, and the visible ones are"
-            f" {', '.join(gpus)}: lower the number of servers (--vllm.count), or share GPUs out by `layout`"
+            f"{len(given)} vLLM servers and a trainer need {fixed + free + 1} GPUs, but the visible ones are"
+            f" {', '.join(gpus)}: lower the number of servers (--vllm.count), or assign shared GPUs with `layout`"
         )
     half = -(-len(gpus) // 2)
     ordered = sorted(totals, key=lambda power: (totals[power] > half, abs(totals[power] - half)))
@@ -325,7 +327,7 @@ def _check(run: RunFile, gpus: list[str], servers: list[list[str]], trainer: lis
         if len(server) < size or (given and len(server) != int(given)):
             which, who = ("", "vLLM") if len(servers) == 1 else (f"{index + 1}.", server_name(index, len(servers)))
             raise ConfigError(
-                f"vllm.{which}tensor_parallel_size {size} takes as many GPUs, and {who} has"
+                f"vllm.{which}tensor_parallel_size {size} takes as many GPUs, but {who} has"
                 f" {', '.join(server) or 'none'}; {shown}"
             )
 

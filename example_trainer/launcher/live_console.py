@@ -1,7 +1,7 @@
 """The console on a terminal: the plain console's lines, and below them bars for what takes long.
 
-The terminal's own state is never changed: the cursor stays visible, no other screen is used. So whoever kills the
-launcher has a working terminal. Lines are written once, above the bars, and never erased; bars are drawn by a thread
+The terminal's own state is never changed: the cursor stays visible, no other screen is used. So the terminal still
+works after the launcher is killed. Lines are written once, above the bars, and never erased; bars are drawn by a thread
 four times a second, and are gone at the end.
 """
 

@@ -1,5 +1,5 @@
-"""Reads the logs of services: the last lines, and new ones as they are written. What a log holds reaches a terminal
-only through `printable`.
+"""Reads the logs of services: the last lines, and new ones as they are written. Text of a log reaches a terminal only
+through `printable`.
 """
 
 import re
@@ -33,7 +33,7 @@ def last_lines(log: Path, count: int, end: int | None = None) -> tuple[str, ...]
 
 
 def last_word(log: Path) -> str:
-    """The last line that is no access line of a web server."""
+    """The last line that is not an access line of a web server."""
     return next((line for line in reversed(last_lines(log, 1000)) if not _ACCESS.search(line)), "")
 
 

@@ -14,10 +14,10 @@ POLL_S = 0.3
 
 def parser() -> arguments.Parser:
     command = arguments.Parser(
-        "logs", "The last lines of every service of a run, or of one. Without RUN: the one that runs, or the newest."
+        "logs", "Show the last lines of a run's services, or of one. Without RUN: the running one, or the newest."
     )
-    command.add_argument("names", nargs="*", metavar="RUN SERVICE", help="one, both, or neither")
-    command.add_argument("-f", "--follow", action="store_true", help="go on with new lines until the run ends")
+    command.add_argument("names", nargs="*", metavar="RUN SERVICE", help="a run, one of its services, or both")
+    command.add_argument("-f", "--follow", action="store_true", help="keep printing new lines until the run ends")
     command.add_argument("-n", "--lines", type=arguments.whole_number, default=20, metavar="N", help="default: 20")
     arguments.add_runs(command)
     return command

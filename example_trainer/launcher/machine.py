@@ -1,5 +1,5 @@
-"""What there is on this machine: processor, GPUs, packages, and who listens on its ports. It is looked at, not changed,
-and neither torch nor vLLM is loaded for it.
+"""Facts about this machine: processor, GPUs, packages, and who listens on its ports. Nothing is changed, and neither
+torch nor vLLM is loaded.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""A model as its files have it: names and shapes of its weights, read from their headers."""
+"""Names and shapes of a model's weights, read from the headers of its files."""
 
 import json
 import math
@@ -26,7 +26,7 @@ class Model:
 
 
 def read_model(name: str) -> Model | None:
-    """A local folder, or what the hub's cache holds of a repository; None if its weights are not on this machine."""
+    """A local directory, or what the hub's cache holds of a repository; None if its weights are not on this machine."""
     path, config = config_file(name), read_config(name)
     files = sorted(path.parent.glob("*.safetensors")) if path else []
     if config is None or not files:

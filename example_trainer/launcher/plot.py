@@ -1,4 +1,4 @@
-"""`atropos plot RUN...`: reward.png of a run while it goes on, or a comparison of several."""
+"""`atropos plot RUN...`: reward.png of a run while it continues, or a comparison of several."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -10,9 +10,11 @@ from example_trainer.launcher.runs import find_run, latest_run
 
 def parser() -> ArgumentParser:
     """For help and completion."""
-    command = Parser("plot", "Draw rewards by step: of one run with its held-out accuracy, or of several to compare.")
-    command.add_argument("run", nargs="*", metavar="RUN", help="names or folders of runs (default: the newest)")
-    command.add_argument("--out", type=Path, help="the PNG (default: RUN/reward.png, of several compare.png)")
+    command = Parser("plot", "Plot rewards by step: one run with its held-out accuracy, or several to compare.")
+    command.add_argument("run", nargs="*", metavar="RUN", help="names or directories of runs (default: the newest)")
+    command.add_argument(
+        "--out", type=Path, help="PNG to write (default: RUN/reward.png; for several runs compare.png)"
+    )
     add_runs(command)
     return command
 

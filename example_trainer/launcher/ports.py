@@ -1,5 +1,5 @@
-"""Which ports a run uses. Two launchers that start at once choose different ones: who has chosen a port holds an
-abstract Unix socket of that name until its process ends, as a vLLM server that still loads its model does.
+"""Which ports a run uses. Two launchers that start at once choose different ones: a process that has chosen a port
+holds an abstract Unix socket of that name until it ends. So does a vLLM server that still loads its model.
 """
 
 import errno
@@ -44,7 +44,8 @@ class Ports:
         """This port and no other. Raises PortTaken."""
         if not self._take(port):
             raise PortTaken(
-                f"{flag} {port} is taken by {holder(port)}; end that (`atropos stop` ends what a launcher started) or"
+                f"{flag} {port} is taken by {holder(port)}; end that process (`atropos stop` ends what a launcher "
+                "started) or"
                 " choose another port"
             )
         return port

@@ -1,6 +1,6 @@
-"""Which process a number means. Numbers are given out again, so a process is known by three things: its number, when
-it started, and since which boot. /proc has the start in clock ticks after boot, which, unlike the times of psutil,
-stays the same when somebody sets the clock.
+"""Which process a pid means. The kernel reuses pids, so three things identify a process: its pid, when it started, and
+in which boot. /proc has the start in clock ticks after boot, which, unlike the times of psutil, stays the same when
+somebody sets the clock.
 """
 
 import os

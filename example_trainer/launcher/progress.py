@@ -1,6 +1,6 @@
-"""How far a run is, read from what happens: events and lines of logs -> bars. live_console.py draws them.
+"""The progress of a run, derived from events and log lines. live_console.py draws it as bars.
 
-Everything here is a function of its arguments: the time of an event comes with it, and so does the time of a look.
+Everything here is a function of its arguments, including the time.
 """
 
 import re

@@ -1,6 +1,6 @@
 """`atropos push`: a run's trained model, whole and as it was written, to a model hub or into a directory.
 
-atropos push RUN --hub USER/NAME         a repository of the hub, which is made if it is not there
+atropos push RUN --hub USER/NAME         a repository on the hub, created if it does not exist
 atropos push RUN --directory DIR         a new directory, also on another disk
 """
 
@@ -26,8 +26,8 @@ def parser() -> ArgumentParser:
     command = arguments.Parser("push", "Push a run's trained model to a model hub or into a directory.")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory (default: the newest run)")
     target = command.add_mutually_exclusive_group(required=True)
-    target.add_argument("--hub", metavar="USER/NAME", help="a repository of the hub (HF_ENDPOINT)")
-    target.add_argument("--directory", type=Path, metavar="DIR", help="a directory that is not there yet")
+    target.add_argument("--hub", metavar="USER/NAME", help="repository on the hub (HF_ENDPOINT)")
+    target.add_argument("--directory", type=Path, metavar="DIR", help="directory to create")
     command.add_argument(
         "--checkpoint", metavar="NAME", help="a directory of RUN/checkpoints (default: final_model or final_adapter)"
     )
@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser().parse_args(argv)
     run = find_run(options.runs, options.run) if options.run else latest_run(options.runs)
     folder = trained_model(run, options.checkpoint)
-    expect_whole(folder, PushError, "push another directory by --checkpoint")
+    expect_whole(folder, PushError, "push another directory with --checkpoint")
     if options.hub:
         print(f"Pushed {folder} to {push_to_hub(folder, options.hub, private=options.private)}")
     else:
@@ -56,7 +56,7 @@ def trained_model(run: Path, name: str | None) -> Path:
         there = sorted(folder.name for folder in run.glob("checkpoints/[!.]*") if folder.is_dir())
         raise PushError(
             f"{run}/checkpoints has no {name or ' or '.join(FINAL)}; it has {', '.join(there) or 'nothing'}:"
-            " name one by --checkpoint, or continue the run"
+            " name one with --checkpoint, or continue the run"
         )
     if is_sharded(found[0]):
         raise PushError(needs_export(found[0]))
@@ -68,7 +68,7 @@ def push_to_hub(folder: Path, repository: str, *, private: bool) -> str:
     from huggingface_hub import HfApi
 
     print(f"Pushing {folder} to {repository}", flush=True)
-    remedy = "log in by `hf auth login` or HF_TOKEN, and check the name and the network"
+    remedy = "log in with `hf auth login` or HF_TOKEN, and check the name and the network"
     # The hub's library raises what its HTTP library raises, which differs between its releases.
     with reading(f"cannot push to {repository}", PushError, remedy=remedy, also=(Exception,)):
         hub = HfApi()

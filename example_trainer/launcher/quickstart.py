@@ -1,4 +1,4 @@
-"""`atropos quickstart`: the recipe of that name, with what a newcomer wants to see."""
+"""`atropos quickstart`: the recipe of that name, with output for newcomers."""
 
 from argparse import ArgumentParser
 from collections.abc import Sequence

@@ -1,12 +1,13 @@
-"""What a run has started, in files that outlive its launcher: runs/NAME/pids/.
+"""Records of the processes of a run, in files that outlive its launcher: runs/NAME/pids/.
 
-    pids/.lock          locked by who may change the rest: the launcher, or `atropos stop`
+    pids/.lock          locked by the process that may change the rest: the launcher, or `atropos stop`
     pids/launcher       the launcher itself
     pids/SERVICE        one for each service
     pids/.shared        their files in /dev/shm (shared_memory.py)
 
-A record is only acted on when its process is the very one: same number, same start, same boot (processes.py). A run's
-directory may come from somebody else: what no launcher of this user writes is refused, as it could name our processes.
+A record is used only if it identifies the same process: same pid, same start, same boot (processes.py). A run's
+directory may come from somebody else, so records that no launcher of this user wrote are refused: they could name our
+processes.
 """
 
 import errno
@@ -117,7 +118,7 @@ class Records:
             with suppress(FileExistsError):
                 self.folder.mkdir(parents=True)
             self._check_folder()
-            with suppress(FileNotFoundError):  # who had the lock has just removed the folder
+            with suppress(FileNotFoundError):  # who had the lock has just removed the directory
                 self._lock = self._locked()
 
     def _locked(self) -> int | None:
@@ -150,7 +151,7 @@ class Records:
         self.write_file(record.name, msgspec.json.encode(record))
 
     def write_file(self, name: str, content: bytes) -> None:
-        """A file of the folder, old or new but never half of it."""
+        """A file of the directory, old or new but never half of it."""
         unfinished = self.folder / f".{name.removeprefix('.')}.new"
         with open_regular(unfinished, "wb") as file:
             file.write(content)
@@ -172,7 +173,7 @@ class Records:
             return file.read(MAX_BYTES)
 
     def forget(self) -> None:
-        """Remove the folder and give it up: nothing of the run is left."""
+        """Remove the directory and give it up: nothing of the run is left."""
         if self.exist():
             self._check_folder()
             for path in sorted(self._files(), key=lambda path: path.name == LOCK):  # the lock last
@@ -182,7 +183,7 @@ class Records:
         self.release()
 
     def release(self) -> None:
-        """Give the folder up as it is."""
+        """Give the directory up as it is."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -222,6 +223,6 @@ class Records:
     @staticmethod
     def _check(path: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise ForeignRecord(path, "it is a link" if stat.S_ISLNK(found.st_mode) else "it is no regular file")
+            raise ForeignRecord(path, "it is a link" if stat.S_ISLNK(found.st_mode) else "it is not a regular file")
         if found.st_uid != os.geteuid():
             raise ForeignRecord(path, "it belongs to another user")

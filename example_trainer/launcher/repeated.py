@@ -1,4 +1,4 @@
-"""Lines that are alike, shown once a minute."""
+"""Limits similar lines to one per minute."""
 
 import re
 import time

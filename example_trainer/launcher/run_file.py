@@ -1,4 +1,4 @@
-"""One run as one YAML file: what it may say, what it is based on, and what flags change.
+"""One run as one YAML file: its keys, its bases, and how flags change it.
 
     recipes/gsm8k.yaml  ◀──base──  my_run.yaml  ◀──  --steps 5 --trainer.lr 1e-6 --env.group_size 16
 
@@ -6,9 +6,9 @@ A file on top of another is merged over it key by key. Its overlays apply at its
 `by_dataset: {arithmetic: ...}` and `by_bridge: {lora: ...}` hold what one of these changes, and a file on top, like
 every flag, beats them. An overlay may have a `base` of its own.
 
-The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services.py adds what ties
-the programs together, and each program checks its own section. `vllm` may be a list (servers.py), and `layout` says
-whose the GPUs and the CPU cores are (layout.py, core_layout.py). This module loads neither torch nor vLLM.
+The sections `trainer`, `vllm`, `api` and each environment are the programs' own settings. services.py adds the settings
+that connect the programs, and each program checks its own section. `vllm` may be a list (servers.py), and `layout`
+assigns GPUs and CPU cores (layout.py, core_layout.py). This module loads neither torch nor vLLM.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from example_trainer.modes import MODES
 
 OVERLAYS = ("by_device", "by_bridge", "by_dataset")  # in the order in which they apply
 LOCAL_FILES = "path"  # the key of `by_dataset` for --dataset-path
-TAKEN = ("api", "trainer", LAUNCHER)  # names of services, and so of their logs
+TAKEN = ("api", "trainer", "view", LAUNCHER)  # names of services, and so of their logs
 NO_ENVIRONMENT = "a run needs an environment: `environments: {mine: {file: my_server.py}}`, or --env.file my_server.py"
 
 
@@ -61,7 +61,8 @@ class Layout(Config):
     """Which GPUs are whose, named as in CUDA_VISIBLE_DEVICES, and which CPU cores."""
 
     vllm: ServerGpus = Field(
-        "auto", description="vLLM's GPUs, one per tensor-parallel rank; of several servers in turn, or a list for each"
+        "auto",
+        description="vLLM's GPUs, one per tensor-parallel rank; for several servers in turn, or one list per server",
     )
     trainer: Gpus = Field("auto", description="the trainer's GPU; for a single copy, vLLM's")
     cores: CoreLayout = CoreLayout()
@@ -78,7 +79,7 @@ class EnvironmentSection(Config):
     model_config = ConfigDict(extra="allow")
 
     file: str = Field(min_length=1, description="a file, a module, or the name of an environment that is installed")
-    count: int = Field(1, ge=1, le=64, description="how many of it run, each with a seed of its own")
+    count: int = Field(1, ge=1, le=64, description="number of copies to run, each with its own seed")
     from_hub: bool = Field(True, description="whether its problems may come from the hub")
     openai: Tree = Field({}, description="settings of its connection to the inference server (`--openai.*`)")
     inherited: Tree = Field({}, description="fields for an environment whose file was replaced, as far as known here")
@@ -99,13 +100,13 @@ class RunFile(Config):
         None,
         min_length=1,
         description=(
-            "Hugging Face id, local folder, or auto for the largest default model that fits the GPUs; by default the"
+            "Hugging Face id, local directory, or auto for the largest default model that fits the GPUs; by default the"
             " quickstart's"
         ),
     )
     steps: int = Field(100, ge=1, description="training steps")
     seed: int = Field(1, ge=1, lt=2**31, description="seed of sampling, problems and trainer")
-    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="what vLLM serves in")
+    dtype: Literal["float32", "bfloat16"] | None = Field(None, description="dtype that vLLM serves")
     batch_invariant: bool = Field(False, description="trainer and vLLM compute the same bits, checked at every token")
     wandb: bool = Field(False, description="log to Weights & Biases")
     tensorboard: bool = Field(False, description="log to TensorBoard")
@@ -125,8 +126,8 @@ class RunFile(Config):
             raise ValueError(NO_ENVIRONMENT)
         if wrong := [name for name in value if name in TAKEN or is_server(name) or not NAME.fullmatch(name)]:
             raise ValueError(
-                f"{wrong[0]!r} cannot be the name of an environment: it is a service's, or more than letters, digits,"
-                " '.', '_' and '-'"
+                f"{wrong[0]!r} is not a valid environment name: use letters, digits, '.', '_' and '-', and no "
+                "service's name"
             )
         return value
 
@@ -142,7 +143,7 @@ class RunFile(Config):
         if count > 1 and not mode.feeds_several:
             able = " or ".join(kind for kind, other in MODES.items() if other.feeds_several)
             raise ValueError(
-                f"bridge {mode.shown()} feeds one vLLM server, and `vllm` has {count}: keep one, or choose bridge"
+                f"bridge {mode.shown()} supports one vLLM server, but `vllm` has {count}: keep one, or choose bridge"
                 f" {able}"
             )
         if mode.owns_vllm and self.layout.cores.vllm != "auto":
@@ -204,7 +205,7 @@ def read_run(path: Path, choice: Choice) -> Tree:
 def read_layers(path: Path, choice: Choice, above: tuple[Path, ...] = ()) -> Layers:
     """`path`, its bases, and the overlays that `choice` asks for. Raises ConfigError."""
     if path in above:
-        raise ConfigError(f"{path} is its own base, by {', '.join(str(file) for file in above)}")
+        raise ConfigError(f"{path} is its own base, through {', '.join(str(file) for file in above)}")
     return _layers(read_yaml(path), path, choice, (*above, path))
 
 
@@ -308,7 +309,7 @@ def only_environment(content: Mapping[str, Any], flag: str) -> str:
     names = list(content.get("environments", {}))
     if len(names) > 1:
         raise ConfigError(
-            f"{flag} is for a run with one environment, and this one has {', '.join(names)}: say"
+            f"{flag} is for a run with one environment, but this one has {', '.join(names)}: say"
             f" --environments.{names[0]}.FIELD"
         )
     if not names:

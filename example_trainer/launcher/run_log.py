@@ -1,4 +1,4 @@
-"""launcher.log of a run: what happened to its services, for who was not there. `atropos logs` shows it beside the
+"""launcher.log of a run: what happened to its services, to read later. `atropos logs` shows it beside the
 services' own logs, and `atropos status` why a run ended.
 """
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from atroposlib.files import open_regular
 from example_trainer.launcher.console import text
-from example_trainer.launcher.events import Died, Event, Interrupted, Killed, LogLine, NotUp, Outlived, StillThere
+from example_trainer.launcher.events import Died, Event, Interrupted, Killed, LogLine, Lost, NotUp, Outlived, StillThere
 from example_trainer.launcher.log_files import last_lines
 from example_trainer.launcher.service import LAUNCHER
 
@@ -17,7 +17,7 @@ _LINE = re.compile(rf"\S+ \S+ (?P<level>[A-Z]+) +\[{LAUNCHER}\] (?P<text>.*)")
 
 
 class RunLog:
-    """A listener of the supervisor. Where the file cannot be written, the run goes on without it."""
+    """A listener of the supervisor. Where the file cannot be written, the run continues without it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / f"{LAUNCHER}.log"
@@ -35,7 +35,7 @@ def _level(event: Event) -> str:
         return "WARNING"
     if isinstance(event, Died | NotUp | Outlived | Interrupted):
         return "ERROR"
-    return "WARNING" if isinstance(event, Killed | StillThere) else "INFO"
+    return "WARNING" if isinstance(event, Killed | Lost | StillThere) else "INFO"
 
 
 def why_it_ended(run_dir: Path) -> str | None:

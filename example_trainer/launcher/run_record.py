@@ -1,4 +1,4 @@
-"""run.json: by what a run was made. Commit, package versions, machine, seed, command line and services."""
+"""run.json: how a run was made. Commit, package versions, machine, seed, command line and services."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Where a run takes place, and what follows from that for every service, and for vLLM."""
+"""Where a run takes place, and which settings of vLLM and the other services follow from that."""
 
 import json
 import os
@@ -25,7 +25,7 @@ class Site:
     """Where a run takes place."""
 
     run_dir: Path
-    model: str  # an id, or the absolute path of a folder
+    model: str  # an id, or the absolute path of a directory
     placement: Placement
     api_port: int
     vllm_ports: tuple[int, ...]  # of each vLLM server

@@ -1,4 +1,4 @@
-"""The runs of a directory, by default ./runs: which have services, and what came of the others."""
+"""The runs of a directory, by default ./runs: which have services, and how the others ended."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def progress(run: Path) -> str:
 
 
 def outcome(run: Path) -> str:
-    """What came of a run that has no services any more."""
+    """How a run ended that has no services any more."""
     done = steps_done(run)
     if done and done == steps_total(run):
         return f"finished: {progress(run)}"

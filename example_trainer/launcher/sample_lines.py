@@ -1,6 +1,7 @@
 """What the model answers, in a few lines: a row of samples.jsonl -> text. Environments write a row for each group."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ MOST_BYTES = 64 << 20  # a row that is longer is not shown
 
 
 def latest_sample(run_dir: Path) -> list[str]:
-    """Lines of the newest group of a run; none where there is no group, or no text in it."""
+    """Lines of the newest group of a run that has answers to show; none where there is no such group."""
     files = [path for path in run_dir.glob("samples*.jsonl") if path.is_file() and not path.is_symlink()]
     if not files:
         return []
-    row = last_row(max(files, key=lambda path: path.stat().st_mtime))
-    return [] if row is None else sample_lines(row)
+    found = map(sample_lines, last_rows(max(files, key=lambda path: path.stat().st_mtime)))
+    return next(filter(None, found), [])
 
 
-def last_row(path: Path) -> dict[str, Any] | None:
-    """The last complete one of a file of JSON lines."""
+def last_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The last complete rows of a file of JSON lines, newest first; as many as a short look at its end gives."""
     size, length = path.stat().st_size, FIRST_READ_BYTES
     with path.open("rb") as file:
         while True:
@@ -31,13 +32,15 @@ def last_row(path: Path) -> dict[str, Any] | None:
             if len(lines) > 1 or (lines and length >= size):
                 break
             if length >= min(size, MOST_BYTES):
-                return None
+                return
             length *= 8
-    try:
-        row = json.loads(lines[-1])
-    except ValueError:  # not ours
-        return None
-    return row if isinstance(row, dict) else None
+    for line in reversed(lines if length >= size else lines[1:]):
+        try:
+            row = json.loads(line)
+        except ValueError:  # not ours
+            return
+        if isinstance(row, dict):
+            yield row
 
 
 def sample_lines(row: dict[str, Any]) -> list[str]:

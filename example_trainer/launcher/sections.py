@@ -1,5 +1,5 @@
-"""The sections of a run, completed by what ties the programs together, and checked by the programs themselves: trainer
-and batching API by their Config classes, an environment by its `serve --dry-run`.
+"""The sections of a run, completed with the settings that connect the programs, and checked by the programs themselves:
+trainer and batching API by their Config classes, an environment by its `serve --dry-run`.
 """
 
 import importlib.util
@@ -79,7 +79,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "bridge": {**device_bridge(run, site.placement), **run.bridge, **_owned_vllm(run, site)},
     }
     if "bridge" in run.trainer:
-        raise ConfigError("trainer.bridge: say `bridge` at the top of the run")
+        raise ConfigError("trainer.bridge: set `bridge` at the top of the run file")
     config = _resolved(TrainerConfig, "trainer", content, flags.trainer, {**site.environ, **variables(run, site)})
     expected = {"model_name": site.model, "training_steps": run.steps, "batch_invariant": run.batch_invariant}
     if site.cores.trainer:
@@ -155,6 +155,7 @@ def environment_settings(run: RunFile, site: Site, name: str, known: Mapping[str
             "total_steps": -1,
             "use_wandb": run.wandb,
             "evaluations_path": str(site.run_dir / "evaluations.jsonl"),
+            "held_out_path": str(site.run_dir / "held_out.jsonl"),
             "data_path_to_save_groups": str(site.run_dir / f"samples{f'_{service}' if several else ''}.jsonl"),
             **({"wandb_name": service} if several else {}),
             **{key: value for key, value in section.inherited.items() if key in known["env"]},

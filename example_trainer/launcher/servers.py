@@ -1,4 +1,4 @@
-"""The vLLM servers of a run: what `vllm` in a run file says of each, and what each is called.
+"""The vLLM servers of a run: the settings of each, from `vllm` in a run file, and their names.
 
     vllm: {max_model_len: 1024}                        one server
     vllm: {max_model_len: 1024, count: 2}              two equal ones
@@ -43,9 +43,9 @@ def each_server(vllm: object) -> list[Tree]:
     if not isinstance(vllm, list) or not all(isinstance(server, Mapping) for server in vllm):
         raise ConfigError(f"vllm: expected keys and values of one server, or a list of servers, got {vllm!r}")
     if not 1 <= len(vllm) <= MOST:
-        raise ConfigError(f"vllm: expected 1 to {MOST} servers, and the list has {len(vllm)}")
+        raise ConfigError(f"vllm: expected 1 to {MOST} servers, but the list has {len(vllm)}")
     if any("count" in server for server in vllm):
-        raise ConfigError("vllm.count: vllm is a list here, an entry for each server; add or drop entries instead")
+        raise ConfigError("vllm.count: vllm is a list here, with one entry per server; add or remove entries instead")
     return [dict(server) for server in vllm]
 
 
@@ -90,7 +90,7 @@ def with_ports(vllm: Servers, ports: tuple[int, ...]) -> Servers:
     servers = each_server(vllm)
     if len(ports) not in (1, len(servers)):
         shown = ",".join(map(str, ports))
-        raise ConfigError(f"--vllm-port {shown} is {len(ports)} ports, and this run has {len(servers)} vLLM server(s)")
+        raise ConfigError(f"--vllm-port {shown} is {len(ports)} ports, but this run has {len(servers)} vLLM server(s)")
     if isinstance(vllm, Mapping) and len(ports) == 1:
         return {**vllm, "port": ports[0]}
     for server, port in zip(servers, ports, strict=False):

@@ -1,4 +1,4 @@
-"""One process of a run as the supervisor starts it. `services.py` makes them of a run file."""
+"""One process of a run as the supervisor starts it. `services.py` makes these from a run file."""
 
 import re
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ class Service:
     may_end: bool = False  # with status 0: the trainer and the environments
     restarts: int = 0  # how many deaths in a row it is started again after; none before its health address has answered
     cores: Cores = ()  # that it may run on; all where there are none
+    optional: bool = False  # the run continues without it: nothing waits for it, and its end ends nothing
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name) or self.name == LAUNCHER:

@@ -31,7 +31,7 @@ from example_trainer.modes import MODES
 
 API_START_S = 60.0
 ENVIRONMENT_RESTARTS = 3
-SERVER_RESTARTS = 3  # of one of several vLLM servers: training goes on with the others, and takes it back
+SERVER_RESTARTS = 3  # of one of several vLLM servers: training continues with the others, and takes it back
 
 
 @dataclass(frozen=True)

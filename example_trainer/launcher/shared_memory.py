@@ -1,7 +1,7 @@
-"""What a killed service leaves in /dev/shm. While services run, the launcher notes which files they have mapped; once
-they are gone it removes those that nobody has mapped any more.
+"""Removes what a killed service leaves in /dev/shm. While services run, the launcher records which files they have
+mapped. Once they are gone, it removes those that no process has mapped.
 
-A name alone proves nothing: a file is removed only if it has the very inode that a service had open since this boot.
+A name alone proves nothing: a file is removed only if it has the inode that a service had open since this boot.
 """
 
 import os
@@ -18,7 +18,7 @@ from example_trainer.launcher.processes import boot_id
 from example_trainer.launcher.records import ForeignRecord, Record, Records
 from example_trainer.server_process import SHARED_MEMORY, mapped_shared_memory
 
-NOTES = ".shared"  # in the folder of records
+NOTES = ".shared"  # in the directory of records
 Name = Annotated[str, Meta(pattern=r"^[^/]+$")]
 
 

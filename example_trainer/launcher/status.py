@@ -1,4 +1,4 @@
-"""`atropos status`: one line a service, and what came of the runs that have ended.
+"""`atropos status`: one line per service, and how finished runs ended.
 
 Health: "healthy" answers its health address, "no answer" does not (yet), "running" has no address, "dead" is gone.
 """
@@ -21,7 +21,7 @@ LEFT_BEHIND = "  (its launcher is gone: `atropos stop` ends what it left)"
 
 
 def parser() -> arguments.Parser:
-    command = arguments.Parser("status", "What runs, and how it fares. Without RUN: every run, those that ended too.")
+    command = arguments.Parser("status", "Show what runs and its progress. Without RUN: every run, finished ones too.")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
     arguments.add_runs(command)
     return command

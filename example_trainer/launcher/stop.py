@@ -1,5 +1,5 @@
-"""`atropos stop`: ends what a launcher started, and nothing else on the machine. First the launcher, then what its
-records name, each checked by its start time.
+"""`atropos stop`: ends what a launcher started, and nothing else on the machine. First the launcher, then the processes
+of its records, each checked by its start time.
 """
 
 import os
@@ -28,7 +28,7 @@ class CannotStop(AtroposError):
 
 
 def parser() -> arguments.Parser:
-    command = arguments.Parser("stop", "End a run and all its services. Without RUN: the one that runs.")
+    command = arguments.Parser("stop", "End a run and all its services. Without RUN: the running one.")
     command.add_argument("run", nargs="?", metavar="RUN", help="name or directory of a run")
     command.add_argument("--all", action="store_true", help="every run")
     arguments.add_runs(command)
@@ -75,7 +75,7 @@ def stop(run: Path) -> None:
         memory = SharedMemory(records)
         memory.read()
         end(records, records.services(), memory, console)
-    console.say(f"Nothing of {shown} runs any more")
+    console.say(f"Everything of {shown} has ended")
 
 
 def _take_over(records: Records, console: PlainConsole) -> None:
@@ -94,7 +94,7 @@ def _take_over(records: Records, console: PlainConsole) -> None:
             _signal(launcher, signal.SIGTERM)
         elif launcher and time.monotonic() > deadline:
             _signal(launcher, signal.SIGKILL)
-            console.say(f"Killed the launcher after {LAUNCHER_S:.0f} s without an end")
+            console.say(f"Killed the launcher, still running after {LAUNCHER_S:.0f} s")
         try:
             records.claim()
             return

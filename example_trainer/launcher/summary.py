@@ -1,4 +1,4 @@
-"""What a run came to: accuracy before and after, where to look, what to try next."""
+"""The summary of a run: accuracy before and after, where to look, what to try next."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ def reward_line(metrics: Rows) -> str:
 
 
 def trained_line(checkpoints: Path) -> str:
-    """The directory of what was trained, and what it is: an adapter is no whole model."""
+    """The directory of what was trained, and what it is: an adapter is not a whole model."""
     if (checkpoints / "final_adapter").is_dir():
         return "checkpoints/final_adapter  the trained adapter, a PEFT directory"
     return "checkpoints/final_model    the trained model, a Hugging Face directory"
@@ -51,15 +51,16 @@ def trained_line(checkpoints: Path) -> str:
 
 def next_steps(run: str, newcomer: bool, installed: bool) -> dict[str, str]:
     """Commands with what they are for: what a newcomer tries next, or what is done with a run."""
+    look = {f"view {run}": "every curve, answer and token in your browser (docs/watch.md)"}
     if newcomer:
-        found = {
+        found = look | {
             "quickstart --seed 2": "the same with other samples",
             "quickstart --model Qwen/Qwen2.5-1.5B-Instruct --dataset gsm8k": "a larger model, real problems",
-            "train gsm8k_lora --dataset arithmetic": "the same by another weight bridge (docs/bridges.md)",
+            "train gsm8k_lora --dataset arithmetic": "the same with another weight bridge (docs/bridges.md)",
             "train arithmetic --env.file my_server.py": "your own environment (docs/write_an_environment.md)",
         }
     else:
-        found = {
+        found = look | {
             f"train {run}/run.yaml --seed 2": "the same with other samples",
             f"plot {run} OTHER_RUN": "compare it with another run",
             f"push {run} --hub USER/NAME": "share the trained model",

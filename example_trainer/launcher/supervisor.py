@@ -7,10 +7,10 @@
     start all ───┼ a health address is silent too long, a service dies once too often ──▶ 1 ────┼──▶ end all
                  └ all that may end have ended with status 0 ────────────────────▶ 0 ───────────┘
 
-- All start at once. Each waits for whom it needs by itself.
-- Every service leads a session of its own, and is recorded before it runs (become.py, records.py): a launcher that is
-  killed takes its services along by the kernel's TERM, and `atropos stop` ends what is deaf to that.
-- A signal only sets a flag, so it is safe at any moment, and is looked for several times a second.
+- All start at once. Each waits for the services that it needs.
+- Every service leads a session of its own, and is recorded before it runs (become.py, records.py): when a launcher is
+killed, the kernel sends its services TERM, and `atropos stop` ends those that ignore it.
+- A signal only sets a flag, so it is safe at any moment; the flag is checked several times a second.
 - The leader of a group that we started stays unreaped until the group is gone: until then the kernel gives its number
   to nobody else.
 """
@@ -35,6 +35,7 @@ from example_trainer.launcher.events import (
     Interrupted,
     Listener,
     LogLine,
+    Lost,
     NotUp,
     Outlived,
     Restarted,
@@ -114,7 +115,7 @@ class Supervisor:
     ) -> None:
         names = [service.name for service in services]
         if len({*names}) < len(names):
-            raise ValueError(f"two services of one name: {names}")
+            raise ValueError(f"two services have the same name: {names}")
         self.run_dir = run_dir
         self._children = [Child(service, run_dir / f"{service.name}.log") for service in services]
         self._listener = tell
@@ -161,8 +162,9 @@ class Supervisor:
         try:
             for child in self._children:
                 self._end_if_asked()
-                self._tell(Started(child.service.name, self._start(child), child.log))
-                self._announce_wait(child)
+                if (pid := self._start(child)) is not None:
+                    self._tell(Started(child.service.name, pid, child.log))
+                    self._announce_wait(child)
             while not self._is_over():
                 self._end_if_asked()
                 self._look()
@@ -182,15 +184,22 @@ class Supervisor:
             end(self._records, leftovers, self._memory, self._report)
             self._records.claim()
 
-    def _start(self, child: Child) -> int:
-        """Its pid."""
+    def _start(self, child: Child) -> int | None:
+        """Its pid; None if it is optional and cannot be started."""
         service = child.service
-        with reading(f"cannot start {service.name} with log {child.log}", CannotStart):
-            return child.start(self._records)
+        try:
+            with reading(f"cannot start {service.name} with log {child.log}", CannotStart):
+                return child.start(self._records)
+        except CannotStart as error:
+            if not service.optional:
+                raise
+            child.has_ended = True
+            self._tell(Lost(service.name, str(error), child.log))
+            return None
 
     def _announce_wait(self, child: Child) -> None:
         service = child.service
-        if service.health is not None:
+        if child.is_awaited and service.health is not None:
             self._tell(Waiting(service.name, service.health, service.start_limit_s, child.log))
 
     def _look(self) -> None:
@@ -254,6 +263,11 @@ class Supervisor:
         again = child.has_served and child.deaths <= service.restarts  # what never started would not the next time
         pause_s = self._limits.pause_s * 3 ** (child.deaths - 1) if again else None
         shown = last_lines(child.log, LINES_SHOWN)
+        if service.optional and not again:
+            child.has_ended = True
+            child.record.signal(signal.SIGTERM)  # what it has left
+            self._tell(Lost(service.name, describe(status), child.log))
+            return
         died = Died(service.name, child.record.pid, describe(status), child.log, shown, pause_s)
         if pause_s is None:
             self._end(died)
@@ -267,8 +281,9 @@ class Supervisor:
         if child.record.signal(signal.SIGKILL):
             return  # its number stays its group's until the next look
         child.reap()
-        self._tell(Restarted(child.service.name, self._start(child), child.deaths, child.service.restarts))
-        self._announce_wait(child)
+        if (pid := self._start(child)) is not None:
+            self._tell(Restarted(child.service.name, pid, child.deaths, child.service.restarts))
+            self._announce_wait(child)
 
     def _mortal(self) -> list[Child]:
         return [child for child in self._children if child.service.may_end]

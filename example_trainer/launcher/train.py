@@ -30,9 +30,11 @@ from example_trainer.launcher.run_record import write_record
 from example_trainer.launcher.run_site import Site, variables
 from example_trainer.launcher.sections import resolve_trainer
 from example_trainer.launcher.servers import server_name
+from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import Plan, make_plan
 from example_trainer.launcher.summary import summary
 from example_trainer.launcher.supervisor import Supervisor
+from example_trainer.launcher.view import beside, page
 from example_trainer.memory_plan import GIB
 from example_trainer.model_size import model_size
 
@@ -65,7 +67,7 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
         expect_fit(plan, asked)
         need("trainer", prog, "torch", "matplotlib")
         need("gpu", prog, "vllm")
-        status = train(asked, plan, with_bridge)
+        status = train(asked, plan, with_bridge, beside(plan.site, ports) if asked.view else None)
     if status == 0:
         seconds, installed = round(time.monotonic() - started), Path(sys.argv[0]).name == "atropos"
         print(summary(run_dir, seconds, newcomer=not with_bridge, installed=installed))
@@ -73,13 +75,13 @@ def main(argv: Sequence[str], prog: str = PROG, with_bridge: bool = True) -> int
 
 
 def choose_folder(asked: Asked, prefix: str = "") -> Path:
-    """The run's folder, which is not there yet unless it is resumed. Raises ConfigError."""
+    """The run's directory, which is not there yet unless it is resumed. Raises ConfigError."""
     if asked.resume is not None:
         return asked.resume.resolve()
     name = asked.run.name or f"{prefix}{asked.source.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = (asked.runs / name).absolute()
     if folder.exists() and not asked.dry_run:
-        raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that folder")
+        raise ConfigError(f"{os.path.relpath(folder)} exists; choose another --run-name, or remove that directory")
     return folder
 
 
@@ -107,7 +109,7 @@ def choose_ports(section: str, given: Sequence[Any], ports: Ports, dry_run: bool
         second = given.index(twice[0], first + 1)
         raise ConfigError(
             f"{section}.port: {server_name(first, len(given))} and {server_name(second, len(given))} both have"
-            f" {twice[0]}: give each a port of its own, or none"
+            f" {twice[0]}: give each its own port, or none"
         )
     named = [None if port is None else int(port) for port in given]
     chosen: list[int] = []
@@ -168,7 +170,7 @@ def ports_line(asked: Asked, site: Site) -> str:
 
 
 def find_model(model: str | None, dry_run: bool) -> str:
-    """The absolute folder of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
+    """The absolute directory of a local model, the quickstart's where none is given, or an id. Raises ConfigError."""
     if model is None:
         from atroposlib.config import load_config
         from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
@@ -188,7 +190,7 @@ def find_model(model: str | None, dry_run: bool) -> str:
     if (path / "config.json").is_file():
         return str(path.resolve())
     if model.startswith(("/", ".", "~")):
-        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's folder")
+        raise ConfigError(f"--model {model} has no config.json; give a Hugging Face id or a model's directory")
     return model
 
 
@@ -196,30 +198,32 @@ def described(plan: Plan, asked: Asked) -> str:
     """What a dry run prints: the run as a file by which it can be repeated, the services' commands, the memory plan."""
     site = plan.site
     shared = variables(plan.run, site)
-    notes = [f"Everything goes to {site.run_dir}/", "", "Every service runs with"]
+    notes = [f"All output goes to {site.run_dir}/", "", "Every service runs with"]
     notes += [f"  {name}={value}" for name, value in shared.items()]
     for service in plan.services:
         own = [f"{name}={value}" for name, value in service.environment.items() if shared.get(name) != value]
         notes += ["", service.name, f"  {' '.join([*own, shlex.join(service.command)])}"]
         notes += [f"  on the CPU cores {shown_cores(service.cores)}"] if service.cores else []
     need = need_of(asked, site)
-    unknown = f"Memory: not known, as neither config.json nor the name of {site.model} tells its size"
+    unknown = f"Memory: unknown, because neither config.json nor the name of {site.model} gives its size"
     cache = int(shared.get("VLLM_CPU_KVCACHE_SPACE", "0")) * GIB
     notes += ["", *([unknown] if need is None else need.lines(site.placement, cache))]
     return plan.files["run.yaml"] + "\n" + "".join(f"# {note}".rstrip() + "\n" for note in notes)
 
 
-def train(asked: Asked, plan: Plan, with_bridge: bool) -> int:
+def train(asked: Asked, plan: Plan, with_bridge: bool, window: Service | None) -> int:
     """Start the services, and watch them to their end. Returns the exit status."""
     site, run = plan.site, plan.run
     with make_console(plan, with_bridge) as console:
         console.say(
-            f"Training {site.model} for {run.steps} steps on {problems(plan)}; everything goes to"
-            f" {os.path.relpath(site.run_dir)}/"
+            f"Training {site.model} for {run.steps} steps on {problems(plan)}; all output goes to "
+            f"{os.path.relpath(site.run_dir)}/"
         )
         if line := ports_line(asked, site):
             console.say(line)
-        status = start(plan, console, asked.gpus)
+        if window is not None:
+            console.say(f"Watch it in a browser: {page(window, site.run_dir)}")
+        status = start(plan, console, asked.gpus, [] if window is None else [window])
     if status == 0:
         draw([site.run_dir], site.run_dir / "reward.png")
     return status
@@ -234,17 +238,18 @@ def make_console(plan: Plan, with_bridge: bool) -> PlainConsole:
     return live_console(plan, with_bridge)
 
 
-def start(plan: Plan, console: PlainConsole, gpus: list[str]) -> int:
-    """Write what is kept of the plan, start its services and watch them. Returns the exit status."""
+def start(plan: Plan, console: PlainConsole, gpus: list[str], more: Sequence[Service] = ()) -> int:
+    """Write what is kept of the plan, start its services, and `more`, and watch them. Returns the exit status."""
     run_dir = plan.site.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     token = plan.trainer.atropos_token
     others = {service.name: service.health for service in plan.services if service.health and service.name != "api"}
     watch = Diagnosis(plan.site.api, None if token is None else token.get_secret_value(), others)
-    with closing(watch), Supervisor(run_dir, plan.services, console, watch=watch) as supervisor:
+    services = [*plan.services, *more]
+    with closing(watch), Supervisor(run_dir, services, console, watch=watch) as supervisor:
         for name, text in plan.files.items():
             write_whole(run_dir / name, text.encode())
-        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, plan.services)
+        write_record(run_dir / "run.json", plan.run.seed, plan.site.model, gpus, services)
         return supervisor.run()
 
 

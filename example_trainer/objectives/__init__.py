@@ -1,4 +1,4 @@
-"""What a step minimises: orthogonal choices, and the algorithms that are combinations of them.
+"""The loss of a step: independent choices, and the algorithms that are combinations of them.
 
     scores ──advantage──▶ A     log-probabilities ──ratio──▶ r     objective(r, A) ──loss mean──▶ one number
                                               corrections.py ──▶ weights of tokens ──┘
@@ -10,7 +10,7 @@ An objective is one file here with a function `token_loss` (the protocol `TokenL
 from collections.abc import Mapping
 from typing import Literal
 
-OBJECTIVES = ("clip", "cispo")  # files of this folder; --objective also takes an import path
+OBJECTIVES = ("clip", "cispo")  # files of this directory; --objective also takes an import path
 
 Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 Advantage = Literal["group_std", "group_mean", "rloo"]

@@ -1,4 +1,4 @@
-"""What every objective is made of. Pure functions: values in, values out; tensors are [tokens] and float32."""
+"""The parts of every objective. Pure functions: values in, values out; tensors are [tokens] and float32."""
 
 import importlib
 import pkgutil
@@ -44,7 +44,7 @@ def load_objective(name: str) -> TokenLoss:
             " token_loss; PYTHONPATH says where to look"
         ) from error
     if not callable(found):
-        raise TrainerError(f"--objective {name} is no function, but of type {type(found).__name__}")
+        raise TrainerError(f"--objective {name} is not a function but of type {type(found).__name__}")
     return cast(TokenLoss, found)
 
 

@@ -1,4 +1,4 @@
-"""What becomes of tokens that the sampler and the trainer, or the trainer long ago and now, see differently. Pure
+"""What happens to tokens that the sampler and the trainer, or the trainer long ago and now, see differently. Pure
 functions without gradients: values in, values out; tensors are [tokens].
 
     old log-probabilities   importance w                  what the bounds do to a token's loss

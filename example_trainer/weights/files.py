@@ -1,4 +1,4 @@
-"""The safetensors files of a model, read tensor by tensor or part by part, so that nobody holds the whole."""
+"""The safetensors files of a model, read tensor by tensor or in parts, so that no process holds the whole model."""
 
 import json
 import math
@@ -34,7 +34,7 @@ class WeightFiles:
         if not self._file_of:
             others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.gguf") for path in self._folder.glob(pattern))
             raise ModelError(
-                f"{self._folder} holds no safetensors"
+                f"{self._folder} contains no safetensors"
                 + (f", only {', '.join(others[:3])}" if others else "")
                 + ": single copy, several trainer ranks, bfloat16 and --offload start from them; save the model again"
                 " with save_pretrained"
@@ -43,9 +43,9 @@ class WeightFiles:
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ModelError unless the files hold `name` in this shape."""
         if self.shapes.get(name) != shape:
-            found = list(self.shapes[name]) if name in self.shapes else "nothing of that name"
+            found = list(self.shapes[name]) if name in self.shapes else "nothing with that name"
             raise ModelError(
-                f"{self._folder} holds {found} for {name} {list(shape)}: single copy and several trainer ranks start"
+                f"{self._folder} has {found} for {name} {list(shape)}: single copy and several trainer ranks start"
                 " from safetensors"
             )
 

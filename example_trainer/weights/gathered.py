@@ -1,10 +1,11 @@
-"""Weights that are spread over the trainer's ranks, brought to rank 0 a bucket at a time: nobody holds the model.
+"""Weights that are sharded over the trainer's ranks, gathered on rank 0 one bucket at a time: no rank holds the whole
+model.
 
     rank r's rows ──cast──▶ gather to rank 0 ──▶ whole tensors of one bucket ──▶ vLLM, or a file
 
-Rows are cast to the dtype that is asked for before they travel. Rank 0 asks, bucket by bucket (Learner.gather); the
-others answer whatever is asked, so a transfer that fails half-way, or walks the weights once for each of several vLLM
-servers, needs no agreement on where it stands.
+Rows are cast to the requested dtype before they are sent. Rank 0 asks bucket by bucket (Learner.gather) and the others
+answer each request, so a transfer that fails half-way, or that sends the weights once to each of several vLLM servers,
+needs no agreement on its position.
 """
 
 import copy
@@ -202,7 +203,7 @@ def whole_model(gather: Gather, device: torch.device) -> Form:
 
 
 def adapter_of_ranks(gather: Gather, device: torch.device) -> Form:
-    """The PEFT folder of a sharded adapter, as one rank writes it."""
+    """The PEFT directory of a sharded adapter, as one rank writes it."""
 
     def write(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -23,7 +23,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord] | None = None) 
 
 
 def expect_whole(
-    folder: Path, raises: MakeError, remedy: str = "resume from another step_N folder"
+    folder: Path, raises: MakeError, remedy: str = "resume from another step_N directory"
 ) -> dict[str, FileRecord]:
     """The files of the manifest; raises `raises(line)` unless every one is there with its size and digest."""
     manifest_path = folder / MANIFEST

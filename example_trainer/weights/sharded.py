@@ -1,5 +1,5 @@
-"""Linear layers and embeddings whose weight lies in several pieces, one in each vLLM rank's memory; they compute what
-whole ones would.
+"""Linear layers and embeddings whose weight is in several pieces, one in each vLLM rank's memory. They compute what a
+whole layer would.
 
     outputs split (dim 0)   y = [x W0ᵀ | x W1ᵀ]          inputs split (dim 1)   y = x0 W0ᵀ + x1 W1ᵀ
     vocabulary split        each piece looks up the ids that it holds

@@ -1,14 +1,15 @@
-"""A checkpoint's tensors as every trainer rank's own rows: written by all ranks beside training, read in any number.
+"""A checkpoint's tensors as the rows of each trainer rank: all ranks write them while training continues, and any
+number of ranks can read them.
 
-    rank r's rows ──copy to host memory──▶ training goes on
+    rank r's rows ──copy to host memory──▶ training continues
                                 └──thread──▶ shards/rank_R.safetensors, hashed on the way, flushed
 
 Where host memory has no room for the copy, training waits until the rows are written.
 
 The files are those of torch.distributed.checkpoint's safetensors format (each says at which row its part of a tensor
-begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them ourselves:
-its writer puts a rank's whole shard together a second time in memory, and meets the other ranks while it writes, where
-one that is gone would be waited for. Reading loads no pickle.
+begins), so `torch.distributed.checkpoint.load` reads them by its HuggingFaceStorageReader. We write them ourselves: its
+writer makes a second copy of a rank's whole shard in memory, and synchronises with the other ranks while it writes, so
+it would wait for a rank that is gone. Reading loads no pickle.
 """
 
 import hashlib
@@ -49,7 +50,7 @@ class Rows:
 
 
 class Written(msgspec.Struct):
-    """What became of a rank's file: none of these as long as it is being written."""
+    """The state of a rank's file: none of these as long as it is being written."""
 
     name: str = ""
     bytes: int = 0
@@ -68,7 +69,7 @@ class ShardWriter:
 
     @property
     def written(self) -> Written:
-        """What became of the file that was started last."""
+        """The state of the file that was started last."""
         return self._written
 
     def start(self, path: Path, parts: Mapping[str, Rows], room: int) -> None:
@@ -89,8 +90,8 @@ class ShardWriter:
         self._stop, self._written = threading.Event(), Written()
         if needed > room:
             log.warning(
-                "%s is written while training waits: a copy of its %.1f GB does not fit into the %.1f GB of host memory"
-                " that are free for it",
+                "%s is written while training waits: a copy of its %.1f GB does not fit into the %.1f GB of host "
+                "memory that are free",
                 path,
                 needed / 1e9,
                 max(0, room) / 1e9,
@@ -180,11 +181,15 @@ class ShardFiles(WeightFiles):
         end = 0
         for part in self._parts.get(name, []):
             if part.start > end:
-                raise ModelError(f"{self._folder}/{SHARDS} has no rows {end} to {part.start} of {name}: a file is gone")
+                raise ModelError(
+                    f"{self._folder}/{SHARDS} has no rows {end} to {part.start} of {name}: a file is missing"
+                )
             end = part.start + part.rows
         if self.shapes.get(name) != shape:
-            found = list(self.shapes[name]) if name in self.shapes else "nothing of that name"
-            raise ModelError(f"{self._folder}/{SHARDS} holds {found} for {name} {list(shape)}: it is of another model")
+            found = list(self.shapes[name]) if name in self.shapes else "nothing with that name"
+            raise ModelError(
+                f"{self._folder}/{SHARDS} has {found} for {name} {list(shape)}: it belongs to another model"
+            )
 
     def part(self, name: str, dim: int, start: int, length: int) -> Tensor:
         if dim:

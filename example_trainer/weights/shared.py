@@ -1,5 +1,5 @@
-"""A Hugging Face model whose parameters are views into the memory that vLLM computes with; no weight of its own is
-ever allocated.
+"""A Hugging Face model whose parameters are views into the memory that vLLM computes with; it allocates no weights
+itself.
 
     rank 0's arena  ┌ q │ k │ v ┐┌ gate │ up ┐ ...    q_proj.weight, k_proj.weight, ... are slices of fused parameters
     rank 1's arena  └ q │ k │ v ┘└ gate │ up ┘ ...    with TP > 1 a weight is pieces (sharded.py); what every rank holds
@@ -136,7 +136,7 @@ def _sharded(name: str, module: nn.Module, own: dict[str, SharedTensor]) -> nn.M
 
 
 class StartWeights:
-    """The weights of `source` (hub id or folder) that a single copy starts from. Raises ModelError where one is
+    """The weights of `source` (hub id or directory) that a single copy starts from. Raises ModelError where one is
     missing.
     """
 

@@ -17,7 +17,7 @@ class WeightSource(Protocol):
 
     Names are Hugging Face's, tied weights once. A bridge walks the buckets of a transfer in wire order (rising
     `start`), on rank 0 alone; where ranks share the weights, each bucket is something that rank 0 has them all do,
-    whatever came of the one before. Weights must not change between the first and the last bucket of a transfer.
+    whatever came of the previous one. Weights must not change between the first and the last bucket of a transfer.
     """
 
     collective: bool = False  # a bucket takes all ranks: the walks of several servers take turns

@@ -1,10 +1,9 @@
-"""Weights as a directory in the Hugging Face format that trainers and vLLM load: whole or absent.
+"""Weights as a directory in the Hugging Face format that trainers and vLLM load: complete or absent.
 
     model (or adapter), tokenizer ──▶ .NAME.partial-PID/ ──manifest.json──flush──rename──▶ NAME/
 
-`manifest.json` holds the size and SHA-256 of every file. Whatever fails before the rename leaves what was there
-before. What a directory holds of the model is a `Form`: the whole model here, the adapter alone in
-example_trainer/adapters.py.
+`manifest.json` holds the size and SHA-256 of every file. A failure before the rename changes nothing. A `Form` decides
+what a directory contains of the model: the whole model here, the adapter alone in example_trainer/adapters.py.
 """
 
 import functools
@@ -178,7 +177,7 @@ def remove_leftovers(save_path: Path) -> None:
             continue
         target = folder.with_name(name.rpartition(".")[0])
         if name.endswith(".replaced") and not target.exists():
-            log.info("Giving %s its name again, after a process that ended while it replaced it", target)
+            log.info("Restoring the name of %s: a process ended while it replaced that directory", target)
             with reading(f"cannot rename {folder}", CheckpointError, remedy=f"rename it to {target.name} by hand"):
                 folder.rename(target)
         else:

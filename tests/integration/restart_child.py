@@ -1,7 +1,7 @@
 """A trainer without training in mode none: serves version 0, makes version 1, which is not served, then version 2,
 which is.
 
-python restart_child.py MODEL PORT FOLDER [FLAG VALUE ...]      each line on stdin lets it go on
+python restart_child.py MODEL PORT FOLDER [FLAG VALUE ...]      each line on stdin lets it continue
 """
 
 import contextlib

@@ -112,7 +112,7 @@ def cached_tokens(server: Server) -> float:
 
 
 def test_what_the_prefix_cache_holds_of_old_weights_is_not_used_after_a_sync(server: Server) -> None:
-    """The last block of a prompt is always computed anew, so another reply alone would not show it: the next token's
+    """The last block of a prompt is always computed again, so another reply alone would not show it: the next token's
     log-probability must be that of the whole prompt under the new weights, which a request for `prompt_logprobs`
     computes without the cache.
     """
@@ -293,7 +293,7 @@ def test_another_model_is_refused_by_name(server: Server, llama_folder: Path, qw
     other = qwen_folder if server.model == str(llama_folder) else llama_folder
     code, _, err = finish(start_child(server, "sync", str(other)))
     assert code != 0
-    assert "do not hold the same model" in err
+    assert "do not have the same model" in err
     assert "tensors agree" in err
 
 

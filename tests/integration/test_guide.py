@@ -1,7 +1,7 @@
-"""The README's four commands by hand, started in its order, with a local model: the lines people are told to look for
-must come.
+"""The four commands of docs/trainer.md by hand, started in its order, with a local model: the lines people are told to
+look for must come.
 
-The programs and flags are read out of README.md; only the model, the GPUs and the size of the run are replaced.
+The programs and flags are read out of the page; only the model, the GPUs and the size of the run are replaced.
 """
 
 import os
@@ -37,9 +37,9 @@ EXPECTED = {
 }
 
 
-def readme_commands() -> dict[str, list[str]]:
-    """The words of each program's command in README.md, by service."""
-    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+def documented_commands() -> dict[str, list[str]]:
+    """The words of each program's command on the page, by service."""
+    blocks = re.findall(r"```bash\n(.*?)```", (REPOSITORY / "docs/trainer.md").read_text(), re.DOTALL)
     (block,) = (block for block in blocks if "grpo.py" in block)
     commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     return dict(zip(("api", "env", "vllm", "trainer"), commands, strict=True))
@@ -58,7 +58,7 @@ def replaced(words: list[str], model: str) -> list[str]:
     return words
 
 
-def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_train_by_hand(tmp_path: Path) -> None:
     model = subprocess.run(
         [sys.executable, "-m", "example_trainer.quickstart_model"],
         cwd=REPOSITORY,
@@ -85,7 +85,7 @@ def test_the_commands_of_the_readme_train_by_hand(tmp_path: Path) -> None:
     }
     services: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        for name, words in readme_commands().items():
+        for name, words in documented_commands().items():
             with (tmp_path / f"{name}.log").open("wb") as log:
                 command = ["env", *replaced(words, model), *extra.get(name, [])]
                 services[name] = subprocess.Popen(

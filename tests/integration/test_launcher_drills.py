@@ -24,7 +24,7 @@ from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_mem
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
-LATEST_S = 90.0  # training goes on by then, on two idle cores
+LATEST_S = 90.0  # training continues by then, on two idle cores
 END_S = 12.0  # a run has 7 s to end, and Python some to exit
 STOP_S = 30.0
 COMMAND = [sys.executable, "-m", "example_trainer.launcher"]

@@ -236,8 +236,8 @@ def test_a_bad_adapter_is_refused_and_the_one_before_still_served(
         ): "rank 32 is more than this server's --max-lora-rank 16",
         save_foreign_adapter(tmp_path / "qwen", str(qwen_folder)): f"this server serves {server.model}",
         save_foreign_adapter(tmp_path / "wide", str(other), base=server.model): "vLLM cannot load",
-        truncated: "cannot be read as a PEFT adapter folder",
-        tmp_path / "nowhere": "cannot be read as a PEFT adapter folder",
+        truncated: "cannot be read as a PEFT adapter directory",
+        tmp_path / "nowhere": "cannot be read as a PEFT adapter directory",
     }
     for attempt, (folder, message) in enumerate(cases.items()):
         reply = post_adapter(server, folder, f"policy-v9-bad{attempt}")
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
 
 
 def test_a_server_without_lora_is_refused_with_the_remedy(vllm_server: Server, tmp_path: Path) -> None:
-    with pytest.raises(BridgeError, match="takes no LoRA adapters: restart it with --enable-lora"):
+    with pytest.raises(BridgeError, match="does not accept LoRA adapters: restart it with --enable-lora"):
         make_bridge(lora_config(vllm_server.model, vllm_server.port, tmp_path))(vllm_server.model, CPU)
     assert "--enable-lora --max-lora-rank" in post_adapter(vllm_server, tmp_path).text
 
@@ -312,7 +312,10 @@ def test_an_adapter_that_is_not_what_it_claims_is_refused_and_the_one_before_sti
     elsewhere = {name.replace("layers.0", "layers.77"): tensors[name].clone() for name in (a, b)}
     cases: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         "nan": ({a: torch.full_like(tensors[a], torch.nan)}, "NaN or infinity"),
-        "narrow": ({a: torch.zeros(8, 3), b: torch.zeros(5, 8)}, "the served model's layer takes 128 and gives 128"),
+        "narrow": (
+            {a: torch.zeros(8, 3), b: torch.zeros(5, 8)},
+            "the served model's layer has 128 inputs and 128 outputs",
+        ),
         "transposed": ({a: tensors[a].T.contiguous()}, "expected [r, in] and [out, r] of rank 8"),
         "elsewhere": (elsewhere, "has no layer model.layers.77"),
     }

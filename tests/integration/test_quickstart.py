@@ -18,7 +18,7 @@ from example_trainer.launcher.records import Records
 from tests.integration.conftest import REPOSITORY, free_port, left_in_shared_memory, session_members, shared_memory
 from tests.integration.namespaces import tied
 
-pytestmark = pytest.mark.timeout(1000)  # set-up and four services, on two cores
+pytestmark = pytest.mark.timeout(1000)  # setup and four services, on two cores
 
 STEPS = 2
 ROW_KEYS = set(
@@ -30,7 +30,7 @@ ROW_KEYS = set(
 
 @dataclass
 class Finished:
-    """A quickstart that ended by itself: its folder, its console, and the services that were seen alive."""
+    """A quickstart that ended by itself: its directory, its console, and the services that were seen alive."""
 
     folder: Path
     console: str
@@ -102,6 +102,7 @@ def test_everything_promised_lies_in_the_run_folder(finished: Finished) -> None:
         "metrics.jsonl",
         "samples.jsonl",
         "evaluations.jsonl",
+        "held_out.jsonl",
         "trainer.yaml",
         "env.yaml",
     ):
@@ -112,14 +113,23 @@ def test_everything_promised_lies_in_the_run_folder(finished: Finished) -> None:
     assert "Held-out accuracy" in output
 
 
+def test_the_window_is_served_beside_the_run_and_named_for_later(finished: Finished) -> None:
+    address = f"http://127\\.0\\.0\\.1:[0-9]+/#/run/{finished.folder.name}"
+    assert re.search(rf"Watch it in a browser: {address}\n", finished.console)
+    assert "http://127.0.0.1:" in (finished.folder / "view.log").read_text()
+    assert "view died" not in finished.console
+    assert f" view runs/{finished.folder.name} " in finished.console
+
+
 def test_samples_carry_what_was_sampled(finished: Finished) -> None:
     groups = [json.loads(line) for line in (finished.folder / "samples.jsonl").read_text().splitlines()]
     assert len(groups) >= STEPS * 8
-    assert all(len(group["scores"]) == 8 and group["policy_versions"] for group in groups)
+    whole = [group for group in groups if group["dropped"] is None]
+    assert all(len(group["scores"]) == 8 and group["policy_versions"] for group in whole)
 
 
 def test_no_service_outlives_the_run(finished: Finished) -> None:
-    assert set(finished.pids) == {"api", "vllm", "env", "trainer"}
+    assert set(finished.pids) == {"api", "vllm", "env", "trainer", "view"}
     assert all(session_members(pid) == [] for pid in finished.pids.values())
 
 

@@ -1,5 +1,5 @@
 """Every recipe trains one step on two cores, with a tiny model; quickstart.yaml, and arithmetic.yaml below it, do so in
-test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py.
+test_quickstart.py, gsm8k_restart.yaml in test_training_scripts.py, verifiers.yaml in test_verifiers.py.
 """
 
 import json
@@ -81,7 +81,7 @@ def test_two_trainer_ranks_hand_their_weights_over_by_every_bridge(bridge: str, 
     assert row["grad_norm"] > 0
     said = (run / "trainer.log").read_text()
     assert "Got 2 trainer ranks" in said
-    assert said.count("Parity: vLLM's log-probabilities are the trainer's") == 2  # at the start, and of the new weights
+    assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2  # at the start, and of the new weights
     assert list(run.glob("checkpoints/final_*/*.safetensors"))
     shutil.rmtree(run)
 

@@ -82,7 +82,7 @@ def test_a_trainer_killed_while_vllm_reads_leaves_a_whole_version_served(plain_s
 
 @pytest.mark.parametrize(
     ("act", "why"),
-    [("damage", "SHA-256 differs"), ("skip", "policy version 2 does not follow 0: it rises by one")],
+    [("damage", "SHA-256 differs"), ("skip", "policy version 2 does not follow 0: it must rise by one")],
 )
 def test_what_is_refused_leaves_the_last_version_served(
     vllm_server: Server, tmp_path: Path, act: str, why: str

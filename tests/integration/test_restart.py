@@ -175,7 +175,7 @@ def test_a_server_of_somebody_else_is_asked_for_and_left_alone(vllm_server: Serv
         go_on(child)
     assert child.wait(DEADLINE_S) != 0
     log = (tmp_path / "child.log").read_text()
-    assert "is in use already: that server is never touched" in log
+    assert "is already in use: the trainer leaves that server alone" in log
     assert re.search(
         rf"Restart the vLLM server at \S+ now, .*--model \S+/served_\d --served-model-name {vllm_server.model} --port",
         log,

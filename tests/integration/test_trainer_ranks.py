@@ -52,7 +52,7 @@ def test_two_ranks_train_vllm_and_a_killed_one_leaves_it_serving(
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     status, said = train(server, tmp_path, [*torchrun, "example_trainer/grpo.py"])
     assert status == 0, said[-3000:]
-    assert said.count("Parity: vLLM's log-probabilities are the trainer's") == 2  # at the start, and after an update
+    assert said.count("Parity: vLLM's and the trainer's log-probabilities") == 2  # at the start, and after an update
     assert server.status()["policy_version"] == 2
     assert (tmp_path / "save" / "final_model" / "model.safetensors").is_file()
 

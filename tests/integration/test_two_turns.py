@@ -14,9 +14,9 @@ from example_trainer.quickstart_model import QuickstartModelConfig, ensure_model
 from tests.integration.conftest import REPOSITORY, free_port
 from tests.integration.test_recipes import launch
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
-STEPS = 16
+STEPS = 8
 
 
 def thought_stripping_tokenizer(folder: Path) -> Path:
@@ -39,7 +39,7 @@ def test_all_turns_are_trained_and_the_reward_rises(tmp_path: Path) -> None:
     environment += ["--env.max_new_tokens", "24", "--env.steps_per_eval", "0", "--env.eval_at_start", "false"]
     environment += ["--env.ensure_scores_are_not_same", "false"]  # so that the mean reward is the policy's
     done = launch(
-        "train", "arithmetic", "--steps", str(STEPS), *environment, *ports, *where, cwd=tmp_path, timeout_s=2700
+        "train", "arithmetic", "--steps", str(STEPS), *environment, *ports, *where, cwd=tmp_path, timeout_s=1500
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -48,7 +48,8 @@ def test_all_turns_are_trained_and_the_reward_rises(tmp_path: Path) -> None:
     for row in rows:
         assert row["rollouts"] == 64
         assert 64 <= row["sequences"] <= 128
-        assert row["logprob_diff_max"] < 1e-2  # the trainer reads the tokens that were sampled
+        if row["zero_variance_groups"] < row["groups"]:  # else nothing was computed
+            assert row["logprob_diff_max"] < 1e-2  # the trainer reads the tokens that were sampled
     groups = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     for group in groups:
         sampled = [any(mask != -100 for mask in masks) for masks in group["masks"]]

@@ -33,7 +33,7 @@ class TrainerProcess:
         return self.row()
 
     def ask(self) -> None:
-        """Have it sync; `row` or `failure` waits for what comes of it."""
+        """Have it sync; `row` or `failure` waits for the result."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

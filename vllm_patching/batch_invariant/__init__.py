@@ -3,8 +3,8 @@
 Why a batch changes a token's bits, and what to do: He et al. 2025 (Thinking Machines Lab), "Defeating Nondeterminism
 in LLM Inference", https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/.
 
-    switch.py     the environment variables that must precede vLLM's import, and who refuses without them
-    coverage.py   which models are exact; every other is refused by name
+    switch.py     the environment variables that must be set before vLLM is imported, and the checks for them
+    coverage.py   which models are exact; all others are refused by name
     kernels.py    linear, norm, silu, rotary table and query tiles as both processes compute them (torch alone)
     attention.py  vLLM's own CPU attention kernel over packed sequences, for the trainer
     cuda.py       vLLM's own functions on CUDA, for the trainer

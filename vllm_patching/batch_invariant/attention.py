@@ -1,8 +1,8 @@
 """vLLM's CPU attention kernel over packed sequences, called as vLLM itself calls it: same tiles, same cache layout, no
 context split.
 
-The trainer calls it through example_trainer/exact_model.py; it is the one thing of vLLM's that a trainer process
-loads. Forward only.
+The trainer calls it through example_trainer/exact_model.py; it is the only part of vLLM that a trainer process loads.
+Forward only.
 """
 
 from functools import lru_cache

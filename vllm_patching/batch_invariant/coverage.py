@@ -1,4 +1,4 @@
-"""Which models are bit-exact. Both processes ask before they load weights, and refuse the others by name."""
+"""Which models are bit-exact. Both processes check this before they load weights, and refuse other models by name."""
 
 from typing import Any
 

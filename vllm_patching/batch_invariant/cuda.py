@@ -1,5 +1,5 @@
-"""What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors: vLLM's own, called as
-it calls them.
+"""What a vLLM server with VLLM_BATCH_INVARIANT=1 computes on a GPU, as functions of tensors. They are vLLM's own,
+called as vLLM calls them.
 
 The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
 0.33, and not yet run on a GPU.

@@ -1,9 +1,9 @@
 """Makes a vLLM process compute batch-invariantly. Called by vLLM's general plugin in each of its processes, before a
 model exists.
 
-On CUDA vLLM's own mode does it; one kernel of that mode is replaced, and settings that the trainer cannot match are
-refused. On CPUs five replacements make it compute with kernels.py, each of one function or method of vLLM, all by
-way of compat.py:
+On CUDA vLLM's own mode does this; one kernel of that mode is replaced, and settings that the trainer cannot match are
+refused. On CPUs five replacements, each of one function or method of vLLM, make it compute with kernels.py (all through
+compat.py):
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
                                  (../memory/packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays,
@@ -70,7 +70,8 @@ def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
     if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
         return packed.PackedLinear(kernels.linear, pack)
     log.warning_once(
-        "Packed weights of shape %s give other bits here: by the plain ones then, which is slower", tuple(weight.shape)
+        "Packed weights of shape %s give other bits on this machine: using the plain ones, which is slower",
+        tuple(weight.shape),
     )
     return kernels.linear
 

@@ -1,9 +1,8 @@
-"""Whether this machine's matrix products are independent of the batch: measured at start-up, once a shape of the
+"""Whether this machine's matrix products are independent of the batch: measured at start-up, once per shape of the
 model.
 
-That oneDNN sums in one order for every row count is how its AVX-512 kernels are written, not something it promises.
-So it is checked where it is used, on every shape of the model and with this process's threads, and a machine where
-it fails is refused.
+oneDNN's AVX-512 kernels sum in the same order for every row count, but oneDNN does not promise this. So each process
+checks it on every shape of the model and with its own threads, and refuses a machine where it fails.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ def check_weight(weight: torch.Tensor) -> None:
 def _check(out: int, width: int) -> None:
     if not torch.cpu._is_avx512_supported():
         raise NotInvariant(
-            "--batch-invariant on CPUs rests on AVX-512 kernels, which this processor does not have: drop the flag"
+            "--batch-invariant on CPUs needs AVX-512 kernels, which this processor does not have: drop the flag"
         )
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out, width, generator=generator)

@@ -1,4 +1,5 @@
-"""What must be in the environment before vLLM is imported. Used by the launcher, by vLLM's plugin and by the trainer.
+"""The environment variables that must be set before vLLM is imported. Used by the launcher, by vLLM's plugin and by the
+trainer.
 
 A vLLM process is one of several, started by vLLM itself: only the environment reaches them all.
 """
@@ -37,7 +38,7 @@ def is_on() -> bool:
     if not any(variables.items() <= os.environ.items() for variables in (CPU_VARIABLES, CUDA_VARIABLES)):
         raise NotInvariant(
             f"{SWITCH}=1 without VLLM_CPU_ATTN_SPLIT_KV=0 (CPU) or VLLM_BATCH_INVARIANT=1 and"
-            " VLLM_USE_V2_MODEL_RUNNER=0 (CUDA): start vLLM by example_trainer/vllm_api_server.py --batch-invariant,"
+            " VLLM_USE_V2_MODEL_RUNNER=0 (CUDA): start vLLM with example_trainer/vllm_api_server.py --batch-invariant,"
             " which sets all of them"
         )
     return True

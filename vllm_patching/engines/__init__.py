@@ -1,7 +1,7 @@
-"""The server's side of the weight bridge: one class a mode, found by the offer that a trainer posts.
+"""The server's side of the weight bridge: one class per mode, selected by the trainer's offer.
 
 base.py      Refused, the Engine and Receiver of a mode, and Serving, what an engine may do to the server
-session.py   who may: the one session and its lease, for all modes
+session.py   which trainer may send weights: the session and its lease, for all modes
 updater.py   the WeightUpdater_TP{r} thread of a worker: runs a session's Receiver, never writes live weights
 broadcast.py, single_copy.py, adapters.py, reload.py   one mode each, with its own routes
 """

@@ -1,4 +1,4 @@
-"""A PEFT adapter folder, checked before vLLM reads it: what its configuration says, and that its tensors are what that
+"""A PEFT adapter directory, checked before vLLM reads it: its configuration, and that its tensors are what that
 says.
 
     adapter_config.json          types, rank, scaling, which layers
@@ -64,11 +64,11 @@ def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs
     path = _regular(folder / WEIGHTS)
     found: dict[tuple[str, str], torch.Size] = {}
     with reading(str(path), FileFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118  it is no mapping
+        for key in file.keys():  # noqa: SIM118  it is not a mapping
             match = NAME.fullmatch(key)
             if match is None:
                 raise FileFault(
-                    f"{path}: {brief(key)} is no tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
+                    f"{path}: {brief(key)} is not a tensor of a LoRA adapter (LAYER.lora_A.weight, .lora_B.weight)"
                 )
             found[key.rpartition(".lora_")[0], match["side"]] = _checked(
                 file.get_tensor(key), f"{path}: {key}", config, dtype
@@ -79,9 +79,9 @@ def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs
 
 
 def _regular(path: Path) -> Path:
-    """Reading a FIFO would wait for ever."""
+    """Reading a FIFO would wait forever."""
     if not path.is_file():
-        raise FileFault(f"{path} is no regular file")
+        raise FileFault(f"{path} is not a regular file")
     return path
 
 
@@ -91,7 +91,7 @@ def _checked(tensor: torch.Tensor, what: str, config: AdapterConfig, dtype: torc
             f"{what} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}: expected a matrix of floats"
         )
     if not (tensor.to(dtype) * config.largest_scale).isfinite().all():
-        raise FileFault(f"{what} holds NaN or infinity, or numbers beyond {str(dtype).removeprefix('torch.')}")
+        raise FileFault(f"{what} contains NaN or infinity, or numbers beyond {str(dtype).removeprefix('torch.')}")
     return tensor.shape
 
 
@@ -110,7 +110,7 @@ def _pair(path: Path, name: str, found: dict[tuple[str, str], Any], config: Adap
 def _check_claim(path: Path, names: set[str], config: AdapterConfig) -> None:
     """The layers named by a list in the configuration are those that have tensors."""
     if not names:
-        raise FileFault(f"{path} holds no tensors")
+        raise FileFault(f"{path} contains no tensors")
     if isinstance(config.target_modules, str):  # a regular expression, or one of PEFT's own words
         return
     targets = {

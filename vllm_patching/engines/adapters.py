@@ -3,9 +3,8 @@
     trainer ── POST /v1/bridge/adapter ─▶ checked ─▶ loaded beside the one served ─▶ current: sampled from
                                                the former leaves when its last request ends ◀─┘
 
-A request keeps the adapter that it started with, so a change of policy stops and fails none. Names are never used
-twice in a server's life: vLLM's prefix cache is keyed by them. Whatever is refused or fails leaves the adapter
-served before.
+A request keeps the adapter that it started with, so a change of policy stops and fails none. A server never uses a name
+twice: vLLM's prefix cache is keyed by names. After a refusal or a failure the previous adapter is still served.
 """
 
 import asyncio
@@ -109,7 +108,7 @@ class AdapterEngine(Engine):
         name, models = request.name, self.serving.models
         if name in self._versions or name in self._table or models.is_base_model(name):
             raise Refused(
-                f"the adapter name {name!r} was used before on this server: take a new one for every version", 422
+                f"the adapter name {name!r} was used before on this server: choose a new name for every version", 422
             )
         pairs = await asyncio.to_thread(self._check_folder, request.path)
         start = time.perf_counter()
@@ -154,7 +153,7 @@ class AdapterEngine(Engine):
     def _check_folder(self, path: str) -> Pairs:
         """What `path` adapts. Raises Refused unless it holds an adapter for this model that fits this server."""
         if not Path(path).is_absolute():
-            raise Refused(f"path {path!r} is not absolute: give the folder's whole path", 422)
+            raise Refused(f"path {path!r} is not absolute: give the absolute path of the directory", 422)
         try:
             config = read_config(Path(path))
             self._check_rank(max(config.ranks))
@@ -163,7 +162,7 @@ class AdapterEngine(Engine):
             return read_pairs(Path(path), config, compat.served_dtype(self.serving.client))
         except (FileFault, OSError, ValueError) as error:  # ValueError: a path with a zero byte
             raise Refused(
-                f"{printable(path, 300)} cannot be read as a PEFT adapter folder ({printable(str(error), 900)}): "
+                f"{printable(path, 300)} cannot be read as a PEFT adapter directory ({printable(str(error), 900)}): "
                 "trainer and vLLM must see it under the same path",
                 422,
             ) from error

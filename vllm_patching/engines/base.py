@@ -1,4 +1,5 @@
-"""What all modes of the weight bridge share on vLLM's side. One class a mode lives in the modules beside this one.
+"""The common part of all modes of the weight bridge on vLLM's side. The modules beside this one have one class per
+mode.
 
     trainer ──HTTP──▶ Sessions ──▶ Engine of the offer's kind ──▶ Serving ──RPC──▶ workers, each with a Receiver
                       who may      how weights come in            what is served
@@ -120,7 +121,7 @@ class Serving:
         own = (await self.manifest()).digest()
         if digest != own:
             raise Refused(
-                f"manifest digest {digest[:12]} is not this server's {own[:12]}: trainer and vLLM hold different models"
+                f"manifest digest {digest[:12]} is not this server's {own[:12]}: trainer and vLLM have different models"
             )
 
     async def workers(self) -> list[WorkerStatus]:
@@ -154,7 +155,7 @@ class Serving:
         return Committed(version, stall, paused - start, max(seconds), swapped - paused)
 
     async def serve(self, version: int) -> None:
-        """The live weights are `version`, whole and on every rank: label them and let generation go on."""
+        """The live weights are `version`, whole and on every rank: label them and let generation continue."""
         await compat.label_weights(self.client, version)
         self.policy_version = version
         await self.allow_generation(WEIGHTS)
@@ -174,7 +175,7 @@ class Serving:
         await self.client.pause_generation(mode="abort", clear_cache=True)
 
     async def allow_generation(self, cause: str) -> None:
-        """`cause` is no reason any more: go on, unless there is another."""
+        """`cause` is no reason any more: continue, unless there is another."""
         self.gate.open(cause)
         await self.resume()
 
@@ -193,7 +194,7 @@ class Engine:
     """
 
     takes_adapters: ClassVar[bool] = False  # whether it is a mode of servers with --enable-lora, or of all others
-    feeds_several: ClassVar[bool] = False  # whether its trainer may go on with other servers: see fence
+    feeds_several: ClassVar[bool] = False  # whether its trainer may continue with other servers: see fence
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
@@ -210,12 +211,12 @@ class Engine:
         raise NotImplementedError
 
     async def stage(self, version: int, request: Any) -> None:
-        """Bring `version` in beside what is served, while generation goes on.
+        """Bring `version` in beside what is served, while generation continues.
 
         A refused request changes nothing. If a worker fails, its session is over: nothing can be applied any more,
         and vLLM keeps serving the current weights.
         """
-        raise Refused("the bytes of this session come another way than by request")
+        raise Refused("this session does not receive bytes by request")
 
     async def apply(self, version: int) -> Served:
         """Serve `version`, on all ranks from the same forward pass on.
@@ -227,7 +228,7 @@ class Engine:
 
     async def close(self) -> None:
         """The session is over: its trainer left, died or was replaced. If it was in the middle of writing live
-        weights, they are poisoned; else serving goes on as it was.
+        weights, they are poisoned; else serving continues as it was.
         """
 
     async def keep_out(self) -> None:

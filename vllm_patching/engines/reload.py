@@ -129,7 +129,7 @@ def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str
     its own, half written it has none. Raises FileFault, ManifestMismatch, OSError.
     """
     if not folder.is_absolute():
-        raise FileFault("its path is not absolute: give the whole path, the same for trainer and vLLM")
+        raise FileFault("its path is not absolute: give the absolute path, the same for trainer and vLLM")
     paths = sorted(folder.glob("*.safetensors"))
     if is_sharded(folder):
         raise FileFault(needs_export(folder))
@@ -143,18 +143,18 @@ def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str
     for path in paths:
         for name, shape in _shapes(path).items():
             if name in files:
-                raise FileFault(f"{path.name} and {Path(files[name]).name} both hold {brief(name)}")
+                raise FileFault(f"{path.name} and {Path(files[name]).name} both contain {brief(name)}")
             files[name], shapes[name] = str(path), shape
     compare(manifest, shapes, "the directory")
     return files
 
 
 def _check_inside(folder: Path, path: Path) -> None:
-    """Reading a FIFO would wait for ever, and a link could lead anywhere."""
+    """Reading a FIFO would wait forever, and a link could lead anywhere."""
     if not path.resolve().is_relative_to(folder.resolve()):
-        raise FileFault(f"{path.name} lies outside of the directory, or is a link out of it")
+        raise FileFault(f"{path.name} is outside the directory, or is a link out of it")
     if not path.is_file():
-        raise FileFault(f"{path.name} is no regular file")
+        raise FileFault(f"{path.name} is not a regular file")
 
 
 def _check_digests(folder: Path, weights: set[str], *, written: bool) -> None:
@@ -179,7 +179,7 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Name -> shape of the tensors in a file. Raises FileFault for a file or dtype that cannot be read."""
     shapes = {}
     with reading(f"{path.name} cannot be read", FileFault, also=(SafetensorError,)), safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  it is no mapping
+        for name in file.keys():  # noqa: SIM118  it is not a mapping
             content = file.get_slice(name)
             if content.get_dtype() not in DTYPES:
                 raise FileFault(f"{path.name}: {brief(name)} is {content.get_dtype()}, not one of {DTYPES}")

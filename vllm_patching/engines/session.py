@@ -50,7 +50,7 @@ class Session:
         """Renew the lease. Raises Refused unless `version` follows the one committed last."""
         self.renewed = time.monotonic()
         if self.committed is not None and version != self.committed + 1:
-            raise Refused(f"policy version {version} does not follow {self.committed}: it rises by one")
+            raise Refused(f"policy version {version} does not follow {self.committed}: it must rise by one")
 
 
 class Sessions:
@@ -132,13 +132,13 @@ class Sessions:
             return await self.apply(current, version)
 
     async def fence(self, session: str, reason: str) -> Served:
-        """A trainer of several servers goes on without this one: end its session, and serve no version that the others
-        have left.
+        """A trainer of several servers continues without this one: end its session, and serve no version that the
+        others have left.
 
         Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
         """
         if not self.current(session).engine.feeds_several:
-            raise Refused(f"session {session} feeds this server only: close it instead")
+            raise Refused(f"session {session} has this server only: close it instead")
         self._session = None
         await self.serving.refuse_generation(
             FENCE, f"{printable(reason, 2000)}; a trainer's next complete sync serves a current version again"
@@ -173,9 +173,9 @@ class Sessions:
         if offer in self.engines:
             return self.engines[offer]
         if self.serving.max_lora_rank is not None:
-            why = "takes LoRA adapters: restart it without --enable-lora"
+            why = "accepts LoRA adapters only: restart it without --enable-lora"
         elif offer is AdapterOffer:
-            why = "takes no adapters: restart it with --enable-lora --max-lora-rank 16 (or the rank you train)"
+            why = "accepts no adapters: restart it with --enable-lora --max-lora-rank 16 (or the rank you train)"
         else:
             why = "has the weight bridge off: start it with VLLM_ENABLE_SHARED_WEIGHTS=1"
         raise Refused(f"this server {why}")

@@ -4,8 +4,8 @@
                  └── holder gone, silent, or past its deadline ──▶ poisoned: 503 until a whole sync
 
 Between pause and resume nobody can tell a weight that was stepped from one that was not. So whatever ends that
-window other than resume poisons the weights. A trainer that dies outside of it leaves them whole, and serving goes
-on.
+window other than resume poisons the weights. A trainer that dies outside of it leaves them whole, and serving
+continues.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class _Pause:
         elif self.session.lease_left() <= 0:
             fault = "fell silent"
         elif time.monotonic() > self.deadline:
-            fault = "overstepped its deadline"
+            fault = "exceeded its deadline"
         else:
             return None
         return (

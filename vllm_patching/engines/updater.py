@@ -137,7 +137,7 @@ class WeightUpdater:
     def _fail(self, receiver: Receiver, reason: str) -> None:
         offer = receiver.offer
         log.warning(
-            "Session %s of trainer %s failed (%s); serving goes on with the last committed weights, a new trainer may"
+            "Session %s of trainer %s failed (%s); serving continues with the last committed weights, a new trainer may"
             " join",
             offer.session,
             offer.trainer,

@@ -2,7 +2,7 @@
 
 A process that is stuck and a thread that died look alike from here: a call has no answer. While that is so, /health
 and every route that needs the engine answer 503 with the reason, a trainer's heartbeat among them, instead of
-waiting for ever. Calls wait for the step that is under way, so the deadline is longer than the longest of those.
+waiting forever. Calls wait for the step that is under way, so the deadline is longer than the longest of those.
 """
 
 import asyncio
@@ -57,8 +57,9 @@ class EngineWatch:
                 await asyncio.wait({call}, timeout=min(1.0, deadline_s / 4))
                 if not call.done() and time.monotonic() - asked > deadline_s and self._silent is None:
                     self._silent = (
-                        f"vLLM's engine has not answered for {deadline_s:g} s (--engine-deadline-s): it is stuck or"
-                        " deaf; see its log, and start the server again unless it comes back"
+                        f"vLLM's engine has not answered for {deadline_s:g} s (--engine-deadline-s): it "
+                        "is stuck or receives nothing; see its log, and start the server again unless it "
+                        "comes back"
                     )
                     log.error(self._silent)
             call.cancel()  # no effect where it is done, whether by an answer or by an error, which is one too

@@ -149,6 +149,7 @@ def _reply(output: Any, params: Any, started: int, finished: int) -> Reply:
 def _finite(logprob: float) -> float:
     if not math.isfinite(logprob):
         raise Refused(
-            f"the model's log-probabilities are not finite ({logprob}): its weights or adapter hold such numbers", 500
+            f"the model's log-probabilities are not finite ({logprob}): its weights or adapter contain such numbers",
+            500,
         )
     return logprob

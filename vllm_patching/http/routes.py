@@ -6,9 +6,10 @@
     POST   /v1/bridge/session/{id}/heartbeat  sign of life, renews the lease       404 if it is not the current one
     DELETE /v1/bridge/session/{id}            orderly leave
     POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
-    POST   /v1/bridge/fence                   the trainer goes on with other servers only: refuse to generate
+    POST   /v1/bridge/fence                   the trainer continues with other servers only: refuse to generate
     POST   /v1/bridge/...                     what only one mode has: ROUTES of its engine
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
+           /renderers/...                     vLLM's own token route as the package `renderers` reads it (renderers.py)
 
 `/v1/*` is guarded by vLLM's `--api-key`; the others check the same key themselves. What the rules forbid is answered
 with the reason, in vLLM's own form of an error. An HTTPException would reach the trainer with the paths in its reason
@@ -26,11 +27,13 @@ from fastapi.routing import APIRoute
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, TOKEN_ROUTE, SessionCalls
 from atroposlib.wire.typed import WrongValue
 from vllm_patching.engines import ROUTES
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Route, Sessions
 from vllm_patching.http.generate import run_generate
+from vllm_patching.http.renderers import Conversations, relayed, run_token_route
 
 
 class KeyChecked(APIRoute):
@@ -55,6 +58,7 @@ keyed = APIRouter(route_class=KeyChecked)
 
 def add_routes(app: FastAPI) -> None:
     """Answer for the bridge and under /generate; `app.state.sessions` is the server's Sessions."""
+    app.state.conversations = Conversations()
     app.include_router(bridge)
     app.include_router(keyed)
     app.add_exception_handler(Refused, _refusal)
@@ -100,6 +104,21 @@ for route in ROUTES:
 @keyed.post("/v1/generate", tags=["generate"])
 async def generate(request: Request, sessions: Server, body: Annotated[dict[str, Any], Body()]) -> Response:
     return _json(await run_generate(request, sessions, body))
+
+
+@keyed.post(f"{PREFIX}{TOKEN_ROUTE}", tags=["generate"])
+async def generate_for_renderers(request: Request, sessions: Server) -> Response:
+    return await run_token_route(request, sessions, request.app.state.conversations)
+
+
+@keyed.get(f"{PREFIX}{MODELS_ROUTE}", tags=["generate"])
+async def models_for_renderers(request: Request) -> Response:
+    return await relayed(request, MODELS_ROUTE)
+
+
+@keyed.get(f"{PREFIX}{SESSION_ROUTE}/{{session}}", tags=["generate"])
+async def versions_of_session(request: Request, session: str) -> Response:
+    return _json(SessionCalls(request.app.state.conversations.calls(session)))
 
 
 async def _refusal(request: Request, error: Exception) -> Response:

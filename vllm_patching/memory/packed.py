@@ -3,7 +3,7 @@
 Stock vLLM packs each weight once and throws it away. Here the weights stay, as others will come, and are packed
 again after each change:
 
-    a commit, other weights loaded    forget: packed anew, a layer at a time between other work; until then the plain
+    a commit, other weights loaded    forget: packed again, a layer at a time between other work; until then the plain
                                       weights are used
     single copy                       hold_once: the plain weights, which the trainer steps
 

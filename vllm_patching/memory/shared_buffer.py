@@ -32,7 +32,7 @@ class SharedBuffer:
         available = psutil.virtual_memory().available
         if nbytes > available:
             raise SharedBufferError(
-                f"the weights need {nbytes / 1e6:.0f} MB of shared memory, {available / 1e6:.0f} MB are free"
+                f"the weights need {nbytes / 1e6:.0f} MB of shared memory, but {available / 1e6:.0f} MB are free"
             )
         self.nbytes = nbytes
         self.fd = os.memfd_create("atropos-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -49,7 +49,7 @@ def open_buffer(owner: Process, fd: int, nbytes: int) -> torch.Tensor:
     """The buffer behind descriptor `fd` of process `owner`, flat uint8 [nbytes]. Raises SharedBufferError."""
     path = f"/proc/{owner.pid}/fd/{fd}"
     if not is_alive(owner):
-        raise SharedBufferError(f"process {owner.pid}, which holds the weights, has ended")
+        raise SharedBufferError(f"process {owner.pid}, which owns the weights, has ended")
     try:
         mine = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -57,7 +57,7 @@ def open_buffer(owner: Process, fd: int, nbytes: int) -> torch.Tensor:
         raise SharedBufferError(f"cannot open {path}: {error.strerror}{hint}") from error
     with open(mine, "r+b", buffering=0) as file:
         if (size := os.fstat(file.fileno()).st_size) != nbytes:
-            raise SharedBufferError(f"{path} has {size} bytes, not the {nbytes} that its owner told")
+            raise SharedBufferError(f"{path} has {size} bytes, not the {nbytes} that its owner reported")
         return _map(file.fileno(), nbytes)
 
 

@@ -22,7 +22,7 @@ class AccuracyReward(RewardFunction):
 
     The answer is what follows ####, else the last \boxed{}, else what stands in <answer>, else the last number. With
     `split_on_think_tag` only what comes after </think> counts. More than `max_boxed_threshold` boxes are guessing and
-    score 0. An answer that is no number goes to math-verify in a child process, and the caller waits for it, at most
+    score 0. An answer that is not a number goes to math-verify in a child process, and the caller waits for it, at most
     the 5 s of `GraderSettings`: an environment uses `Grader`, which does not block. Raises Unscored when it failed.
     """
 

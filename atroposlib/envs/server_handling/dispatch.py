@@ -145,7 +145,7 @@ class Dispatcher(Generic[Server]):
         """Start or end the clocks of the waiting calls as the last live server goes or the first one comes."""
         if any(server.health.live for server in self._servers):
             if self._outage_since is not None:
-                log.info("Got a live inference server after %.1f s", time.monotonic() - self._outage_since)
+                log.info("An inference server is live after %.1f s", time.monotonic() - self._outage_since)
             self._outage_since = None
             for waiter in self._waiters:
                 if waiter.expiry is not None:
@@ -238,7 +238,7 @@ async def run_with_retries(
                 "%s failed (try %d of %d): %s; trying again in %.1f s", what, attempt, policy.attempts, failure, pause_s
             )
             await policy.sleep(pause_s)
-    raise RetryableServerError(f"{what} failed {policy.attempts} times, at last: {failure}") from failure
+    raise RetryableServerError(f"{what} failed {policy.attempts} times, most recently: {failure}") from failure
 
 
 async def gather_or_cancel(awaitables: Sequence[Awaitable[T]]) -> list[T]:

@@ -1,4 +1,4 @@
-"""What can go wrong between an environment and an inference server, sorted by what the caller can do about it."""
+"""Errors between an environment and an inference server, by what the caller can do about them."""
 
 import json
 from collections.abc import Mapping

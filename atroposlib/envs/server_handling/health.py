@@ -1,4 +1,4 @@
-"""Whether a server answers, found out by a cheap request every few seconds."""
+"""Checks with a cheap request every few seconds whether a server answers."""
 
 import asyncio
 import contextlib

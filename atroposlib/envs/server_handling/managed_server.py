@@ -5,7 +5,7 @@ ids.
                                                                                 │  /generate: sampled ids,
     get_state()["nodes"] ◀── SequenceNode(tokens, masked_tokens, logprobs) ◀────┘  log-probabilities, policy versions
 
-Sampled ids are never made from text: a conversation that goes on carries the ids of its earlier turns and tokenises
+Sampled ids are never made from text: a conversation that continues carries the ids of its earlier turns and tokenises
 only what was added. A prompt that continues no known sequence (another conversation, an edited turn, thoughts that
 the template dropped) starts a new node, and the old one stays.
 """
@@ -126,7 +126,7 @@ class ManagedServer(SequenceKeeper):
     async def completion(
         self, *, prompt: str, n: int | None = 1, split: Split = "train", **sampling: Any
     ) -> Completion:
-        """A text completion in OpenAI's form; a prompt that repeats earlier text and goes on extends that text's
+        """A text completion in OpenAI's form; a prompt that repeats earlier text and continues extends that text's
         node.
         """
         extra = sampling.pop("extra_body", None) or {}
@@ -157,7 +157,7 @@ class ManagedServer(SequenceKeeper):
         can only be 1.
         """
         if sum(given is not None for given in (messages, prompt, input_ids)) != 1:
-            raise ValueError("get_logprobs needs exactly one of messages, prompt, input_ids")
+            raise ValueError("get_logprobs needs exactly one of messages, prompt and input_ids")
         if n != 1:
             raise ValueError(f"n {n}: the log-probabilities of a prompt are one set")
         if input_ids is not None:

@@ -1,4 +1,4 @@
-"""Any server that speaks OpenAI's API: text in, text out. It gives no token ids, so it cannot feed a trainer by
+"""Any server that speaks OpenAI's API: text in, text out. It returns no token ids, so it cannot be used for training by
 itself.
 """
 
@@ -11,6 +11,7 @@ import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from atroposlib.envs.server_handling.affinity import session_headers
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
 from atroposlib.envs.server_handling.errors import (
     PermanentServerError,
@@ -42,6 +43,7 @@ async def replied(
     session: aiohttp.ClientSession, method: str, url: str, **options: Any
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """A reply of 200 to one request, for as long as it is read. Raises a ServerError for any other."""
+    options["headers"] = {**session_headers(), **(options.get("headers") or {})}
     try:
         async with session.request(method, url, allow_redirects=False, **options) as reply:
             if reply.status != 200:
@@ -131,11 +133,11 @@ class OpenAIServer(APIServer):
         )
 
     async def request_tokens(self, arguments: Arguments) -> SampledTokens:
-        raise NotImplementedError(f"{self.name}: server_type 'openai' gives no token ids; use server_type 'vllm'")
+        raise NotImplementedError(f"{self.name}: server_type 'openai' returns no token ids; use server_type 'vllm'")
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         raise NotImplementedError(
-            f"{self.name}: server_type 'openai' gives no prompt log-probabilities; use server_type 'vllm'"
+            f"{self.name}: server_type 'openai' returns no prompt log-probabilities; use server_type 'vllm'"
         )
 
     async def _with_n(self, arguments: Arguments, create: Callable[..., Awaitable[Reply]]) -> list[Reply]:
@@ -156,8 +158,9 @@ class OpenAIServer(APIServer):
         return [first] + rest  # noqa: RUF005  mypy infers the element type of a sum only
 
     async def _send(self, create: Callable[..., Awaitable[Reply]], arguments: Arguments) -> Reply:
+        headers = {**session_headers(), **(arguments.get("extra_headers") or {})}
         try:
-            return await create(**arguments)
+            return await create(**{**arguments, **({"extra_headers": headers} if headers else {})})
         except openai.APITimeoutError as error:
             raise RetryableServerError(f"{self.name} gave no reply in time: {error}") from error
         except openai.APIConnectionError as error:

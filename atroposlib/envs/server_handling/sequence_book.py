@@ -76,7 +76,7 @@ def extended_prompt(text: str, parent: SequenceNode, tokenizer: Tokenizer) -> Se
     alone. Its metadata hold the parent's versions; those of a prompt without sampled tokens are empty.
 
     When the completion ended with a special token (the end of its turn) and the added text begins with that token's
-    text, the sampled one stands for both. When the text goes on without it, it is left out, so that the ids say what
+    text, the sampled one stands for both. When the text continues without it, it is left out, so that the ids say what
     the text says.
     """
     added_text = text[len(parent.full_text) :]

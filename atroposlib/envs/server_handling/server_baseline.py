@@ -1,6 +1,6 @@
-"""The calls that every client of inference servers offers, whether it stands for one server, for several, or for a
-conversation (`InferenceCalls`), and one server: its limits, health and timings, and the four requests that a backend
-implements (`APIServer`).
+"""`InferenceCalls`: the calls that every client of inference servers offers, for one server, several, or a
+conversation. `APIServer`: one server, with its limits, health and timings, and the four requests that a backend
+implements.
 
 A request for more completions than `max_n_completions` is sent as several and merged again.
 """
@@ -109,7 +109,7 @@ class InferenceCalls(ABC):
     async def get_logprobs(self, *, split: Split = "train", **arguments: Any) -> PromptLogprobs:
         """The token at each position of `prompt` or `input_ids`, and the `top_k` (default 1) most likely ones there.
 
-        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs [position][k]: the prompt's
+        Returns prompt_tokens [position], prompt_topk_token_ids and prompt_topk_logprobs `[position][k]`: the prompt's
         own token, then the others, most likely first, so that k is top_k, or top_k + 1 where its own is not among
         them. With top_k 0 it is its own alone. Nothing precedes the first position, so its lists are empty.
         """
@@ -304,14 +304,14 @@ def refuse_what_is_not_replayed(arguments: Arguments) -> None:
 async def _sampled(server: APIServer, arguments: Arguments) -> SampledTokens:
     """What the server sampled. Raises PermanentServerError for what no model samples: the fault is the server's."""
     samples = await server.request_tokens(arguments)
-    with reading(f"{server.name} gave what no model samples", PermanentServerError):
+    with reading(f"{server.name} returned what no model can sample", PermanentServerError):
         for sequence in samples.sequences:
             check_sampled(sequence.token_ids, sequence.logprobs)
     return samples
 
 
 def merge_replies(parts: Sequence[Reply]) -> Reply:
-    """One reply with the choices of all, numbered anew, and their token counts added up."""
+    """One reply with the choices of all, numbered again, and their token counts added up."""
     if len(parts) == 1:
         return parts[0]
     from openai.types.completion_usage import CompletionUsage

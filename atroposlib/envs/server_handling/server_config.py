@@ -1,7 +1,7 @@
-"""What an environment says about its inference servers: limits, addresses, and the environment variables that matter.
+"""An environment's settings for its inference servers: limits, addresses, and the environment variables that matter.
 
 `ServerBaseline` holds limits only and lets the manager find the servers (fixed local ports, or SLURM);
-`APIServerConfig` adds the address of one server. Both warn about keys they do not know instead of refusing, because
+`APIServerConfig` adds the address of one server. Both warn about unknown keys instead of refusing them, because
 environments written for the ancestor pass some.
 """
 
@@ -28,11 +28,11 @@ class ServerBaseline(Config):
     timeout: int = Field(
         default=1200,
         gt=0,
-        description="Seconds one request may take, and that a call waits for a dead server to answer again.",
+        description="Seconds for one request, and for a call to wait until a dead server answers again.",
     )
     num_max_requests_at_once: int = Field(default=512, ge=1, description="Training requests in flight per server.")
     num_requests_for_eval: int = Field(default=64, ge=1, description="Evaluation requests in flight per server.")
-    model_name: str = Field(default="default", description="Name the server knows the model by.")
+    model_name: str = Field(default="default", description="Name of the model at the server.")
     rolling_buffer_length: int = Field(default=1000, ge=1, description="Requests that the timing metrics look back on.")
     server_type: ServerType = Field(default="openai", description="Protocol of the server.")
     tokenizer_name: str = Field(default="none", description="Tokenizer to load; 'none' means the one of model_name.")
@@ -64,14 +64,14 @@ class ServerBaseline(Config):
 class APIServerConfig(ServerBaseline):
     """One inference server."""
 
-    api_key: str = Field(default="", repr=False, description="Sent as a bearer token when not empty.")
+    api_key: str = Field(default="", repr=False, description="Bearer token to send if not empty.")
     base_url: str = Field(
         default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API."
     )
     n_kwarg_is_ignored: bool = Field(
-        default=False, description="The server returns one completion whatever n asks for: send n requests."
+        default=False, description="The server returns one completion whatever n is: send n requests instead."
     )
-    health_check: bool = Field(default=True, description="Ask the server every few seconds whether it is alive.")
+    health_check: bool = Field(default=True, description="Check every few seconds whether the server is alive.")
 
     @field_validator("base_url")
     @classmethod
@@ -89,7 +89,7 @@ class ServerManagerConfig(Config):
     """How the manager finds and uses its servers."""
 
     slurm: bool = Field(default=False, description="Take the servers from the node list of the SLURM job.")
-    testing: bool = Field(default=False, description="Use one in-process harness with canned replies.")
+    testing: bool = Field(default=False, description="Use one in-process server with canned replies.")
     max_n_completions: int = Field(default=8, ge=1, description="A request for more completions is split into several.")
     proxy_url: str | None = Field(default=None, description="Address of a managed proxy.")
 

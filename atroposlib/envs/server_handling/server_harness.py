@@ -1,6 +1,4 @@
-"""A server inside the test's own process: it gives the replies that the test laid down, and refuses every other
-prompt.
-"""
+"""A server inside the test's own process: it gives the replies that a test defines and refuses every other prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import functools
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from atroposlib.envs.metrics import Metrics
+from atroposlib.envs.server_handling.affinity import session
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
@@ -65,6 +67,7 @@ class ServerManager(InferenceCalls):
     retry = RetryPolicy()
     tool_parser: str | None = None
     proxy_url: str | None = None
+    allows_text_only: bool = False  # for an evaluation: servers that give no token ids will do
 
     def __init__(
         self,
@@ -173,12 +176,12 @@ class ServerManager(InferenceCalls):
             return
         servers = self.servers_at(base_url) if base_url else self.servers
         able = [server for server in servers if server.supports_token_ids]
-        if not able and self._environment.allow_dummy_managed_server:
+        if not able and (self.allows_text_only or self._environment.allow_dummy_managed_server):
             yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree)
             return
         if not able:
             raise NotImplementedError(
-                f"{', '.join(server.name for server in servers)} gives no token ids, which ManagedServer needs: use"
+                f"{', '.join(server.name for server in servers)} returns no token ids, which ManagedServer needs: use"
                 " server_type 'vllm', or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that must"
                 " not be trained on"
             )
@@ -201,7 +204,9 @@ class ServerManager(InferenceCalls):
 
 
 class StickyRoute(InferenceCalls):
-    """Calls that stay with one of the manager's servers, for its prefix cache, and move on when it dies."""
+    """Calls that stay with one of the manager's servers, for its prefix cache, and move on when it dies. They carry one
+    session id, for a router behind the server's address.
+    """
 
     def __init__(self, manager: ServerManager, servers: Sequence[APIServer]) -> None:
         self.max_n_completions = manager.max_n_completions
@@ -209,6 +214,7 @@ class StickyRoute(InferenceCalls):
         self._servers = servers
         self._server: APIServer | None = None
         self._dispatchers = manager.dispatchers(servers)
+        self._session_id = uuid.uuid4().hex
 
     @property
     def tokenizer_id(self) -> str:
@@ -219,7 +225,8 @@ class StickyRoute(InferenceCalls):
         return self._servers[0].model_name
 
     async def _run(self, what: str, operation: Callable[[APIServer], Awaitable[T]], split: Split) -> T:
-        result, self._server = await run_with_retries(
-            self._dispatchers[split], self._retry, split, what, operation, self._server
-        )
+        with session(self._session_id):
+            result, self._server = await run_with_retries(
+                self._dispatchers[split], self._retry, split, what, operation, self._server
+            )
         return result

@@ -94,7 +94,7 @@ class SGLangServer(VLLMServer):
 
     def _sampled(self, info: MetaInfo) -> SampledSequence:
         if not info.output_token_logprobs:
-            raise PermanentServerError(f"{self.generate_url} gave no output_token_logprobs; is that SGLang?")
+            raise PermanentServerError(f"{self.generate_url} returned no output_token_logprobs; is that SGLang?")
         pairs = _known(info.output_token_logprobs)
         reason = (
             info.finish_reason.type if isinstance(info.finish_reason, FinishReason) else info.finish_reason or "stop"

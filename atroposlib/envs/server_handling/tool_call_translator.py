@@ -173,7 +173,7 @@ class ToolCallTranslator:
 
 def _hermes_text(function: Mapping[str, Any]) -> str:
     arguments = function.get("arguments") or "{}"
-    with suppress(ValueError, RecursionError):  # arguments that are no JSON are shown as the text they are
+    with suppress(ValueError, RecursionError):  # arguments that are not JSON are shown as the text they are
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
     body = json.dumps({"name": function["name"], "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{body}\n</tool_call>"

@@ -92,7 +92,8 @@ class TrlVllmServer(VLLMServer):
         reply = await self._reply(arguments.get("prompt") or tokenizer.decode(ids), arguments)
         if reply.logprobs is None or not reply.prompt_ids:
             raise PermanentServerError(
-                f"{self.generate_url} gave no logprobs: this version of TRL cannot feed a ManagedServer; update TRL"
+                f"{self.generate_url} returned no logprobs: this version of TRL does not work with a ManagedServer; "
+                "update TRL"
             )
         if reply.prompt_ids[0] != ids:
             raise PermanentServerError(
@@ -108,7 +109,7 @@ class TrlVllmServer(VLLMServer):
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         raise NotImplementedError(
-            f"{self.name}: server_type 'trl' gives no prompt log-probabilities; use server_type 'vllm'"
+            f"{self.name}: server_type 'trl' returns no prompt log-probabilities; use server_type 'vllm'"
         )
 
     async def _reply(self, prompt: str, arguments: Arguments) -> Reply:

@@ -86,7 +86,7 @@ class VLLMServer(OpenAIServer):
                 f"{self.generate_url} was asked for {expected} sequences, its lists hold {sorted(counts)}"
             )
         if UNFINISHED & set(reply.finish_reasons):
-            raise RetryableServerError(f"{self.generate_url} gave up a sequence before its end: {reply.finish_reasons}")
+            raise RetryableServerError(f"{self.generate_url} aborted a sequence before its end: {reply.finish_reasons}")
         return SampledTokens(reply.prompt_token_ids, [self._sequence(reply, index) for index in range(expected)])
 
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
@@ -129,7 +129,7 @@ class VLLMServer(OpenAIServer):
 
     def _decode(self, content: bytes, shape: type[Any]) -> Any:
         with reading(
-            f"{self.generate_url} replied in another shape than this client reads",
+            f"{self.generate_url} replied in a format that this client does not read",
             PermanentServerError,
             also=(msgspec.DecodeError,),
         ):

@@ -62,7 +62,7 @@ def test_bytes_under_way_are_limited_in_sum_and_given_back(limit: str, status: i
         reply = client.post("/scored_data", json=group(1, messages=[long]))
         assert reply.status_code == status
         assert int(reply.headers["Retry-After"]) >= 1
-        assert "under way" in reply.text
+        assert "in progress" in reply.text
     packed = gzip.compress(b" " * 20_000)
     small = client.post("/scored_data", content=packed, headers={"Content-Encoding": "gzip"})
     assert len(packed) < 10_000

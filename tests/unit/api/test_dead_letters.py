@@ -79,7 +79,7 @@ def test_a_group_that_the_registered_trainer_cannot_use_is_refused_and_another_t
     assert refused.status_code == 422
     assert refused.json()["detail"][0]["loc"] == ["body", "inference_logprobs", 0, 1]
     assert refused.json()["detail"][0]["msg"].startswith(
-        "inference_logprobs[0][1]: 0.5 is no log-probability of a sampled token"
+        "inference_logprobs[0][1]: 0.5 is not the log-probability of a sampled token"
     )
     assert answer(trainable()).status_code == 200
 
@@ -96,7 +96,7 @@ def test_groups_from_before_the_trainer_are_checked_when_they_are_to_be_delivere
     assert marks(got) == [1, 4]
     assert [each["environment"] for each in got["rejected"]] == ["maths_0", "unknown"]
     assert "group 2 of environment maths_0" in caplog.text
-    assert "inference_logprobs[0][1]: 0.5 is no log-probability" in caplog.text
+    assert "inference_logprobs[0][1]: 0.5 is not the log-probability" in caplog.text
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_many_groups_from_before_the_trainer_cost_time_in_their_number(
     posted = [too_large] * 2000 + [trainable(**HOPELESS)] * 5000 + [trainable(7)] * 2
     assert client.post("/scored_data_list", json=posted).status_code == 200
     assert marks(lease(client, start(client))) == [7, 7]
-    assert sum(drops) < 20 * len(posted)  # for each batch of two groups anew it would be 1700 times
+    assert sum(drops) < 20 * len(posted)  # for each batch of two groups again it would be 1700 times
 
 
 def test_get_batch_passes_them_over_too(client: TestClient) -> None:

@@ -1,5 +1,5 @@
-"""What docs/api.md and docs/security.md show and benchmarks/api_throughput.py measures works as printed, but for the
-port.
+"""What docs/api.md, docs/operate.md and docs/security.md show and benchmarks/api_throughput.py measures works as
+printed, but for the port.
 """
 
 import importlib.metadata
@@ -71,6 +71,42 @@ def test_the_commands_of_the_security_page_let_in_who_has_the_token(tmp_path: Pa
         assert json.loads(os.read(shell.stdout.fileno(), 4096)) == {"current_step": 0, "queue_size": 0}
         assert requests.get(f"http://127.0.0.1:{port}/status", timeout=5).status_code == 401
     assert stat.S_IMODE((tmp_path / "api.token").stat().st_mode) == 0o600
+
+
+def test_the_operators_commands_start_an_api_with_two_tokens(tmp_path: Path, port: int) -> None:
+    page = (ROOT / "docs/operate.md").read_text()
+    start, tokens = [part.split("```")[0] for part in page.split("```bash\n")[1:]]
+    assert start.split("#")[0].split() == ["python", "-m", "atroposlib.cli.run_api"]
+    with bash(tokens.replace("atroposlib.cli.run_api", f"atroposlib.cli.run_api --port {port}"), tmp_path) as shell:
+        wait_until_healthy(f"http://127.0.0.1:{port}", shell)
+        statuses = {}
+        for name in ("api", "post"):
+            token = (tmp_path / f"{name}.token").read_text().strip()
+            for route in ("status", "activity"):
+                headers = {"Authorization": f"Bearer {token}"}
+                reply = requests.get(f"http://127.0.0.1:{port}/{route}", headers=headers, timeout=5)
+                statuses[name, route] = reply.status_code
+    assert statuses == {
+        ("api", "status"): 200,
+        ("api", "activity"): 200,
+        ("post", "status"): 200,
+        ("post", "activity"): 403,
+    }
+
+
+def test_the_operators_page_names_every_flag_and_every_metric() -> None:
+    from atroposlib.api.metrics import Metrics
+    from atroposlib.api.service import RolloutService
+    from atroposlib.api.settings import RunApiConfig
+
+    page = (ROOT / "docs/operate.md").read_text()
+    flags = {f"--{name.replace('_', '-')}" for name in RunApiConfig.model_fields}
+    assert [flag for flag in sorted(flags) if flag not in page] == []
+    text = Metrics(RolloutService(RunApiConfig())).text().decode()
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")} - {
+        "atropos_post_seconds_created"
+    }
+    assert [name for name in sorted(names) if f"`{name}" not in page] == []
 
 
 def test_the_exchange_in_the_documentation_runs(process: tuple[subprocess.Popen[str], str]) -> None:

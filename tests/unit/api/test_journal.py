@@ -178,7 +178,7 @@ def test_a_change_is_in_the_file_and_named_by_the_head_before_anybody_is_told(pa
 
     for number in (1, 2, 3):
         journal.write(number, b"change", (), done)
-        journal._writes.put(None)  # one transaction each: the thread ends, and starts anew with the next
+        journal._writes.put(None)  # one transaction each: the thread ends, and starts again with the next
         assert journal._thread is not None
         journal._thread.join()
         journal._thread = None
@@ -253,7 +253,7 @@ def test_a_head_that_cannot_be_written_refuses_what_was_written_and_all_after_it
     journal.write(2, b"change", (), outcomes.append)
     journal.close()
     assert [str(error).partition(" cannot be written ")[2] for error in outcomes] == [
-        "(Input/output error); mend its disk, then start the API again"
+        "(Input/output error); repair its disk, then start the API again"
     ] * 2
     again = Journal(path)
     assert [number for number, _ in again.reader.changes()] == [1]  # nobody was told of it, nor of what came after

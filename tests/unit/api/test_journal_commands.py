@@ -65,7 +65,7 @@ def test_verify_reads_a_running_apis_journal(
 ) -> None:
     run("verify", path)
     (line,) = capsys.readouterr().out.splitlines()
-    assert "is whole" in line
+    assert "is intact" in line
     assert "groups: 3" in line
     assert "dead letters: 1" in line
     client.post("/scored_data", json=group(4, 5))
@@ -224,10 +224,39 @@ def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
+def operators_commands() -> list[str]:
+    """The blocks of commands on the page for operators."""
+    page = (Path(__file__).parents[3] / "docs" / "operate.md").read_text()
+    return [part.split("```")[0] for part in page.split("```sh\n")[1:]]
+
+
+@pytest.mark.services
+def test_a_journal_is_restored_from_its_backup_as_documented(path: Path) -> None:
+    """Groups posted later are gone, and a batch acknowledged later waits again."""
+    with TestClient(create_app(journal=path)) as client:
+        trainer = client.post("/register", json=registration(4)).json()["uuid"]
+        client.post("/scored_data", json=group(4, 1))
+        run("backup", path, path.parent / "monday.db")
+        lease = client.post("/batch/lease", json={"trainer": trainer, "holding": []}).json()["lease"]
+        client.post("/batch/ack", json={"trainer": trainer, "leases": [lease]})
+        client.post("/scored_data", json=group(4, 2))
+    path.write_bytes(b"damaged")
+    restore = next(text for text in operators_commands() if "cp monday.db" in text)
+    root = Path(__file__).parents[3]
+    found = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
+    commands = restore.replace("atropos-api-8000.db", path.name)
+    subprocess.run(["sh", "-ec", commands], cwd=path.parent, env=found, timeout=4 * DEADLINE_S, check=True)
+    with TestClient(create_app(journal=path)) as client:
+        again = client.post("/batch/lease", json={"trainer": trainer, "holding": []}).json()
+        assert [item["tokens"][0][0] for item in again["batch"]] == [1]
+        client.post("/batch/ack", json={"trainer": trainer, "leases": [again["lease"]]})
+        assert client.post("/batch/lease", json={"trainer": trainer, "holding": []}).json()["batch"] is None
+
+
 @pytest.mark.services
 def test_the_commands_of_the_documentation_work_beside_a_running_api(path: Path, client: TestClient) -> None:
     root = Path(__file__).parents[3]
-    (block,) = [part.split("```")[0] for part in (root / "docs" / "api.md").read_text().split("```sh\n")[1:]]
+    block = next(text for text in operators_commands() if "backup" in text)
     found = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(root)}
     commands = block.replace("atropos-api-8000.db", path.name)
     ended = subprocess.run(["sh", "-ec", commands], cwd=path.parent, env=found, timeout=4 * DEADLINE_S)

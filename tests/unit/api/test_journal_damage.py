@@ -260,7 +260,8 @@ def test_a_change_that_is_missing_or_other_breaks_the_chain(path: Path, number: 
         create_app(journal=copy)
 
 
-# --- what is no loss ------------------------------------------------------------------------------------------------
+# --- what loses nothing
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_head_that_is_behind_its_journal_is_no_loss(path: Path) -> None:
@@ -421,7 +422,11 @@ def test_accepting_the_loss_keeps_what_was_whole_and_counts_the_changes(
     [
         ("", "8 of 8 acknowledged changes are lost, nothing is left", 0),
         ("-wal", "8 of 8 acknowledged changes are lost, 0 groups are left", 0),
-        (".head", "cannot be told without its head; it ends with change 8, 5 groups are left", 5),
+        (
+            ".head",
+            "without its head, the number of lost changes is unknown; it ends with change 8, 5 groups are left",
+            5,
+        ),
     ],
 )
 @pytest.mark.parametrize("damage", [remove, empty])
@@ -468,7 +473,8 @@ def test_a_database_of_another_kind_is_not_taken_for_a_loss(path: Path) -> None:
     assert digests(path.parent) == before
 
 
-# --- what is no regular file ----------------------------------------------------------------------------------------
+# --- what is not a regular file
+# ----------------------------------------------------------------------------------------
 
 
 def a_link(path: Path) -> None:
@@ -491,7 +497,7 @@ def test_only_regular_files_are_taken(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
     make(Path(name))
-    with pytest.raises(JournalError, match=r"is a (link|pipe|socket|folder), not a regular file"):
+    with pytest.raises(JournalError, match=r"is a (link|pipe|socket|directory), not a regular file"):
         create_app(journal=Path("groups.db"))
     assert [file.name for file in tmp_path.iterdir()] == [name]
 

@@ -300,7 +300,7 @@ def test_gzip_members_of_any_size_and_zeros_behind_them_are_read() -> None:
 
 
 def worst_health(url: str, post: Callable[[], None]) -> float:
-    """The longest that /health took while posts went on."""
+    """The longest that /health took while posts continued."""
     ended = threading.Event()
     times = [0.0]
 

@@ -57,7 +57,7 @@ class Api:
 
 async def until(fact: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not fact():  # noqa: ASYNC110  no event tells of it
+        while not fact():  # noqa: ASYNC110  no event signals it
             await asyncio.sleep(0.005)
 
 

@@ -283,7 +283,7 @@ def test_an_obstacle_is_told_once_enough_rollouts_wait() -> None:
     assert "batch_size=10" in (queue.obstacle() or "")
     queue.register_env(env(min_batch_allocation=0.5))
     assert next_batch(queue) is None
-    assert "math_0 is to fill 50% of each batch but has no group waiting" in (queue.obstacle() or "")
+    assert "math_0 must fill 50% of each batch but has no group waiting" in (queue.obstacle() or "")
 
 
 # --- training progress and evaluations ------------------------------------------------------------------------------

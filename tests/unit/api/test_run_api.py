@@ -146,7 +146,7 @@ def test_a_request_that_waits_for_a_batch_does_not_delay_the_end(process: tuple[
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--in-memory", "--journal", "x.db"], "exclude each other"),
+        (["--in-memory", "--journal", "x.db"], "cannot be combined"),
         (["--reload", "--journal", "x.db"], "serves in memory"),
         (["--host", "0.0.0.0"], "--allow-unauthenticated"),
         (["--api-token", "short"], "8"),

@@ -42,7 +42,7 @@ def test_the_post_token_opens_what_environments_ask_for_and_nothing_else() -> No
             assert (status == 403) == (path not in POST_PATHS | OPEN_PATHS), (method, path, status)
             assert client.request(method, path, headers=bearing(TOKEN)).status_code not in (401, 403), path
     reply = client.post("/reset_data", headers=bearing(POST))
-    assert "wants the API's token" in reply.json()["detail"]
+    assert "needs the API's token" in reply.json()["detail"]
 
 
 def test_one_token_for_both_roles_opens_everything() -> None:
@@ -69,7 +69,7 @@ def test_the_post_token_comes_from_flag_file_or_environment(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("flags", [["--post-token", POST], ["--post-token", POST, "--api-token", POST]])
 def test_a_post_token_alone_or_twice_is_refused(flags: list[str]) -> None:
-    with pytest.raises(ConfigError, match="give both"):
+    with pytest.raises(ConfigError, match="give --api-token too"):
         config(*flags)
 
 
@@ -141,7 +141,7 @@ def test_a_changed_file_changes_the_token_without_a_restart_and_a_broken_one_doe
         for _ in range(3):
             now[0] += 2
             assert token.current() == "another-token-now"
-    lines = [record.getMessage() for record in caplog.records if "stays as it was" in record.getMessage()]
+    lines = [record.getMessage() for record in caplog.records if "token is unchanged" in record.getMessage()]
     assert len(lines) == 3
     assert "short" not in "".join(lines)
 

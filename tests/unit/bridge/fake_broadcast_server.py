@@ -1,4 +1,4 @@
-"""A vLLM server as the broadcast bridge sees it, without vLLM: the HTTP routes, and one updater thread a rank on real
+"""A vLLM server as the broadcast bridge sees it, without vLLM: the HTTP routes, and one updater thread per rank on real
 Gloo groups.
 """
 

@@ -1,4 +1,4 @@
-"""What an adapter folder must hold to be served: read without vLLM, before vLLM reads it."""
+"""What an adapter directory must hold to be served: read without vLLM, before vLLM reads it."""
 
 import json
 import os
@@ -95,8 +95,8 @@ def test_a_configuration_that_is_none_is_refused(tmp_path: Path, content: bytes)
 def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
     for name in (CONFIG, WEIGHTS):
         (adapter(tmp_path) / name).unlink()
-        os.mkfifo(tmp_path / name)  # to read it would wait for ever
-        with pytest.raises(FileFault, match="is no regular file"):
+        os.mkfifo(tmp_path / name)  # to read it would wait forever
+        with pytest.raises(FileFault, match="is not a regular file"):
             read(tmp_path)
         (tmp_path / name).unlink()
 
@@ -104,7 +104,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "reason"),
     [
-        ({}, "holds no tensors"),
+        ({}, "contains no tensors"),
         (pair(Q), "has no tensors for 'o_proj'|has no tensors for \\['o_proj'\\]"),
         (pair(Q) | pair(OUT) | pair(OUT.replace("o_proj", "k_proj")), "which adapter_config.json does not name"),
         (pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6)}, "has no lora_B"),
@@ -122,8 +122,8 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path: Path) -> None:
             pair(Q) | {f"{OUT}.lora_A.weight": torch.ones(4, 6).int(), f"{OUT}.lora_B.weight": torch.ones(5, 4)},
             "expected a matrix",
         ),
-        (pair(Q) | pair(OUT) | {"base_model.model.lm_head.weight": torch.ones(1)}, "is no tensor of a LoRA adapter"),
-        (pair(Q) | pair(OUT) | {"\x1b[2J.lora_A.weight": torch.ones(4, 6)}, "is no tensor of a LoRA adapter"),
+        (pair(Q) | pair(OUT) | {"base_model.model.lm_head.weight": torch.ones(1)}, "is not a tensor of a LoRA adapter"),
+        (pair(Q) | pair(OUT) | {"\x1b[2J.lora_A.weight": torch.ones(4, 6)}, "is not a tensor of a LoRA adapter"),
     ],
 )
 def test_tensors_that_are_not_what_the_configuration_says_are_refused(
@@ -149,7 +149,7 @@ def test_numbers_that_are_not_finite_as_they_are_served_are_refused(
 ) -> None:
     tensors = pair(Q) | pair(OUT)
     tensors[f"{OUT}.lora_B.weight"][-1, -1] = value
-    with pytest.raises(FileFault, match=r"o_proj.lora_B.weight holds NaN or infinity"):
+    with pytest.raises(FileFault, match=r"o_proj.lora_B.weight contains NaN or infinity"):
         read(adapter(tmp_path, tensors), dtype)
 
 

@@ -1,4 +1,4 @@
-"""LoRA's products by adapter against one product a token."""
+"""LoRA's products by adapter against one product per token."""
 
 import pytest
 import torch

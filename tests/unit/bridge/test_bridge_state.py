@@ -138,7 +138,7 @@ async def test_versions_rise_by_one_from_the_first_that_a_session_commits(
     for version in (5, 6, 7, 9, 10):
         engine.stage("a", version)
         code, why = await refusal(client, "commit", session="a", policy_version=version)
-        assert (code, why) == (409, f"policy version {version} does not follow 7: it rises by one")
+        assert (code, why) == (409, f"policy version {version} does not follow 7: it must rise by one")
     assert engine.events == []
     assert (await status(client))["policy_version"] == 7
     await committed(client, engine, 8)
@@ -214,7 +214,7 @@ async def test_a_lease_ends_unless_it_is_renewed(
     [
         ({"world_size": 2}, 422, "world_size 2: this server has 2 worker(s), so it must be 3"),
         ({"world_size": 4}, 422, "world_size 4: this server has 2 worker(s), so it must be 3"),
-        ({"manifest_digest": "0" * 64}, 409, "trainer and vLLM hold different models"),
+        ({"manifest_digest": "0" * 64}, 409, "trainer and vLLM have different models"),
         ({"lease_s": -1.0}, 400, "lease_s"),
     ],
 )
@@ -312,7 +312,7 @@ async def test_a_step_in_place_is_served_at_resume_and_only_as_what_it_was_annou
     assert engine.events == ["pause keep", "label 0", "resume"]
     for version in (0, 2):
         code, why = await refusal(client, "pause", session="a", policy_version=version, deadline_s=9)
-        assert (code, why) == (409, f"policy version {version} does not follow 0: it rises by one")
+        assert (code, why) == (409, f"policy version {version} does not follow 0: it must rise by one")
     await paused(client, 1)
     assert (await post(client, "resume", session="a")).json()["policy_version"] == 0  # it wrote nothing
     assert engine.paused is False
@@ -376,7 +376,7 @@ async def test_a_trainer_that_ends_in_the_middle_of_a_step_poisons_the_weights(
         return (await status(client))["poisoned"] is not None
 
     await until(is_poisoned)
-    words = {"death": "died while it updated", "deadline": "overstepped its deadline while it updated"}
+    words = {"death": "died while it updated", "deadline": "exceeded its deadline while it updated"}
     found = await status(client)
     assert words[end] in found["poisoned"]
     assert found["session"] is None

@@ -182,19 +182,19 @@ def sharded(folder: Path) -> None:
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncated, "bytes, it was written with"),
     (flipped, "has its size but other contents than were written (SHA-256 differs)"),
-    (unfinished, "manifest.json is no regular file"),
+    (unfinished, "manifest.json is not a regular file"),
     (linked_out, "or is a link out of it"),
-    (fifo, "model-extra.safetensors is no regular file"),
+    (fifo, "model-extra.safetensors is not a regular file"),
     (another_shape, "out: vLLM holds [4, 4], the directory [4, 5]"),
     (missing_tensor, "vLLM holds k [2, 4], the directory does not (5/6 tensors agree"),
     (extra_tensor, "the directory holds lm_head [2], vLLM does not"),
     (integers, "'norm' is I8, not one of"),
-    (twice, "both hold 'norm'"),
+    (twice, "both contain 'norm'"),
     (unnamed, "manifest.json does not name ['model-2.safetensors']"),
     (damaged_manifest, "manifest.json is damaged"),
     (manifest_that_names_others, "manifest.json does not name"),
     (no_weights, "no directory with safetensors files is there"),
-    (sharded, "is a sharded checkpoint, not a model: make one of it by `atropos export"),
+    (sharded, "is a sharded checkpoint, not a model: convert it with `atropos export"),
 ]
 
 
@@ -220,7 +220,7 @@ def test_a_manifest_cannot_lead_out_of_its_directory(server: TestClient, tmp_pat
     (tmp_path / "secret").write_text("x")
     names = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(names | {"../secret": {"bytes": 1, "sha256": ""}}))
-    assert "secret lies outside of the directory" in reload(server, folder, 1).json()["error"]["message"]
+    assert "secret is outside the directory" in reload(server, folder, 1).json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["v1", "", "/nowhere", "/tmp/\u0000", "/dev/zero"])

@@ -121,7 +121,7 @@ def test_what_cannot_be_written_or_read_leaves_the_last_version_served(
     with pytest.raises(BridgeError, match=r"cannot write .*reload.*\. vLLM keeps serving the version before"):
         bridge.sync(1, lambda: change(model))
     (tmp_path / "out" / "reload").unlink()
-    with pytest.raises(BridgeError, match="policy version 5 does not follow 0: it rises by one"):
+    with pytest.raises(BridgeError, match="policy version 5 does not follow 0: it must rise by one"):
         bridge.sync(5, lambda: None)
     assert not same(served, model)
     assert server.state.sessions.serving.policy_version == 0
@@ -142,7 +142,7 @@ def test_a_former_version_that_cannot_be_removed_is_named(server: FastAPI, sourc
 
 def test_another_model_and_a_second_trainer_are_refused(server: FastAPI, source: str, tmp_path: Path) -> None:
     other = model_folder(tmp_path / "other", vocab_size=50)
-    with pytest.raises(BridgeError, match="do not hold the same model"):
+    with pytest.raises(BridgeError, match="do not have the same model"):
         connect(server, other, tmp_path / "out")
     bridge, _ = connect(server, source, tmp_path / "out")
     with pytest.raises(BridgeError, match=r"trainer .* holds session"):

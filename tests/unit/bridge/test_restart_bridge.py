@@ -176,7 +176,7 @@ def test_a_resumed_run_starts_with_the_version_of_its_checkpoint(
     write_policy_version(source, 4)
     bridge = connect(make(), str(source))
     assert bridge.sync(4, keep).stall_s == 0
-    # a new run from the same folder counts from 0, so what is served must be labelled anew
+    # a new run from the same directory counts from 0, so what is served must be labelled again
     fresh = connect(make(vllm_port=free_port()), str(source))
     report = fresh.sync(0, keep)
     assert report.policy_version == 0
@@ -328,7 +328,7 @@ def test_a_port_that_a_stranger_takes_during_the_restart_is_left_to_it(
         theirs.append(stranger(config, model))
 
     monkeypatch.setattr(bridge._server, "stop", stop_and_lose_the_port)
-    with pytest.raises(BridgeError, match="is taken by another process now"):
+    with pytest.raises(BridgeError, match="is now in use by another process"):
         bridge.sync(1, keep)
     monkeypatch.undo()
     bridge.close()
@@ -376,5 +376,5 @@ def test_a_stopped_trainer_ends_its_server_within_ten_seconds(
 
 
 def test_vllm_is_not_started_on_other_machines(make: Make, connect: Connect, model: str) -> None:
-    with pytest.raises(BridgeError, match="starts vLLM on its own loopback only"):
+    with pytest.raises(BridgeError, match="starts vLLM only on its own loopback"):
         connect(make(vllm_host="0.0.0.0"), model)

@@ -100,8 +100,8 @@ def test_a_session_is_ended_once_whoever_closes_it(caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         session(silent).close()
         session(silent).fence("left out")
-    assert "but vLLM could not be told: it is gone" in caplog.text
-    assert "http://vllm could not be fenced off and may go on serving an older version: it is gone" in caplog.text
+    assert "but could not notify vLLM: it is gone" in caplog.text
+    assert "http://vllm could not be fenced off and may continue to serve an older version: it is gone" in caplog.text
 
 
 def test_another_model_is_refused_with_the_server_and_the_first_difference() -> None:
@@ -109,7 +109,7 @@ def test_another_model_is_refused_with_the_server_and_the_first_difference() -> 
     assert matching_manifest(vllm, {"a": (7,)}).nbytes == 28
     with pytest.raises(
         BridgeError,
-        match=r"the vLLM server at http://vllm do not hold the same model: a: vLLM holds \[7\], the trainer",
+        match=r"the vLLM server at http://vllm do not have the same model: a: vLLM holds \[7\], the trainer",
     ):
         matching_manifest(vllm, {"a": (8,)})
 

@@ -92,7 +92,7 @@ async def test_an_offer_that_does_not_fit_leaves_the_session_that_is_open(
     await sessions.open(offer(broadcast_offer(world_size=3)))
     for wrong, message in [
         (broadcast_offer(world_size=2, session="t"), "world_size 2: this server has 2 worker"),
-        (broadcast_offer(world_size=3, session="t", manifest_digest="d" * 64), "hold different models"),
+        (broadcast_offer(world_size=3, session="t", manifest_digest="d" * 64), "have different models"),
         (single_copy_offer(process=HERE | {"boot_id": "another"}), "another machine"),
         (single_copy_offer(process=HERE | {"pid_namespace": 1}), "another container"),
     ]:
@@ -111,7 +111,7 @@ async def post(sessions: Sessions, body: Any) -> Any:
     [
         (single_copy_offer(process=DEAD), 60.0, "trainer h:1 died while it updated the weights to policy version 1"),
         (single_copy_offer(lease_s=0.02), 60.0, "trainer h:1 fell silent while"),
-        (single_copy_offer(), 0.02, "trainer h:1 overstepped its deadline while"),
+        (single_copy_offer(), 0.02, "trainer h:1 exceeded its deadline while"),
     ],
 )
 async def test_a_pause_that_is_never_resumed_poisons_the_weights_and_ends_the_session(

@@ -151,9 +151,9 @@ def test_training_ends_when_the_last_server_is_gone(model: str, servers: list[Fa
     servers[0].fail = "commit"
     assert synced(bridge, 1) == 1
     servers[1].fail = "commit"
-    with pytest.raises(BridgeError, match=r"no vLLM server of 2 is left: .*commit broken for the test"):
+    with pytest.raises(BridgeError, match=r"all 2 vLLM servers are lost: .*commit broken for the test"):
         synced(bridge, 2)
-    assert servers[1].fenced is None, "the last one goes on serving what it last committed"
+    assert servers[1].fenced is None, "the last one continues serving what it last committed"
     bridge.close()
 
 
@@ -193,7 +193,8 @@ def test_servers_that_hold_their_weights_differently_are_refused(model: str) -> 
     pair = [FakeVllmServer(model), FakeVllmServer(model, dtype="bfloat16")]
     with serving(*pair):
         with pytest.raises(
-            BridgeError, match=r"holds its weights otherwise \(bfloat16\) than .* \(float32\).*same --model and --dtype"
+            BridgeError,
+            match=r"stores its weights differently \(bfloat16\) than .* \(float32\).*same --model and --dtype",
         ):
             bridge_to(model, *pair)
         assert [server.sessions for server in pair] == [0, 0]
@@ -220,7 +221,7 @@ def test_a_loopback_rendezvous_is_refused_for_a_server_elsewhere(model: str, mon
     monkeypatch.setattr("vllm_patching.transport.address_towards", lambda host: "192.0.2.1")
     config = config_to(model, 9001, vllm_host="192.0.2.7")
     with pytest.raises(
-        BridgeError, match=r"192.0.2.7 is another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
+        BridgeError, match=r"192.0.2.7 runs on another machine.*MASTER_ADDR=localhost.*--master-addr.*192.0.2.1"
     ):
         broadcast.prepare(config, model, CPU)
 

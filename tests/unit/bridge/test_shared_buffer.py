@@ -71,7 +71,7 @@ def test_a_view_outlives_the_buffer_whose_descriptor_is_closed() -> None:
 
 
 def test_more_than_is_free_is_refused_with_figures() -> None:
-    with pytest.raises(SharedBufferError, match=r"need 1000000000 MB of shared memory, \d+ MB are free"):
+    with pytest.raises(SharedBufferError, match=r"need 1000000000 MB of shared memory, but \d+ MB are free"):
         SharedBuffer(10**15)
 
 

@@ -33,20 +33,20 @@ def test_no_trainer_has_registered() -> None:
 
 def test_no_environment_is_registered() -> None:
     assert explain(waiting([])) == [
-        "0 of 32 rollouts of the next batch are there; no environment is registered: start one, or see its log"
+        "0 of 32 rollouts of the next batch have arrived; no environment is registered: start one, or see its log"
     ]
 
 
 def test_an_environment_waits_for_vllm_that_loads() -> None:
     vllm = "the inference server at http://127.0.0.1:9001/v1 (connection refused)"
     head, line = explain(waiting([environment(None, waits_for=vllm, waited_s=35.2)]))
-    assert head.endswith("no environment is registered: those that were started are not ready")
+    assert head.endswith("no environment is registered: the started ones are not ready")
     assert line == f"environment gsm8k_0 (heard 2 s ago), not yet registered, waits for {vllm}, for 35 s"
 
 
 def test_the_batch_fills() -> None:
     head, line = explain(waiting([environment(posted=27, in_flight=5)], waiting=12))
-    assert head == "3 of 8 groups of the next batch are there"
+    assert head == "3 of 8 groups of the next batch have arrived"
     assert line == "environment gsm8k_0 (heard 2 s ago) samples 5 groups; 27 groups posted"
 
 
@@ -59,7 +59,7 @@ def test_what_was_thrown_away_and_what_failed_is_told() -> None:
 def test_groups_of_several_sizes_are_counted_in_rollouts() -> None:
     other = EnvActivity("two", 1, 1.0, 8)
     head, _, line = explain(waiting([environment(in_flight=1), other], waiting=12))
-    assert head == "12 of 32 rollouts of the next batch are there"
+    assert head == "12 of 32 rollouts of the next batch have arrived"
     assert line == "environment two (heard 1 s ago) sends no reports"
 
 
@@ -83,16 +83,16 @@ def test_counts_are_those_since_the_last_group_that_was_posted() -> None:
         ({"journal_error": "disk full"}, "the API takes no groups: disk full"),
         (
             {"waiting": 40, "obstacle": "no choice of whole groups sums to batch_size=32"},
-            "10 of 8 groups of the next batch are there, but no choice of whole groups sums to batch_size=32",
+            "10 of 8 groups of the next batch have arrived, but no choice of whole groups sums to batch_size=32",
         ),
-        ({"trainer_heard_s": None, "asked_s": 500.0}, "the trainer has given no sign of life for long: see its log"),
-        ({"asked_s": None}, "the trainer has registered and not yet asked for a batch"),
-        ({"asked_s": 42.0}, "the trainer works on a batch (step 3 of 20) for 42 s"),
-        ({"asked_s": 42.0, "trained_steps": 2}, "the trainer works on a batch (step 3 of 20) for 42 s"),
+        ({"trainer_heard_s": None, "asked_s": 500.0}, "the trainer has been silent for a long time: see its log"),
+        ({"asked_s": None}, "the trainer has registered but not yet asked for a batch"),
+        ({"asked_s": 42.0}, "the trainer has worked on a batch (step 3 of 20) for 42 s"),
+        ({"asked_s": 42.0, "trained_steps": 2}, "the trainer has worked on a batch (step 3 of 20) for 42 s"),
         (
             {"asked_s": 42.0, "trained_steps": 3},
-            "the trainer has done step 3 of 20 and not yet asked for a batch: it waits for an evaluation, or writes a"
-            " checkpoint (see its log)",
+            "the trainer has done step 3 of 20 but not yet asked for the next batch: it waits for an evaluation, or "
+            "writes a checkpoint (see its log)",
         ),
     ],
 )
@@ -103,7 +103,7 @@ def test_what_the_api_knows_by_itself(fields: dict[str, Any], line: str) -> None
 @pytest.mark.parametrize(
     ("gone", "line"),
     [
-        (environment(heard_s=None), "has given no sign of life for long: see its log, or start it again"),
+        (environment(heard_s=None), "has been silent for a long time: see its log, or start it again"),
         (environment(connected=False), "has disconnected"),
     ],
 )
@@ -113,7 +113,7 @@ def test_an_environment_that_is_gone(gone: EnvActivity, line: str) -> None:
 
 def test_an_environment_that_ended_is_not_a_registered_one() -> None:
     assert (
-        "no environment is registered: those that were have ended"
+        "no environment is registered: the earlier ones have ended"
         in explain(waiting([environment(connected=False)]))[0]
     )
 

@@ -147,7 +147,7 @@ def test_not_now_is_unreachable_until_when_the_api_said(
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (Reply(401), "wants its token: set ATROPOS_API_TOKEN, or --atropos-token"),
+        (Reply(401), "needs its token: set ATROPOS_API_TOKEN, or --atropos-token"),
         (Reply(409), "another trainer has registered with the batching API at http.* end one of the two"),
         (
             Reply(404, b'{"detail": "no environment 3"}'),

@@ -16,6 +16,7 @@ BROUGHT_ALONG = {
     "bitsandbytes",  # --optimizer adamw_8bit asks for it
     "pydantic-core",  # of pydantic
     "uvloop",  # of vLLM
+    "verifiers",  # in a virtual environment of its own: scripts/verifiers_setup.sh
 }
 NOT_IMPORTED = {
     "jinja2",  # transformers renders chat templates with it
@@ -31,7 +32,7 @@ EXTRAS = {name(line) for extra, lines in PROJECT["optional-dependencies"].items(
 
 
 def imported(*folders: str) -> set[str]:
-    """The distributions whose modules are imported in `folders`; an unknown module stands for itself."""
+    """The distributions whose modules are imported in `folders`; an unknown module keeps its name."""
     found = set()
     for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

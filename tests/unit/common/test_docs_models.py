@@ -161,6 +161,43 @@ def test_the_table_of_the_page_is_the_plan() -> None:
     assert missing == [], "\n".join(rows)
 
 
+SIZES = ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+COLUMNS = (("broadcast", 64), ("broadcast", 256), ("broadcast", 1200), ("lora", 64), ("single_copy", 64))
+CELLS = [
+    pytest.param(gpus, bridge, host, cell, id=f"{gpus} {bridge} {host}")
+    for gpus, *cells in re.findall(
+        r"^\| (\d+x\d+) \|" + r" (\S+) \|" * len(COLUMNS), (ROOT / "docs/gpus.md").read_text(), re.MULTILINE
+    )
+    for (bridge, host), cell in zip(COLUMNS, cells, strict=True)
+]
+
+
+def fits(size: str, gpus: str, bridge: str, *flags: str) -> bool:
+    asked = (f"gsm8k_{bridge}", f"Qwen/Qwen2.5-{size}-Instruct", "--gpus", gpus, *flags)
+    try:
+        train.expect_fit(plan(*asked), ask_for(*asked))
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize(("gpus", "bridge", "host", "cell"), CELLS)
+def test_the_largest_model_of_the_page_is_the_largest_that_fits(
+    gpus: str, bridge: str, host: int, cell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "available_memory", lambda: host * GB)
+    size, saving = cell.rstrip("*"), "--trainer.gradient-checkpointing"
+    assert fits(size, gpus, bridge, *([saving] if cell.endswith("*") else []))
+    assert not cell.endswith("*") or not fits(size, gpus, bridge)
+    larger = SIZES[SIZES.index(size) + 1 :][:1]
+    assert not any(fits(next_size, gpus, bridge, saving) for next_size in larger)
+
+
+def test_the_page_has_the_usual_machines() -> None:
+    assert len(CELLS) == 5 * len(COLUMNS)
+
+
 # --- the code -------------------------------------------------------------------------------------------------------
 
 

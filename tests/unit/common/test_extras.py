@@ -29,7 +29,7 @@ def test_what_is_installed_is_not_imported() -> None:
 
 def test_each_extra_is_one_of_the_package() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {*get_args(Extra), "dev"} == set(extras)
+    assert {*get_args(Extra), "dev", "docs"} == set(extras)
     assert "scripts/setup.sh" in install("gpu")
 
 

@@ -77,7 +77,7 @@ def test_nothing_but_a_regular_file_is_written_renamed_or_replaced(
     obstacle(path)
     before = state_of(tmp_path)
     with pytest.raises(
-        NotRegularFile, match=r"output.jsonl cannot be written: it is a \w+, not a regular file; name another file"
+        NotRegularFile, match=r"output.jsonl cannot be written: it is a \w+, not a regular file; choose another file"
     ):
         WRITERS[writer](path)
     assert state_of(tmp_path) == before
@@ -127,11 +127,12 @@ def test_the_trainer_refuses_a_device_for_its_metrics_before_anything_starts(
         grpo.main(["--model", "m", *BROADCAST, "--metrics-path", "/dev/null"])
     assert ended.value.code == 2
     assert (
-        "/dev/null cannot be written: it is a device, not a regular file; name another file" in capsys.readouterr().err
+        "/dev/null cannot be written: it is a device, not a regular file; choose another file"
+        in capsys.readouterr().err
     )
 
 
-@pytest.mark.parametrize("name", ["data_path_to_save_groups", "evaluations_path", "metrics_path"])
+@pytest.mark.parametrize("name", ["data_path_to_save_groups", "evaluations_path", "held_out_path", "metrics_path"])
 def test_an_environment_refuses_a_device_when_it_is_configured(name: str) -> None:
     with pytest.raises(ValueError, match="/dev/null cannot be written: it is a device"):
         BaseEnvConfig(**{name: "/dev/null"})

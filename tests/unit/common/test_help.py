@@ -62,6 +62,13 @@ def test_help_is_complete_and_loads_nothing_heavy(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_help_describes_the_program(command: str) -> None:
+    shown = answer(command, "--help")[1]
+    description = shown.partition("\n\n")[2].partition(":\n")[0].partition("\n\n")[0]
+    assert len(description.split()) > 4, description
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_version_is_one_line(command: str) -> None:
     status, shown, found = answer(command, "--version")
     assert status == 0

@@ -50,14 +50,14 @@ ACTS = {
     "read it through a link": "import os; os.symlink({secret!r}, 'link')\nif open('link').read(): os.unlink('link')",
     "read the system's users": "open('/etc/passwd').read()",
     "read a file of the project": "open({project!r} + '/pyproject.toml').read()",
-    "list the home folder": "import os; assert os.listdir(os.path.dirname({secret!r}))",
+    "list the home directory": "import os; assert os.listdir(os.path.dirname({secret!r}))",
     "write a file of the user": "open({secret!r}, 'a')",
     "make a file": "open({secret!r} + '.new', 'w')",
     "make a file in /dev/shm": "open('/dev/shm/atropos-escape', 'w')",
     "write into the library": "open({project!r} + '/atroposlib/escape.py', 'w')",
     "truncate a file": "import os; os.truncate({secret!r}, 5)",
     "delete a file": "import os; os.unlink({secret!r} + '.new')",
-    "make a folder": "import os; os.mkdir({secret!r} + '.folder')",
+    "make a directory": "import os; os.mkdir({secret!r} + '.folder')",
     "make a link": "import os; os.link({secret!r}, {secret!r} + '.link')",
     "change a file's mode": "import os; os.chmod({secret!r}, 0o600)",
     "change a file's time": "import os; os.utime({secret!r})",
@@ -263,7 +263,7 @@ async def test_the_log_names_what_confines_the_children_once(caplog: pytest.LogC
     lines = [record.message for record in caplog.records if "sandbox" in record.message]
     assert len(lines) == 1
     assert "seccomp" in lines[0]
-    assert "no way out found" in lines[0]
+    assert "no escape found" in lines[0]
 
 
 async def test_a_missing_package_of_a_child_is_named() -> None:

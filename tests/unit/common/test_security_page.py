@@ -6,13 +6,11 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[2]
-PAGE = TESTS.parent / "docs/security.md"
+PROMISES = (TESTS.parent / "docs/security.md").read_text().split("## What is promised")[1]
 
 
 def test_every_promise_names_a_test_that_exists() -> None:
-    rows = [
-        line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith("| promise")
-    ]
+    rows = [line for line in PROMISES.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
     assert len(rows) > 30
     for row in rows:
         named = re.findall(r"`((?:unit|integration)/[\w/]+\.py)(?:::(\w+))?`", row.rpartition(" | ")[2])

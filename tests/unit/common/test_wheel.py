@@ -80,7 +80,7 @@ def test_it_holds_every_module_recipe_and_batch_script(installed: Path) -> None:
         INSTALLED_AS.get(path.parts[0], path.parts[0]) + str(path)[len(path.parts[0]) :]
         for folder in ("atroposlib", "environments", "example_trainer", "vllm_patching", "recipes")
         for path in (found.relative_to(ROOT) for found in (ROOT / folder).rglob("*"))
-        if path.suffix in (".py", ".yaml") or path.name == "py.typed"
+        if path.suffix in (".py", ".yaml", ".html", ".js", ".css", ".svg") or path.name == "py.typed"
     ]
     slurm = [f"example_trainer/slurm/{path.name}" for path in (ROOT / "scripts/slurm").iterdir()]
     assert [name for name in expected + slurm if not (installed / name).is_file()] == []

@@ -90,7 +90,7 @@ def test_servers_are_read_from_json_and_an_open_proxy_needs_a_token(tmp_path: Pa
     path.write_text(json.dumps({"model_name": "m", "tokenizer_name": "t", "servers": [{"base_url": "http://x/v1"}]}))
     name, tokenizer, servers = read_servers(path)
     assert (name, tokenizer, servers[0].server_type, servers[0].model_name) == ("m", "t", "vllm", "m")
-    with pytest.raises(SystemExit, match="open to others: give --token"):
+    with pytest.raises(SystemExit, match="reachable by other machines: give --token"):
         main(["--config", str(path), "--host", "0.0.0.0"])
 
 

@@ -99,5 +99,5 @@ async def test_puzzles_of_a_file_are_split(tmp_path: Path) -> None:
     assert len(taken) == 6
     assert not taken & set(env.held_out)
     path.write_text('{"nums": [1, 2], "target": 3}\n{"nums": 3}\n')
-    with pytest.raises(DataError, match=r"puzzles.jsonl:2 is no puzzle"):
+    with pytest.raises(DataError, match=r"puzzles.jsonl:2 is not a puzzle"):
         read_puzzles(path)

@@ -134,8 +134,10 @@ async def test_unreachable_hub_falls_back_in_one_line_or_fails_on_request(
             assert not env.boxed
         warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
         assert len(warnings) == 1
-        assert warnings[0].startswith("Using the built-in arithmetic problems instead of GSM8K: the hub did not give")
-        with pytest.raises(RuntimeError, match="the hub did not give openai/gsm8k within 0 s"):
+        assert warnings[0].startswith(
+            "Using the built-in arithmetic problems instead of GSM8K: the hub did not deliver"
+        )
+        with pytest.raises(RuntimeError, match="the hub did not deliver openai/gsm8k within 0 s"):
             async with running_env(tmp_path, server, dataset="gsm8k", hub_timeout=0.2):
                 pass
 

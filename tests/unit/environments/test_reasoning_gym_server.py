@@ -25,7 +25,7 @@ def test_weights_are_read_by_name() -> None:
     assert weights_by_name("all") == {}
     assert weights_by_name("chain_sum=3, leg_counting") == {"chain_sum": 3.0, "leg_counting": 1.0}
     for wrong in ("chain_sum=0", "=1", "chain_sum=-1", "chain_sum=many"):
-        with pytest.raises(ValueError, match=r"is no task with a weight above 0|could not convert"):
+        with pytest.raises(ValueError, match=r"is not a task with a weight above 0|could not convert"):
             weights_by_name(wrong)
 
 

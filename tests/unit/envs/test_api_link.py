@@ -105,7 +105,7 @@ async def test_a_full_queue_is_posted_to_again_when_it_said_and_not_before(monke
 async def test_a_queue_that_stays_full_ends_the_wait_at_its_deadline() -> None:
     async with full_queue(timeout_s=0.5) as (_api, link):
         start = time.monotonic()
-        with pytest.raises(PeerError, match="1 groups wait, at most 1 may"):
+        with pytest.raises(PeerError, match="1 groups wait, at most 1 are allowed"):
             await link.post_groups([group(2)])
         assert time.monotonic() - start < 2  # Retry-After says 2 s, the deadline comes first
 

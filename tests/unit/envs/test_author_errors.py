@@ -103,7 +103,7 @@ async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_env
 
 
 class MalformedEnv(CountingEnv):
-    """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is no group at
+    """Gives two groups an item: one whole, one with a mask too few; the item 3 gives something that is not a group at
     all.
     """
 
@@ -238,5 +238,5 @@ async def test_garbage_of_the_inference_server_is_put_down_to_it(
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
     assert all(value <= 0 or value == 1.0 for row in group["inference_logprobs"] for value in row)
-    assert "gave what no model samples: logprobs[0][0]" in caplog.text
+    assert "returned what no model can sample: logprobs[0][0]" in caplog.text
     assert env._env_run.counts["groups_malformed"] == 0

@@ -30,7 +30,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_whole_one(
     assert found is not None
     assert found[1] == {"taken": 4}
     assert len(caplog.messages) == 1
-    assert f"Passing over the checkpoint {newest}, which is damaged" in caplog.messages[0]
+    assert f"Skipping the checkpoint {newest}, which is damaged" in caplog.messages[0]
 
 
 def test_where_all_are_damaged_the_environment_starts_afresh(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ async def test_a_batch_goes_on_with_what_there_is_after_max_items(
     figures = {name: counts[name] for name in ("groups_without_signal", "groups_filled_in", "groups_thrown_away")}
     assert figures == {"groups_without_signal": 9, "groups_filled_in": 5, "groups_thrown_away": 4}
     assert counts["tokens_thrown_away"] == 4 * 4
-    assert caplog.text.count("it goes on with others, oldest first (--env.max_items_per_batch)") == 2
-    assert "6 groups were sampled for a batch and 1 of the 4 it takes have a signal" in caplog.text
+    assert caplog.text.count("filling it with others, oldest first (--env.max_items_per_batch)") == 2
+    assert "Sampled 6 groups for a batch, and 1 of the 4 that it needs have a signal" in caplog.text
 
 
 async def test_on_policy_batches_stay_on_policy_with_many_in_flight(tmp_path: Path) -> None:
@@ -167,5 +167,5 @@ async def test_drops_are_one_line_a_minute(
     assert lines[1].startswith(
         "Dropped 600 groups since the last such line (600 all scores equal), 601 of them in a row"
     )
-    assert "with pauses of 0.8 s between items; the last, of the item 600: all scores are 0" in lines[1]
+    assert "with pauses of 0.8 s between items; the last one, of the item 600: all scores are 0" in lines[1]
     assert len(lines) == 2

@@ -132,7 +132,7 @@ def test_flags_of_the_manager_reach_it(tmp_path: Path) -> None:
 
 def test_server_flags_with_several_servers_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "--openai.base_url", "http://x/v1", env=SeveralServers)
-    assert "--openai.* sets one inference server but 2 are configured; list them under `openai:`" in said
+    assert "--openai.* sets one inference server, but 2 are configured; list them under `openai:`" in said
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""Every command of docs/environments.md and docs/write_an_environment.md is run, with ports, folders and models of
+"""Every command of docs/environments.md and docs/write_an_environment.md is run, with ports, directories and models of
 this test.
 """
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -11,20 +12,26 @@ import socket
 import sys
 import time
 import tomllib
+from enum import Enum
 from pathlib import Path
 
 import aiohttp
 import pytest
 import requests
+from openai import AsyncOpenAI, OpenAIError
 
 from atroposlib.config import resolve_config
+from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.cli import build, load_tree
+from atroposlib.envs.errors import Unscored
 from atroposlib.envs.process import process
+from atroposlib.envs.question_env import Rollout
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
+from environments.template_server import LargerNumberEnv
 from example_trainer.config import TrainerConfig
 from tests.unit.compat.test_generation import group
-from tests.unit.environments.support import env_class
+from tests.unit.environments.support import env_class, running_env, sampled_texts
 from tests.unit.envs.fakes import running_api
 from tests.waiting import until
 
@@ -154,9 +161,14 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
     (tmp_path / "colours.py").write_text(code(PAGE))
     tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
     arguments = python_arguments(command.replace("path/to/a/tokenizer", tokenizer))
-    own = [] if "--env.tokenizer_name" in arguments else ["--env.tokenizer_name", tokenizer]
+    needs_none = "--env.tokenizer_name" in arguments or "--samples" in arguments
+    own = [] if needs_none else ["--env.tokenizer_name", tokenizer]
     async with FakeInferenceServer(lambda prompt: ["It is 50, and blue.", "No idea."]) as server:
         await run(*arguments, *own, "--openai.base_url", server.base_url, cwd=tmp_path)
+    if "--samples" in command:
+        (samples,) = (tmp_path / "evaluations").glob("*.jsonl")
+        assert (samples.name, samples.read_text().count("\n")) == ("gsm8k-my-model.jsonl", 1 + 4 * 64)
+        return
     if "evaluate" in command:
         assert "accuracy" in json.loads((tmp_path / "results/metrics.json").read_text())["results"]["all"]
         return
@@ -169,31 +181,34 @@ def renumbered_tokenizer(folder: Path) -> str:
     """The tiny tokenizer's symbols under other ids than the fake server's own has."""
     file = save_tiny_tokenizer(folder) / "tokenizer.json"
     backend = json.loads(file.read_text())
-    backend["model"]["vocab"] = {symbol: 255 - index for symbol, index in backend["model"]["vocab"].items()}
+    backend["model"]["vocab"] = {symbol: 255 - index for index, symbol in enumerate(backend["model"]["vocab"])}
     file.write_text(json.dumps(backend))
     return str(folder)
 
 
-async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answer(tmp_path: Path) -> None:
-    """With its own tokenizer, the server would send ids that the environment decodes to other text."""
+@pytest.mark.parametrize("own_tokenizer", [False, True])
+async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answers(
+    own_tokenizer: bool, tmp_path: Path
+) -> None:
+    """The server names its tokenizer, so the environment decodes what the server encoded, whichever it is."""
     serve, process = (
         next(command for command in commands(GUIDE) if word in command)
-        for word in ("fake_inference_server", " process ")
+        for word in ("fake_inference_server", "template_server.py process ")
     )
-    tokenizer = renumbered_tokenizer(tmp_path / "tokenizer")
     port = str(free_port())
-    served = python_arguments(serve.replace("9001", port).replace("path/to/a/tokenizer", tokenizer))
-    child = await started(*served, cwd=tmp_path)
+    given = ["--tokenizer", renumbered_tokenizer(tmp_path / "tokenizer")] if own_tokenizer else []
+    child = await started(*python_arguments(serve), "--port", port, *given, cwd=tmp_path)
     try:
         async with aiohttp.ClientSession() as session:
             await answers(session, f"http://127.0.0.1:{port}/health", child)
-        tried = python_arguments(process.replace("path/to/a/tokenizer", tokenizer))
-        await run(*tried, "--openai.base_url", f"http://127.0.0.1:{port}/v1", cwd=tmp_path)
+        await run(*python_arguments(process), "--openai.base_url", f"http://127.0.0.1:{port}/v1", cwd=tmp_path)
     finally:
         child.terminate()
         await asyncio.wait_for(child.communicate(), 30)
     page = (tmp_path / "data/larger_number.html").read_text()
-    assert page.count(shlex.split(serve)[shlex.split(serve).index("--answer") + 1]) == page.count("score ") - 2 > 0
+    canned = shlex.split(serve)[shlex.split(serve).index("--answer") + 1].split(" | ")
+    assert sum(page.count(answer) for answer in canned) == page.count("score ") - 2 > 0
+    assert all(answer in page for answer in canned)
 
 
 @pytest.mark.parametrize("command", PAGES)
@@ -280,16 +295,77 @@ async def test_watcher_of_the_page_waits_for_the_trainer(tmp_path: Path, command
     assert "--wandb-project" in said
 
 
-def test_code_of_the_guide_is_the_template_and_short() -> None:
-    assert code(GUIDE) == (ROOT / "environments/template_server.py").read_text()
-    assert len(code(GUIDE).splitlines()) < 60
+def test_code_of_the_guide_is_the_templates_and_short() -> None:
+    for name, lines in {"template_server": 60, "two_turn_template_server": 90}.items():
+        text = (ROOT / f"environments/{name}.py").read_text()
+        assert f"<!-- environments/{name}.py -->\n```python\n{text}```" in GUIDE
+        assert len(text.splitlines()) < lines
+
+
+def test_the_settings_of_the_page_are_those_of_every_environment_with_their_defaults() -> None:
+    section = PAGE.split("## Settings\n")[1].split("\n## ")[0].split("**Of a `QuestionEnv`**")[0]
+    listed = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE))
+    fields = BaseEnvConfig.model_fields
+    assert sorted(listed) == sorted(fields)
+    for name, shown in listed.items():
+        default = fields[name].default
+        words = "unset" if default is None else default.name if isinstance(default, Enum) else str(default)
+        if name != "tokenizer_name":  # "a hub name"
+            assert shown.strip("`") == (words.lower() if isinstance(default, bool) else words), name
+
+
+def env_of(*words: str) -> type[LargerNumberEnv]:
+    """The template with the methods of the guide's snippet in which `words` occur."""
+    snippet = next(
+        text for kind, text in BLOCK.findall(GUIDE) if kind == "python" and all(word in text for word in words)
+    )
+    names = {"json": json, "Rollout": Rollout, "AsyncOpenAI": AsyncOpenAI, "OpenAIError": OpenAIError}
+    names |= {"Unscored": Unscored}
+    exec(compile(snippet, "docs/write_an_environment.md", "exec"), names)
+    methods = {name: value for name, value in names.items() if inspect.isfunction(value)}
+    assert methods
+    return type("SnippetEnv", (LargerNumberEnv,), methods)
+
+
+async def test_the_tool_of_the_guide_is_called_and_its_result_is_not_trained_on(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "square", "arguments": {"number": 3}}</tool_call>'
+    async with (
+        FakeInferenceServer(lambda prompt: "Done: 9." if "9.0" in prompt else call) as server,
+        running_env(env_of("SQUARE", "tool_parser"), tmp_path, server, max_new_tokens=128) as env,
+    ):
+        group, _ = await env.collect_trajectories([1, 9])
+    assert group is not None
+    assert group["scores"] == [1.0] * 4
+    assert sampled_texts(group) == [f"{call}<|im_end|>Done: 9.<|im_end|>"] * 4
+
+
+@pytest.mark.parametrize(("verdict", "scores"), [("Yes.", [1.0]), ("no", [0.0]), ("It depends", None)])
+async def test_the_judge_of_the_guide_scores_and_what_it_does_not_answer_has_no_score(
+    verdict: str, scores: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: "It is 9.") as server,
+        FakeInferenceServer(lambda _: verdict) as judge,
+    ):
+        judged = env_of("AsyncOpenAI", "judge")
+        monkeypatch.setitem(
+            judged.setup.__globals__, "AsyncOpenAI", lambda **named: AsyncOpenAI(**named | {"base_url": judge.base_url})
+        )
+        async with running_env(judged, tmp_path, server) as env:
+            if scores is None:
+                with pytest.raises(Unscored):
+                    await env.collect_trajectories([1, 9])
+                return
+            group, _ = await env.collect_trajectories([1, 9])
+    assert group is not None
+    assert group["scores"] == scores * 4
 
 
 def test_training_commands_of_the_guide_fit_together() -> None:
     trainer = shlex.split(next(command for command in COMMANDS if "grpo.py" in command))
     serve = shlex.split(next(command for command in COMMANDS if "template_server.py serve" in command))
     config, _ = resolve_config(TrainerConfig, trainer[3:], prog="grpo", env={})
-    tree = load_tree(env_class("template_server"), "serve", serve[3:], "template")
+    tree = load_tree(LargerNumberEnv, "serve", serve[3:], "template")
     assert tree.env.group_size == 8
     assert config.training_steps == 12
     assert config.batch_size % tree.env.group_size == 0

@@ -74,9 +74,9 @@ def test_folder_has_its_own_test_file(tmp_path: Path) -> None:
     ("content", "complaint"),
     [
         ("{", r"p.jsonl:1 is not JSON"),
-        ('{"question": "q", "answer": "12"}', r"p.jsonl:1 is no problem: expected .*#### 12"),
-        ('{"question": "q", "answer": "#### 1"}\n[]', r"p.jsonl:2 is no problem"),
-        ("", r"holds no problems"),
+        ('{"question": "q", "answer": "12"}', r"p.jsonl:1 is not a problem: expected .*#### 12"),
+        ('{"question": "q", "answer": "#### 1"}\n[]', r"p.jsonl:2 is not a problem"),
+        ("", r"contains no problems"),
     ],
 )
 def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str, complaint: str) -> None:
@@ -88,7 +88,7 @@ def test_malformed_file_is_named_with_its_line(tmp_path: Path, content: str, com
 def test_missing_file_and_too_many_held_out_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         read_problems(tmp_path / "none.jsonl")
-    with pytest.raises(DataError, match="has 3 problems, of which heldout_size 64 leaves none"):
+    with pytest.raises(DataError, match="has 3 problems, and heldout_size 64 leaves none"):
         read_problem_set(write(tmp_path / "p.jsonl", 3), None, 64, 0)
 
 
@@ -117,7 +117,7 @@ async def test_hub_dataset_is_read_by_the_child(tmp_path: Path) -> None:
 @pytest.mark.services
 async def test_hub_that_gives_nothing_is_reported_with_its_words(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"the hub did not give \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"
+        DataError, match=r"the hub did not deliver \S*nowhere: .+; check the network, or pass --env.dataset arithmetic"
     ):
         await hub_problem_set(str(tmp_path / "nowhere"), "default", 2, 0, deadline_s=60)
 

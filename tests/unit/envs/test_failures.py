@@ -1,4 +1,4 @@
-"""Rollouts that fail: what becomes of them, of their siblings and of their group."""
+"""Rollouts that fail: what happens to them, of their siblings and of their group."""
 
 import asyncio
 from collections import Counter

@@ -72,7 +72,7 @@ async def test_a_scorer_that_hangs_or_raises_on_one_answer_costs_that_answer(
     assert env._env_run.counts["groups_accepted"] == 1
     assert env._env_run.counts["rollouts_failed_scorer"] == 1
     told = "it took longer than 1.5 s (--env.rollout_timeout)" if hangs else "ZeroDivisionError: of this answer at "
-    assert f"A rollout of the item '7' failed (scorer), its siblings go on: {told}" in caplog.text
+    assert f"A rollout of the item '7' failed (scorer); its siblings continue: {told}" in caplog.text
     assert ("Traceback" in caplog.text) is not hangs
 
 
@@ -114,7 +114,7 @@ def test_soft_overlong_punishment_is_that_of_the_paper(tokens: int, reward: floa
 
 @pytest.mark.parametrize("buffer", [0, -1, 101])
 def test_soft_overlong_punishment_needs_a_buffer_within_the_limit(buffer: int) -> None:
-    with pytest.raises(ValueError, match=f"a buffer of {buffer} tokens in a limit of 100"):
+    with pytest.raises(ValueError, match=f"a buffer of {buffer} tokens does not fit a limit of 100"):
         soft_overlong_punishment(1, limit=100, buffer=buffer)
 
 
@@ -241,7 +241,7 @@ async def test_resumed_environment_goes_on_with_the_next_question(tmp_path: Path
             taken = [await env.get_next_item() for _ in range(3)]
             env.save_checkpoint(10)
         async with running_env(EchoEnv, tmp_path, server) as env:
-            # The API has numbered the restarted environment anew, and the trainer has gone three steps beyond its
+            # The API has numbered the restarted environment again, and the trainer has gone three steps beyond its
             # checkpoint.
             env.checkpoint_dir, env._env_run.registered_name, env.curr_step = str(tmp_path), "echo_1", 13
             env.load_checkpoint()

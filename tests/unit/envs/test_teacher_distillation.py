@@ -116,7 +116,7 @@ async def test_group_goes_without_a_teacher_that_fails(
         group = await asked(env)
     assert group["distill_token_ids"] is None
     assert group["distill_logprobs"] is None
-    assert "without the teacher, who failed on 1 of 4 sequences" in caplog.text
+    assert "without the teacher, which failed on 1 of 4 sequences" in caplog.text
 
 
 async def test_teacher_must_be_configured_and_share_the_vocabulary(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class BrokenCode(CountingEnv):
 
 async def test_no_environment(api: Api) -> None:
     async with asking(api) as why:
-        await why.says("0 of 8 rollouts of the next batch are there; no environment is registered: start one")
+        await why.says("0 of 8 rollouts of the next batch have arrived; no environment is registered: start one")
 
 
 async def test_vllm_is_not_up(tmp_path: Path, api: Api) -> None:
@@ -141,7 +141,7 @@ async def test_every_group_is_dropped(tmp_path: Path, api: Api, cls: type[Counti
     async with FakeInferenceServer() as inference:
         env = cls(config(tmp_path, api.url), server_config(inference))
         async with asking(api, env) as why:
-            await why.says("0 of 2 groups of the next batch are there", "environment counting_0 (heard", *parts)
+            await why.says("0 of 2 groups of the next batch have arrived", "environment counting_0 (heard", *parts)
 
 
 async def test_vllm_refuses_in_mid_run(tmp_path: Path, api: Api) -> None:
@@ -165,7 +165,7 @@ async def test_the_batch_fills_slowly(tmp_path: Path, api: Api) -> None:
 
         env = Slow(config(tmp_path, api.url), server_config(inference))
         async with asking(api, env) as why:
-            await why.says("1 of 2 groups of the next batch are there", "samples 1 groups; 1 groups posted")
+            await why.says("1 of 2 groups of the next batch have arrived", "samples 1 groups; 1 groups posted")
 
 
 async def test_the_queue_is_full(tmp_path: Path) -> None:

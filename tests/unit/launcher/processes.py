@@ -116,7 +116,7 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def lives(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Whether the process exists and is not a zombie."""
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in "ZX"
 

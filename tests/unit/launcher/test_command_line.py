@@ -20,10 +20,10 @@ WRONG = [
     (["--trainer-ranks", "two"], "--trainer-ranks: "),
     (["--seed=x"], "--seed: Input should be a valid integer"),
     (["--dataset", "mmlu"], "--dataset expects arithmetic or gsm8k, got 'mmlu'"),
-    (["--dataset", "gsm8k", "--dataset-path", "."], "exclude each other"),
+    (["--dataset", "gsm8k", "--dataset-path", "."], "cannot be combined"),
     (["--dataset-path", "/nowhere.jsonl"], "--dataset-path /nowhere.jsonl does not exist"),
     (["--model", "/nowhere"], "--model /nowhere has no config.json"),
-    (["one", "two"], "one MODEL only, got 'one' and 'two'"),
+    (["one", "two"], "expected one MODEL, got 'one' and 'two'"),
     (["--run-name", "../x"], "name: String should match pattern"),
     (["--dtype", "int8"], "dtype: Input should be 'float32' or 'bfloat16' (got 'int8')"),
     (["--vllm-port=99999"], "--vllm-port: Input should be less than or equal to 65535 (got 99999)"),
@@ -32,7 +32,7 @@ WRONG = [
     (["--trainer.model_name", "x"], "trainer.model_name: `model` at the top of the run decides it"),
     (["--api.max_bodi_mb", "1"], "api: unknown flag --max_bodi_mb; did you mean 'max_body_mb'?"),
     (["--environments.mine.group_size", "1"], "the environments of this run are gsm8k"),
-    (["--layout.trainer", "0"], "layout names GPUs, and there is none here"),
+    (["--layout.trainer", "0"], "layout names GPUs, but this machine shows none"),
     (["--bridge.lora_r", "8"], "bridge.lora_r"),
 ]
 

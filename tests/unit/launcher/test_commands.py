@@ -58,7 +58,7 @@ def test_stop_ends_the_launcher_and_its_services(tmp_path: Path) -> None:
     stopped = atropos("stop", tmp_path)
     assert stopped.returncode == 0, stopped.stderr
     assert f"Ending the launcher of {tmp_path} (pid {launcher.pid}), which ends its services" in stopped.stdout
-    assert f"Nothing of {tmp_path} runs any more" in stopped.stdout
+    assert f"Everything of {tmp_path} has ended" in stopped.stdout
     output, _ = launcher.communicate(timeout=10)
     assert launcher.returncode == 143
     assert "Interrupted by SIGTERM" in output
@@ -73,7 +73,7 @@ def test_stop_ends_a_frozen_launcher(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGSTOP)
     stopped = atropos("stop", tmp_path)
     assert stopped.returncode == 0, stopped.stderr
-    assert "Killed the launcher after 15 s without an end" in stopped.stdout
+    assert "Killed the launcher, still running after 15 s" in stopped.stdout
     launcher.communicate(timeout=10)
     assert not lives(pid)
     assert not (tmp_path / "pids").exists()

@@ -17,6 +17,7 @@ from example_trainer.launcher.events import (
     Interrupted,
     Killed,
     LogLine,
+    Lost,
     NotUp,
     Outlived,
     Quiet,
@@ -38,16 +39,17 @@ SENTENCES = {
     NotUp("vllm", URL, 1800, LOG, ()): f"vllm did not answer at {URL} within 1800 s.",
     Ended("trainer"): "trainer has ended",
     Died("vllm", 7, "exit status 3", LOG, (), None): "vllm (pid 7) died: exit status 3.",
+    Lost("view", "exit status 2", LOG): "view died: exit status 2. The run continues without it (log runs/a/vllm.log)",
     Restarted("gsm8k", 8, 1, 3): "Restarted gsm8k (pid 8), restart 1 of 3",
-    Outlived(("gsm8k",), 300, LOG, ()): "gsm8k still runs 300 s after the others ended.",
+    Outlived(("gsm8k",), 300, LOG, ()): "Still running 300 s after the others ended: gsm8k.",
     LogLine("api", "a\x1bb"): "api a\\x1bb",
     Quiet(45.2, ("3 of 8 groups are there", "environment a\x1b samples")): (
         "No step for 45 s: 3 of 8 groups are there. environment a\\x1b samples"
     ),
     Interrupted(signal.SIGINT): "Interrupted by SIGINT",
     Ending(("api", "vllm"), 7): "Ending api vllm (at most 7 s)",
-    Killed(("vllm",), 5): "Killed after 5 s without an end: vllm",
-    StillThere(("vllm",)): "Still there, although killed: vllm",
+    Killed(("vllm",), 5): "Killed, still running after 5 s: vllm",
+    StillThere(("vllm",)): "Still running after SIGKILL: vllm",
 }
 
 
@@ -83,11 +85,11 @@ def test_a_death_goes_to_standard_error_with_the_last_lines_of_the_log(console: 
         "    no such model",
         "    \\x1b[31m",
     ]
-    assert out == ["Starting env again in 2 s"]
+    assert out == ["Restarting env in 2 s"]
 
 
 def test_an_interrupted_run_says_where_its_output_is(console: PlainConsole) -> None:
-    assert written(console, Interrupted(signal.SIGTERM))[0][-1] == "What there is so far is in runs/a"
+    assert written(console, Interrupted(signal.SIGTERM))[0][-1] == "Results so far are in runs/a"
 
 
 @pytest.mark.parametrize(

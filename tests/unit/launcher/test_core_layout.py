@@ -55,18 +55,18 @@ def test_sets_may_overlap_where_services_take_turns() -> None:
 @pytest.mark.parametrize(
     ("servers", "cores", "message"),
     [
-        (1, {"trainer": "6-8"}, "layout.cores.trainer: CPU core 8 cannot be used here; those that can are 0-7"),
+        (1, {"trainer": "6-8"}, "layout.cores.trainer: CPU core 8 cannot be used here; available cores are 0-7"),
         (2, {"vllm": 3}, "layout.cores.vllm: 3 CPU cores (0-2) for 2 vLLM servers: give 2 or 4"),
         (
             2,
             {"vllm": [[0, 1], [1]]},
-            "layout.cores.vllm: the servers 1 and 2 both have core 1, and they compute at the",
+            "layout.cores.vllm: the servers 1 and 2 both have core 1, but they compute at the",
         ),
-        (2, {"vllm": [[0], [1], [2]]}, "layout.cores.vllm: 3 sets, and this run has 2 vLLM server(s)"),
+        (2, {"vllm": [[0], [1], [2]]}, "layout.cores.vllm: 3 sets, but this run has 2 vLLM server(s)"),
         (
             1,
             {"vllm": 6, "trainer": 2, "api": [0]},
-            "layout.cores asks for 8 cores (vllm 6 and trainer 2), and 7 of 0-7 are left: lower the numbers, or name",
+            "layout.cores asks for 8 cores (vllm 6 and trainer 2), but only 7 of 0-7 are left: lower the numbers, or",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the launcher says while no step is done."""
+"""What the launcher reports while no step is done."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (doctor_checks.check_package("torch", None, "2.6"), "needs 2.6 or newer: pip install 'atropos[trainer]', or"),
         (doctor_checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
         (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
-        (doctor_checks.check_driver("12.4", "13.0"), "the driver knows 12.4, PyTorch is built for 13.0"),
+        (doctor_checks.check_driver("12.4", "13.0"), "the driver supports CUDA 12.4, but PyTorch is built for 13.0"),
         (doctor_checks.check_driver("13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
         (doctor_checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
         (doctor_checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
@@ -72,14 +72,17 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         ),
         (
             doctor_checks.check_api(8000, OTHER, Answer(404)),
-            "held by python -m http.server (pid 7): end that, or choose another --api-port",
+            "in use by python -m http.server (pid 7): end that process, or choose another --api-port",
         ),
-        (doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "else"})), "held by python -m http.server"),
-        (doctor_checks.check_master_port(29500, OTHER), "29500 is held by python -m http.server (pid 7)"),
+        (doctor_checks.check_api(8000, OTHER, Answer(200, {"message": "else"})), "in use by python -m http.server"),
+        (doctor_checks.check_master_port(29500, OTHER), "29500 is in use by python -m http.server (pid 7)"),
         (server("broadcast", Answer(0)), "does not answer: wait for it to load, end it, or choose --vllm-port"),
         (server("broadcast", Answer(0), None, local=False), "nobody answers: start vLLM there"),
         (server("broadcast", Answer(401)), "vLLM refuses the key: set VLLM_API_KEY"),
-        (server("broadcast", Answer(404)), "no /v1/bridge there (404): start it by example_trainer/vllm_api_server.py"),
+        (
+            server("broadcast", Answer(404)),
+            "no /v1/bridge there (404): start it with example_trainer/vllm_api_server.py",
+        ),
         (
             server("single_copy", Answer(200, STATUS | {"enabled": False})),
             "without the weight bridge: restart it with VLLM_ENABLE_SHARED_WEIGHTS=1",
@@ -91,20 +94,20 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (server("restart", Answer(200, STATUS)), "in this mode the trainer starts vLLM itself"),
         (
             server("lora", Answer(200, STATUS)),
-            "vLLM takes no adapters: restart it with --enable-lora --max-lora-rank 16",
+            "vLLM accepts no adapters: restart it with --enable-lora --max-lora-rank 16",
         ),
         (
             server("broadcast", Answer(200, STATUS | {"max_lora_rank": 16})),
-            "takes adapters only: restart it without --enable-lora",
+            "accepts only adapters: restart it without --enable-lora",
         ),
-        (doctor_checks.check_ranks(2, 1), "--tensor-parallel-size 2, and vLLM runs with 1"),
+        (doctor_checks.check_ranks(2, 1), "--tensor-parallel-size 2, but vLLM runs with 1"),
         (
             doctor_checks.check_same_model(MODEL, manifest(rows=999)),
             "embed.weight: vLLM holds [999, 1000], the trainer [1000, 1000]",
         ),
         (
             device_checks.check_heads(2, MODEL),
-            "9 heads and 3 key-value heads do not split into 2: --tensor-parallel-size one of 1, 3, 9",
+            "9 heads and 3 key-value heads cannot be split into 2: --tensor-parallel-size one of 1, 3, 9",
         ),
         (
             device_checks.check_gpus(MODES["broadcast"], 3, 2),
@@ -125,7 +128,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         ),
         (
             doctor_checks.check_several(MODES["reload"], 2),
-            "2, and reload (--weight-bridge-mode reload) feeds one: name one, or choose mode broadcast",
+            "2, but reload (--weight-bridge-mode reload) supports only one: name one, or choose mode broadcast",
         ),
         (
             device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False, servers=2),
@@ -289,8 +292,8 @@ def test_a_held_port_is_named_with_its_holder_and_ends_with_status_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         code, shown = run_doctor("--mode", "restart", "--api-port", str(held.getsockname()[1]))
     assert code == 1
-    assert "wanted by the batching API, held by" in shown
-    assert "mend what failed" in shown
+    assert "needed by the batching API, in use by" in shown
+    assert "fix what failed" in shown
 
 
 @pytest.mark.services
@@ -299,7 +302,7 @@ def test_servers_that_contradict_the_hosts_file_fail(tmp_path: Path) -> None:
     flags = ["--mode", "broadcast", "--hosts-file", str(tmp_path / "hosts")]
     code, shown = run_doctor(*flags, NUM_INFERENCE_NODES="1")
     assert code == 1
-    assert "names 2 host(s), NUM_INFERENCE_NODES is 1" in shown
+    assert "names 2 host(s), but NUM_INFERENCE_NODES is 1" in shown
     assert "127.0.0.2:1" in run_doctor(*flags, NUM_INFERENCE_NODES="2")[1]
 
 

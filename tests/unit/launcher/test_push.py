@@ -58,7 +58,9 @@ def test_a_copy_that_fails_leaves_nothing(run: Path, tmp_path: Path, monkeypatch
 
 def test_a_sharded_checkpoint_is_no_model_to_push(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints/step_4/shards").mkdir(parents=True)
-    with pytest.raises(PushError, match=r"step_4 is a sharded checkpoint, not a model: make .* by `atropos export"):
+    with pytest.raises(
+        PushError, match=r"step_4 is a sharded checkpoint, not a model: convert it with `atropos export"
+    ):
         push(run, "--checkpoint", "step_4", "--directory", str(tmp_path / "out"))
 
 
@@ -72,7 +74,7 @@ def test_a_damaged_model_is_not_pushed(run: Path, tmp_path: Path) -> None:
 def test_a_run_without_a_final_model_says_what_it_has(run: Path) -> None:
     (run / "checkpoints" / "final_model").rename(run / "checkpoints" / "step_4")
     with pytest.raises(
-        PushError, match=r"has no final_model or final_adapter; it has step_4: name one by --checkpoint"
+        PushError, match=r"has no final_model or final_adapter; it has step_4: name one with --checkpoint"
     ):
         trained_model(run, None)
     assert trained_model(run, "step_4").name == "step_4"
@@ -158,4 +160,4 @@ def test_a_hub_that_is_not_there_is_one_line(run: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("atropos push: error: cannot push to me/it: ")
     assert done.stderr.count("\n") == 1
-    assert "log in by `hf auth login`" in done.stderr
+    assert "log in with `hf auth login`" in done.stderr

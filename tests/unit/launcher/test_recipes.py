@@ -40,7 +40,7 @@ def test_every_recipe_is_a_run(recipe: str, gpus: int, monkeypatch: pytest.Monke
         return
     made = plan(recipe)
     shown = train.described(made, ask_for(recipe))
-    assert f"Everything goes to {made.site.run_dir}/" in shown
+    assert f"All output goes to {made.site.run_dir}/" in shown
     assert "# Memory of " in shown
     assert "KV cache" in shown
     assert {"api", "trainer"} <= {service.name for service in made.services}

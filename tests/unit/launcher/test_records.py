@@ -106,7 +106,7 @@ def test_a_link_among_the_records_is_not_followed(tmp_path: Path, name: str) -> 
 def test_a_pipe_among_the_records_is_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
     os.mkfifo(tmp_path / "pids/api")
-    assert "it is no regular file" in atropos("status", tmp_path).stdout
+    assert "it is not a regular file" in atropos("status", tmp_path).stdout
 
 
 def test_a_link_in_place_of_the_records_is_not_followed(tmp_path: Path) -> None:
@@ -236,8 +236,8 @@ def test_stop_ends_what_a_killed_launcher_has_left_and_nothing_else(
     done = atropos("stop", "--runs", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
     assert "Ending api vllm (at most 7 s)" in done.stdout
-    assert "Killed after 5 s without an end: api vllm" in done.stdout
-    assert f"Nothing of {run} runs any more" in done.stdout
+    assert "Killed, still running after 5 s: api vllm" in done.stdout
+    assert f"Everything of {run} has ended" in done.stdout
     assert not any(map(lives, pids))
     assert bystander.poll() is None
     assert not (run / "pids").exists()

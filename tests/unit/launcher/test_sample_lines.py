@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.launcher.sample_lines import FIRST_READ_BYTES, few_lines, last_row, latest_sample, sample_lines
+from example_trainer.launcher.sample_lines import FIRST_READ_BYTES, few_lines, last_rows, latest_sample, sample_lines
 
 ROW: dict[str, Any] = {
     "scores": [1.0, 0.0],
@@ -64,17 +64,23 @@ def test_the_last_complete_row_is_read_however_long(tmp_path: Path, padding: int
     path = tmp_path / "samples.jsonl"
     rows = [{"number": number, "tokens": "1" * padding} for number in range(3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"half": ')
-    assert (last_row(path) or {})["number"] == 2
+    assert next(last_rows(path))["number"] == 2
 
 
 @pytest.mark.parametrize("content", ["", '{"half"', "not ours\n", "[1]\n", "\n"])
 def test_a_file_without_a_row_has_none(tmp_path: Path, content: str) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text(content)
-    assert last_row(path) is None
+    assert list(last_rows(path)) == []
 
 
 def test_the_newest_file_of_several_environments_is_shown(tmp_path: Path) -> None:
     assert latest_sample(tmp_path) == []
     (tmp_path / "samples_gsm8k.jsonl").write_text(json.dumps(ROW) + "\n")
     assert latest_sample(tmp_path)[0].startswith("Sample: reward 1.00")
+
+
+def test_a_group_that_was_lost_before_it_had_answers_is_passed_over(tmp_path: Path) -> None:
+    lost: dict[str, Any] = {"scores": None, "tokens": [], "dropped": "3 of its 4 answers could not be scored"}
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (ROW, lost)))
+    assert latest_sample(tmp_path) == sample_lines(ROW)

@@ -57,8 +57,8 @@ def test_a_mapping_a_count_or_a_list(vllm: Any, each: list[dict[str, Any]]) -> N
         ({"count": 0}, "vllm.count: expected 1 to 64 servers, got 0"),
         ({"count": True}, "vllm.count: expected 1 to 64 servers, got True"),
         ({"count": "two"}, "vllm.count: expected 1 to 64 servers, got 'two'"),
-        ([], "vllm: expected 1 to 64 servers, and the list has 0"),
-        ([{"count": 2}], "vllm.count: vllm is a list here, an entry for each server; add or drop entries instead"),
+        ([], "vllm: expected 1 to 64 servers, but the list has 0"),
+        ([{"count": 2}], "vllm.count: vllm is a list here, with one entry per server; add or remove entries instead"),
         (["a"], "vllm: expected keys and values of one server, or a list of servers, got ['a']"),
         (3, "vllm: expected keys and values of one server, or a list of servers, got 3"),
     ],
@@ -102,7 +102,7 @@ def test_flags_change_one_server_or_all() -> None:
 def test_the_ports_of_a_flag_are_one_each_or_the_first() -> None:
     assert with_ports({"count": 2}, (9101,)) == {"count": 2, "port": 9101}
     assert with_ports({"count": 2}, (9101, 9107)) == [{"port": 9101}, {"port": 9107}]
-    with pytest.raises(ConfigError, match=r"--vllm-port 1,2,3 is 3 ports, and this run has 2 vLLM server"):
+    with pytest.raises(ConfigError, match=r"--vllm-port 1,2,3 is 3 ports, but this run has 2 vLLM server"):
         with_ports([{}, {}], (1, 2, 3))
     assert plan(*TWO, "--vllm-port", "9101").site.vllm_ports == (9101, 9102)
     assert plan(*TWO, "--vllm-port", "9101,9107").site.vllm_ports == (9101, 9107)
@@ -121,7 +121,7 @@ def test_a_port_that_is_not_given_is_the_next_free_one(monkeypatch: pytest.Monke
 
 
 def test_two_servers_of_one_port_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"vllm\.port: vllm-1 and vllm-2 both have 9005: give each a port of its own"):
+    with pytest.raises(ConfigError, match=r"vllm\.port: vllm-1 and vllm-2 both have 9005: give each its own port"):
         plan(*TWO, "--vllm.1.port", "9005", "--vllm.2.port", "9005")
 
 
@@ -198,13 +198,13 @@ def test_a_bridge_that_feeds_one_is_refused_by_its_name(kind: str) -> None:
     with pytest.raises(ConfigError) as raised:
         plan(*TWO, "--bridge", kind)
     said = str(raised.value)
-    assert f"bridge {MODES[kind].shown()} feeds one vLLM server, and `vllm` has 2" in said
+    assert f"bridge {MODES[kind].shown()} supports one vLLM server, but `vllm` has 2" in said
     assert said.endswith("keep one, or choose bridge broadcast")
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm-2", "api", "trainer", "launcher", "a b"])
 def test_an_environment_has_no_services_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' cannot be the name of an environment"):
+    with pytest.raises(ConfigError, match=f"'{name}' is not a valid environment name"):
         validated({"environments": {name: {"file": "a.py"}}}, "run.yaml")
 
 
@@ -245,15 +245,15 @@ def test_a_server_that_shares_a_gpu_with_the_trainer_takes_less_of_it(monkeypatc
 @pytest.mark.parametrize(
     ("gpus", "words", "message"),
     [
-        (2, "", "2 vLLM servers and a trainer need 3 GPUs, and the visible ones are 0, 1: lower the number of servers"),
+        (2, "", "2 vLLM servers and a trainer need 3 GPUs, but the visible ones are 0, 1: lower the number of servers"),
         (4, "--layout.vllm [[0,1],[1]]", "layout.vllm: the servers 1 and 2 both have GPU 1"),
         (4, "--layout.vllm 0,1,2", r"layout.vllm: 3 GPUs \(0, 1, 2\) are not 1 \+ 1"),
-        (4, "--layout.vllm [[0],[1],[2]]", "layout.vllm: 3 lists of GPUs, and this run has 2 vLLM server"),
+        (4, "--layout.vllm [[0],[1],[2]]", "layout.vllm: 3 lists of GPUs, but this run has 2 vLLM server"),
         (4, "--layout.vllm [[0],[1]] --vllm.2.tensor_parallel_size 2", "vllm.2.tensor_parallel_size 2 takes as many"),
         (
             3,
             "--vllm.tensor_parallel_size 2",
-            "2 vLLM servers and a trainer need 5 GPUs, and the visible ones are 0, 1, 2",
+            "2 vLLM servers and a trainer need 5 GPUs, but the visible ones are 0, 1, 2",
         ),
         (4, "--layout.vllm 0,1,2,3", "layout: vLLM takes 0, 1, 2, 3, which leaves none for the trainer"),
     ],

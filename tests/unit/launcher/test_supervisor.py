@@ -1,6 +1,7 @@
 """The supervisor starts, watches, restarts and ends services: small ones on loopback, under a launcher of its own."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ def test_a_service_that_fails_at_once_is_not_waited_for(tmp_path: Path) -> None:
     assert status == 1
     assert "died: exit status 3" in output
     assert "no such model" in output
-    assert "Starting broken again" not in output  # it has never served
+    assert "Restarting broken" not in output  # it has never served
     assert time.monotonic() - started < 20
 
 
@@ -109,6 +110,30 @@ def test_a_service_that_must_not_end_has_died_even_with_status_0(tmp_path: Path)
     status, output = launched(tmp_path, service("api", "true"), sleeper("work", may_end=True))
     assert status == 1
     assert "died: exit status 0" in output
+
+
+@pytest.mark.parametrize("command", [("false",), ("/nowhere/python",)])
+def test_an_optional_service_is_not_waited_for_and_its_end_ends_nothing(tmp_path: Path, command: list[str]) -> None:
+    window = service("view", *command, optional=True, health="http://127.0.0.1:9/health")
+    status, output = launched(tmp_path, bash("work", "sleep 1", may_end=True), window)
+    assert status == 0, output
+    assert "Waiting for view" not in output
+    assert re.search(r"view died: exit status [0-9]+\. The run continues without it \(log .*view.log\)", output)
+
+
+def test_an_optional_service_that_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "view.log").symlink_to("/dev/null")
+    status, output = launched(tmp_path, bash("work", "sleep 1", may_end=True), service("view", "true", optional=True))
+    assert status == 0, output
+    assert "The run continues without it" in output
+    assert "Started view" not in output
+
+
+def test_an_optional_service_that_runs_is_ended_with_the_run(tmp_path: Path) -> None:
+    port = free_port()
+    status, output = launched(tmp_path, bash("work", "sleep 3", may_end=True), web(port, "view", optional=True))
+    assert status == 0, output
+    assert not listens(port)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -148,7 +173,7 @@ def test_a_service_deaf_to_term_is_killed_after_the_grace(tmp_path: Path) -> Non
     # 5 s of grace, and what a loaded machine takes; the service itself sleeps for 60 s
     assert time.monotonic() - started < 40
     assert "Ending deaf (at most 7 s)" in output
-    assert "Killed after 5 s without an end: deaf" in output
+    assert "Killed, still running after 5 s: deaf" in output
     assert not lives(deaf)
 
 
@@ -190,7 +215,7 @@ def test_shared_memory_of_a_killed_service_is_removed(tmp_path: Path) -> None:
 def test_a_service_that_outlives_the_others_is_given_a_limit(tmp_path: Path) -> None:
     status, output = launched(tmp_path, service("short", "true", may_end=True), sleeper("long", may_end=True), last_s=1)
     assert status == 1
-    assert "long still runs 1 s after the others ended" in output
+    assert "Still running 1 s after the others ended: long" in output
 
 
 def test_who_ends_with_the_others_has_not_outlived_them(tmp_path: Path) -> None:

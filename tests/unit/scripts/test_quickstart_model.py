@@ -1,4 +1,4 @@
-"""The quickstart's model folder: names, rotary order, tokenizer and template, and what happens to a damaged folder."""
+"""The quickstart's model directory: names, rotary order, tokenizer and template, and how a damaged one is handled."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: py
 
 def test_another_folder_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(model.QuickstartModelError, match="holds something else"):
+    with pytest.raises(model.QuickstartModelError, match="contains something other"):
         model.ensure_model(tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 

@@ -45,7 +45,7 @@ def setup(project: Path, *arguments: str, **environment: str) -> subprocess.Comp
 
 
 def fake_interpreter(project: Path) -> None:
-    """A .venv as a finished set-up leaves it, whose python only says so."""
+    """A .venv as a finished setup leaves it, whose python only says so."""
     python = project / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text("#!/bin/sh\nexit 1\n")
@@ -118,7 +118,7 @@ def test_a_package_source_without_the_package_is_named_with_step_log_and_remedy(
         project, "--cpu", PYTHON=sys.executable, PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty), PIP_CONFIG_FILE=os.devnull
     )
     assert done.returncode == 1
-    assert "set-up failed at: installing part" in done.stderr or "set-up failed at: installing torch" in done.stderr
+    assert "setup failed at: installing part" in done.stderr or "setup failed at: installing torch" in done.stderr
     assert "No matching distribution found" in done.stderr
     assert "What to do: pip's package sources lack that package" in done.stderr
     assert not (project / ".venv/setup/stamp").exists()
@@ -155,7 +155,7 @@ def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> 
         [project / "scripts/setup.sh", "--cpu"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert second.stdout is not None
-    assert "Waiting for another set-up" in second.stdout.readline()
+    assert "Waiting for another setup" in second.stdout.readline()
     stamp(project)
     holder.communicate("go\n", timeout=10)
     rest, _ = second.communicate(timeout=20)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[3] / "scripts/slurm/train.sbatch"
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Path:
-    """The folder in which sbatch was called; the commands on PATH say how they were started."""
+    """The directory in which sbatch was called; the commands on PATH say how they were started."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, program in {"srun": 'exec "$@"', "atropos": 'echo "$(pwd) atropos $*"'}.items():

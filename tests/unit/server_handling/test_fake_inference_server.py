@@ -1,4 +1,4 @@
-"""The fake inference server as a process of its own; as a library it carries the other tests of this folder."""
+"""The fake inference server as a process of its own; as a library it carries the other tests of this directory."""
 
 import json
 import signal

@@ -109,7 +109,7 @@ async def test_trl_chats_and_completes_by_its_template(tmp_path: Path) -> None:
     async with manager(tmp_path, "trl", "/generate/", trl) as servers:
         reply = await servers.chat_completion(messages=[{"role": "user", "content": "?"}], n=2, temperature=0.5)
         text = await servers.completion(prompt="say", max_tokens=4)
-        with pytest.raises(PermanentServerError, match=r"gave no logprobs.*update TRL"):
+        with pytest.raises(PermanentServerError, match=r"returned no logprobs.*update TRL"):
             await servers.sample_tokens(prompt="?")
     assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [
         ("yes", "stop"),

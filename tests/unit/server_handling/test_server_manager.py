@@ -186,7 +186,9 @@ async def test_a_retry_goes_to_another_server(fakes: list[FakeInferenceServer], 
 
 async def test_retries_are_finite(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
     fakes[0].fail_next(100, 500)
-    with pytest.raises(RetryableServerError, match=r"chat completion failed 3 times, at last: .*made to fail with 500"):
+    with pytest.raises(
+        RetryableServerError, match=r"chat completion failed 3 times, most recently: .*made to fail with 500"
+    ):
         await manager_of(config_of(fakes[0])).chat_completion(messages=CHAT)
     assert fakes[0].hits["/v1/chat/completions"] == 3
 
@@ -269,7 +271,7 @@ async def test_calls_made_before_the_server_starts_are_served_once_it_does(
     assert fakes[0].hits["/v1/chat/completions"] == 0
     fakes[0].healthy = True
     assert text_of(await asyncio.wait_for(call, 5)) == "hello"
-    assert "Got a live inference server after" in caplog.text
+    assert "An inference server is live after" in caplog.text
 
 
 async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(
@@ -278,10 +280,12 @@ async def test_calls_that_wait_for_a_server_tell_why_it_is_not_well(
     manager = manager_of(config_of(fakes[0]))
     await manager.sample_tokens(input_ids=[5])
     fakes[0].healthy = False
-    assert (await manager.servers[0].probe() or "").endswith("/health replied 503: the fake server was told to be ill")
+    assert (await manager.servers[0].probe() or "").endswith(
+        "/health replied 503: the fake server was set to be unhealthy"
+    )
     await manager.close()
     manager = manager_of(config_of(fakes[0]).model_copy(update={"timeout": 0.1}))
-    with pytest.raises(NoLiveServerError, match="/health replied 503: the fake server was told to be ill"):
+    with pytest.raises(NoLiveServerError, match="/health replied 503: the fake server was set to be unhealthy"):
         await manager.sample_tokens(input_ids=[5])
 
 
@@ -423,6 +427,22 @@ async def test_a_managed_server_stays_with_one_server_and_moves_when_that_dies(
         assert isinstance(pinned.get_state()["nodes"], list)
 
 
+async def test_all_requests_of_a_conversation_carry_one_session_id_for_a_router(
+    fakes: list[FakeInferenceServer], manager_of: MakeManager
+) -> None:
+    manager = manager_of([config_of(fakes[0])])
+    for _ in range(2):
+        async with manager.managed_server(tokenizer=fakes[0].tokenizer) as managed:
+            await managed.completion(prompt="x", n=9)  # in two parts
+            await managed.chat_completion(messages=CHAT)
+    await manager.chat_completion(messages=CHAT)
+    first, second = fakes[0].sessions[:3], fakes[0].sessions[3:6]
+    assert (len(set(first)), len(set(second))) == (1, 1)
+    assert None not in [*first, *second]
+    assert first[0] != second[0]
+    assert fakes[0].sessions[6:] == [None]
+
+
 async def test_base_url_pins_a_managed_server(fakes: list[FakeInferenceServer], manager_of: MakeManager) -> None:
     manager = manager_of([config_of(fake) for fake in fakes])
     async with manager.managed_server(tokenizer=fakes[1].tokenizer, base_url=fakes[1].base_url) as managed:
@@ -460,7 +480,7 @@ async def test_a_reply_of_another_shape_is_a_clear_error(
     fakes: list[FakeInferenceServer], manager_of: MakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atroposlib.testing.fake_inference_server.fake_logprob", lambda token, position: "high")
-    with pytest.raises(PermanentServerError, match="/generate replied in another shape"):
+    with pytest.raises(PermanentServerError, match="/generate replied in a format"):
         await manager_of(config_of(fakes[0])).sample_tokens(input_ids=[5])
 
 

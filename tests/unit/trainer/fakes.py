@@ -57,7 +57,7 @@ def tiny_model(family: str = "llama", seed: int = 0, **changes: Any) -> PreTrain
 
 
 def model_folder(path: Path, **changes: Any) -> str:
-    """A tiny model saved as a Hugging Face folder."""
+    """A tiny model saved as a Hugging Face directory."""
     tiny_model(**changes).save_pretrained(path)
     return str(path)
 

@@ -1,10 +1,10 @@
-"""Trainer ranks without API and vLLM: they learn from made-up batches, and write down what came of it.
+"""Trainer ranks without API and vLLM: they learn from made-up batches, and write down the results.
 
     python -m tests.unit.trainer.rank_child JOB.json              this process is one rank: alone, or under torchrun
     python -m tests.unit.trainer.rank_child --fork JOB.json ...   each job's ranks are forked from this process,
                                                                   which has loaded torch once for all of them
 
-In a job's folder `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
+In a job's directory `out`, rank 0 writes results.json and model/, or the adapter; every rank writes rank_N.json.
 """
 
 import json
@@ -116,6 +116,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
             learner.clip()
             learner.update(config.lr)
         measured = learner.gradients(batch, tokens)
+        by_sequence = [values.tolist() for values in learner.by_sequence(batch, learner.comparison)]
         norm = learner.clip()
         if job.get("probe"):
             trained.prompt_logprobs(prompt)  # must not keep weights from before the update
@@ -124,6 +125,7 @@ def lead(learner: Learner, job: dict[str, Any]) -> None:
     if job["steps"]:
         trained.write(out / "model")
     results: dict[str, Any] = {"steps": found, "start": at_start}
+    results["by_sequence"] = by_sequence if job["steps"] else []  # of the last step
     if job["steps"]:
         results["logprobs"] = trained.prompt_logprobs(prompt).tolist()
         count = sum(parameter.numel() for parameter in trained.model.parameters())

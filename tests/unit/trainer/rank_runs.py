@@ -40,7 +40,7 @@ class Done:
 
     @property
     def results(self) -> dict[str, Any]:
-        """Rank 0's figures."""
+        """Rank 0's metrics."""
         assert not self.error, self.error
         found: dict[str, Any] = json.loads((self.folder / "results.json").read_text())
         return found

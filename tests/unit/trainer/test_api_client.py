@@ -224,7 +224,7 @@ def test_signs_of_life_are_sent_while_a_batch_is_held_and_end_with_the_client() 
 def test_the_token_is_sent_and_a_wrong_one_names_the_remedy() -> None:
     with real_api(api_settings(api_token="right-token")) as url:
         trainer_of(url, token="right-token")
-        with pytest.raises(ApiError, match="wants its token: set ATROPOS_API_TOKEN"):
+        with pytest.raises(ApiError, match="needs its token: set ATROPOS_API_TOKEN"):
             trainer_of(url, token="wrong-token")
 
 
@@ -304,7 +304,7 @@ def test_a_long_wait_asks_seldom_logs_little_and_looks_after_the_bridge(
     assert 10 < len(pauses) < 25
     assert pauses[:10] == [0.0] * 10
     (waiting,) = (line for line in caplog.messages if "a batch" in line)
-    assert "0 of 2 rollouts of the next batch are there; no environment is registered" in waiting
+    assert "0 of 2 rollouts of the next batch have arrived; no environment is registered" in waiting
 
 
 @pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

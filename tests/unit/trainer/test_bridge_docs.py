@@ -12,7 +12,7 @@ SECTION = PAGE.split("## Configuration\n")[1].split("\n## ")[0]
 
 
 def keys(mode: type[Mode]) -> set[str]:
-    """What the mode has to set; switches that tell modes apart on the command line are no keys."""
+    """What the mode has to set; switches that tell modes apart on the command line are not keys."""
     return {name for name, field in mode.model_fields.items() if name != "kind" and not field.exclude}
 
 

@@ -43,7 +43,7 @@ def test_a_damaged_pointer_is_one_line_that_names_a_checkpoint(saved: Path, cont
 
 def test_a_model_without_the_trainer_s_state_is_no_checkpoint(tmp_path: Path) -> None:
     write_folder(tmp_path / "final_model", lambda folder: (folder / "model").touch(), 100)
-    with pytest.raises(CheckpointError, match=r"holds a model without trainer_state.pt; pass it as --model-name"):
+    with pytest.raises(CheckpointError, match=r"has a model without trainer_state.pt; pass it as --model-name"):
         find_checkpoint(str(tmp_path / "final_model"), tmp_path)
 
 
@@ -64,7 +64,7 @@ MANIFESTS = {
 def test_a_damaged_manifest_is_one_line(saved: Path, damage: str) -> None:
     (saved / "step_10/manifest.json").write_bytes(MANIFESTS[damage])
     with pytest.raises(
-        CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N folder"
+        CheckpointError, match=r"step_10/manifest.json is damaged \(.*\); resume from another step_N directory"
     ) as refused:
         find_checkpoint("latest", saved)
     assert str(refused.value).isprintable()
@@ -72,7 +72,7 @@ def test_a_damaged_manifest_is_one_line(saved: Path, damage: str) -> None:
 
 def test_a_manifest_of_impossible_names_is_one_line(saved: Path) -> None:
     (saved / "step_10/manifest.json").write_text(json.dumps({"n" * 300: {"bytes": 7, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match=r"step_10 cannot be read \(.*; resume from another step_N folder"):
+    with pytest.raises(CheckpointError, match=r"step_10 cannot be read \(.*; resume from another step_N directory"):
         find_checkpoint("latest", saved)
 
 
@@ -91,7 +91,7 @@ def test_a_state_that_is_as_the_manifest_says_but_cannot_be_loaded_is_one_line(t
 @pytest.mark.parametrize("resume", ["auto", "latest"])
 def test_steps_without_a_pointer_are_no_fresh_start(saved: Path, resume: str) -> None:
     (saved / "latest").unlink()
-    remedy = f"holds 2 checkpoints but no latest; name one to resume from, such as --resume {saved}/step_10"
+    remedy = f"has 2 checkpoints but no latest; name one to resume from, such as --resume {saved}/step_10"
     with pytest.raises(CheckpointError, match=remedy):
         find_checkpoint(resume, saved)
     assert find_checkpoint(f"{saved}/step_10", saved) == saved / "step_10"

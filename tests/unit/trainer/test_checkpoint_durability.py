@@ -44,7 +44,7 @@ def test_a_checkpoint_that_is_replaced_is_removed_when_the_new_one_has_its_name_
 
 
 def test_a_checkpoint_that_stepped_aside_for_one_that_never_came_is_found_again(tmp_path: Path) -> None:
-    """A trainer was killed while it wrote step 1 anew."""
+    """A trainer was killed while it wrote step 1 again."""
     write_folder(tmp_path / "step_1", write_two_files, 100)
     (tmp_path / "latest").write_text("step_1\n")
     gone = 4194399  # above the largest process id

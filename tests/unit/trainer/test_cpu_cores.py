@@ -49,7 +49,7 @@ def test_shares_are_even() -> None:
 
 
 def test_a_core_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(ValueError, match="CPU core 9 cannot be used here; those that can are 0-1"):
+    with pytest.raises(ValueError, match="CPU core 9 cannot be used here; available cores are 0-1"):
         expect_cores((0, 9), {0, 1})
 
 
@@ -103,7 +103,7 @@ def test_without_the_flag_nothing_is_pinned(kernel: dict[str, set[int]]) -> None
 @pytest.mark.parametrize(
     ("cores", "ranks", "message"),
     [
-        ("7-8", 0, "--cores 7-8: CPU core 8 cannot be used here; those that can are 0-7"),
+        ("7-8", 0, "--cores 7-8: CPU core 8 cannot be used here; available cores are 0-7"),
         ("0-2", 2, r"--cores 0-2: 3 CPU cores \(0-2\) for 2 trainer ranks on this machine: give 2 or 4"),
     ],
 )

@@ -58,9 +58,9 @@ def test_a_slurm_job_gives_its_last_nodes() -> None:
         ("gpu01\ngpu01:70000\n", "1", "hosts:2: port 70000 is not between 1 and 65535"),
         ("gpu01\ngpu 02\n", "2", "hosts:2: 'gpu 02' is not host[:port]; write e.g."),
         ("gpu01\ngpu01:9001\n", "1", "names gpu01:9001 twice"),
-        ("gpu01\ngpu02\n", "3", "names 2 host(s), NUM_INFERENCE_NODES is 3: make them agree"),
-        ("# nobody\n", "1", "names no host: write one host[:port] a line"),
-        ("gpu01\n", "0", "is given but NUM_INFERENCE_NODES is 0: set it to the number of hosts in the file"),
+        ("gpu01\ngpu02\n", "3", "names 2 host(s), but NUM_INFERENCE_NODES is 3: make them agree"),
+        ("# nobody\n", "1", "contains no host: write one host[:port] per line"),
+        ("gpu01\n", "0", "is given, but NUM_INFERENCE_NODES is 0: set it to the number of hosts in the file"),
     ],
 )
 def test_a_wrong_hosts_file_is_one_line_with_the_remedy(tmp_path: Path, text: str, nodes: str, says: str) -> None:
@@ -91,6 +91,6 @@ def test_wrong_servers_are_refused_before_anything_is_loaded(flags: list[str], s
 def test_a_bridge_that_feeds_one_server_refuses_two(mode: type[Mode]) -> None:
     config = TrainerConfig.model_validate({"model_name": "m", "bridge": mode(), "vllm_port": "9001,9002"})
     with pytest.raises(
-        BridgeError, match="feeds the one vLLM server of --vllm-host, not localhost:9001, localhost:9002"
+        BridgeError, match=r"supports one vLLM server \(--vllm-host\), not localhost:9001, localhost:9002"
     ):
         make_bridge(config)

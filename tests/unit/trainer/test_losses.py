@@ -176,7 +176,7 @@ def test_the_default_algorithm_is_grpo_without_any_preset() -> None:
         ("--clip-eps-high 3", "dual_clip: give at least 4"),
         ("--importance-bounds 2,0.5", "importance_bounds: give the lower bound, at most 1, then the upper one"),
         ("--log-ratio-limit 100", "log_ratio_limit: .*80"),
-        ("--loss-constant 100", "loss_constant: --loss-mean token divides by no constant"),
+        ("--loss-constant 100", "loss_constant: --loss-mean token does not use a constant"),
     ],
 )
 def test_settings_that_contradict_themselves_are_one_line(flags: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The refusal with figures before anything is loaded, the same on every rank, and the line when memory runs out."""
+"""The refusal with numbers before anything is loaded, the same on every rank, and the line when memory runs out."""
 
 from pathlib import Path
 from typing import Any
@@ -142,4 +142,4 @@ def test_a_dry_run_prints_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = memory.plan_of_run(config(model_name="Qwen/Qwen2.5-14B-Instruct", weight_bridge_mode="reload"))
     assert any("of 80.000 GB free" in line for line in lines)
     assert "--fsdp-size 4 (4 trainer GPUs) --gradient-checkpointing" in lines[-1]
-    assert memory.plan_of_run(config())[0].startswith("Memory: not known")
+    assert memory.plan_of_run(config())[0].startswith("Memory: unknown")

@@ -48,7 +48,7 @@ def test_a_resumed_run_drops_the_rows_it_will_write_again(tmp_path: Path) -> Non
 def test_a_file_that_holds_no_rows_is_one_line_and_left_as_it_was(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + line + b"\n")
-    with pytest.raises(TrainerError, match=r"metrics.jsonl:2 is no row of metrics .* --metrics-path") as refused:
+    with pytest.raises(TrainerError, match=r"metrics.jsonl:2 is not a row of metrics .* --metrics-path") as refused:
         JsonlSink(path, first_step=3)
     assert "\n" not in str(refused.value)
     assert path.read_bytes() == b'{"step": 1}\n' + line + b"\n"

@@ -73,7 +73,7 @@ def test_a_flag_of_another_mode_is_refused(flags: list[str], flag: str, belongs_
     said = str(caught.value)
     assert said.startswith(f"{flag} belongs to ")
     assert f"{belongs_to} (--weight-bridge-mode {MODES[belongs_to].typed})" in said
-    assert f"and the mode is {mode} (--weight-bridge-mode {MODES[mode].typed}): drop {flag}, or " in said
+    assert f"but the mode is {mode} (--weight-bridge-mode {MODES[mode].typed}): drop {flag}, or " in said
 
 
 def test_yaml_takes_the_old_keys_and_the_new_ones(tmp_path: Path) -> None:

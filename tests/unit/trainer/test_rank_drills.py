@@ -168,7 +168,7 @@ def test_two_ranks_train_listen_on_loopback_alone_and_end_on_ctrl_c(drills: Dril
         os.killpg(trainer.process.pid, signal.SIGINT)
         trainer.ends(130, within_s=15)
     assert trainer.errors == ["grpo: interrupted"]
-    assert "Parity: vLLM's log-probabilities are the trainer's" in trainer.log
+    assert "Parity: vLLM's and the trainer's log-probabilities" in trainer.log
 
 
 @pytest.mark.parametrize("where", ["bring_rows", pytest.param("gradients", marks=pytest.mark.nightly)])
@@ -222,7 +222,7 @@ def test_a_rank_that_never_comes_is_missed_by_name(drills: Drills) -> None:
     with drilled(drills, "1 join FREEZE", "--dist-timeout-s", "12") as trainer:
         trainer.ends(1)
     (error,) = trainer.errors
-    assert error.endswith("within 12 s (--dist-timeout-s): rank 1 of 2 has not come")
+    assert error.endswith("within 12 s (--dist-timeout-s): rank 1 of 2 has not connected")
 
 
 def test_a_killed_parent_takes_all_ranks_along_and_vllms_session_is_closed(drills: Drills) -> None:

@@ -179,6 +179,6 @@ def test_ranks_that_lost_each_other_are_explained() -> None:
     check(
         Ranks("losing", "losing").end(),
         1,
-        "grpo: error: the 2 trainer ranks have lost each other; their log says where",
+        "grpo: error: the 2 trainer ranks have lost contact with each other; see their log",
         closed=False,
     )

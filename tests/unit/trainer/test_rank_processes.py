@@ -69,7 +69,7 @@ def test_a_rank_of_torchrun_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_stray_world_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(TrainerError, match="WORLD_SIZE is 8 and RANK is not set: start the"):
+    with pytest.raises(TrainerError, match="WORLD_SIZE is 8 but RANK is not set: start the"):
         Place.of_this_process()
 
 
@@ -110,16 +110,16 @@ def test_auto_is_one_rank_per_gpu_and_one_on_a_cpu(gpus: list[str], monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"trainer_ranks": 3}, "3 trainer ranks on this machine, and 2 visible GPUs: give as many ranks as GPUs"),
+        ({"trainer_ranks": 3}, "3 trainer ranks on this machine, but 2 visible GPUs: give as many ranks as GPUs"),
         (
             {"trainer_ranks": 4, "device": "cpu", "fsdp_size": 3},
             "--fsdp-size 3 does not divide .* one of 1, 2, 4",
         ),
-        ({"trainer_ranks": 2, "device": "cuda:1"}, "--device cuda:1 is one GPU, and this trainer has 2 ranks"),
+        ({"trainer_ranks": 2, "device": "cuda:1"}, "--device cuda:1 is one GPU, but this trainer has 2 ranks"),
         ({"trainer_ranks": 2, "batch_invariant": True}, "--batch-invariant trains on one device"),
         (
             {"trainer_ranks": 2, "weight_bridge_mode": "shared_vllm", "single_copy": True},
-            "--single-copy trains in vLLM's own memory, by one process, and this trainer has 2 ranks",
+            "--single-copy trains in vLLM's own memory from one process, but this trainer has 2 ranks",
         ),
         (
             {"trainer_ranks": 2, "device": "cpu", "optimizer": "adafactor"},

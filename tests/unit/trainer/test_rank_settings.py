@@ -93,7 +93,7 @@ def test_a_folder_without_safetensors_is_refused(alone: Ranks, tmp_path: Path) -
     model = tiny_model()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"holds no safetensors, only pytorch_model.bin: .*save the model again"):
+    with pytest.raises(ModelError, match=r"contains no safetensors, only pytorch_model.bin: .*save the model again"):
         load(tmp_path, alone)
 
 
@@ -103,7 +103,7 @@ def test_files_of_another_model_are_refused_before_there_is_storage(
     model_folder(tmp_path, tie_word_embeddings=True)
     tiny_model(intermediate_size=64).config.save_pretrained(tmp_path)
     monkeypatch.setattr(torch.nn.Module, "to_empty", lambda *anything, **more: pytest.fail("there is storage"))
-    with pytest.raises(ModelError, match=r"holds \[48, 32\] for model.layers.0.mlp.gate_proj.weight \[64, 32\]"):
+    with pytest.raises(ModelError, match=r"has \[48, 32\] for model.layers.0.mlp.gate_proj.weight \[64, 32\]"):
         load(tmp_path, alone)
 
 

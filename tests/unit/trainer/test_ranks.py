@@ -206,11 +206,24 @@ def test_objectives_and_corrections_agree(done: dict[str, Done], name: str) -> N
 
 
 def test_recomputed_log_probabilities_agree_after_an_update_too(done: dict[str, Done]) -> None:
-    """The figures are of each batch's second update, in which the ratios are against the policy before the first."""
+    """The metrics are of each batch's second update, in which the ratios are against the policy before the first."""
     one, two = done["recomputed 1"], done["recomputed 2"]
     expect_agreement(one, two)
     assert two.column("ratio_mean") == pytest.approx(one.column("ratio_mean"), rel=1e-5)
     assert all(ratio != 1 and ratio == pytest.approx(1, abs=0.1) for ratio in one.column("ratio_mean"))
+
+
+@pytest.mark.parametrize(
+    ("one", "several"), [("llama 1", "llama 2"), ("few steps", "three ranks"), ("few steps", "a sequence a pass")]
+)
+def test_each_sequence_has_its_own_log_probabilities_however_it_was_dealt(
+    done: dict[str, Done], one: str, several: str
+) -> None:
+    expected, found = done[one].results["by_sequence"], done[several].results["by_sequence"]
+    assert [len(values) for values in found] == [len(values) for values in expected]
+    assert len(expected) == 15
+    for mine, other in zip(found, expected, strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
 
 
 def test_gradients_are_clipped_by_the_norm_over_all_ranks(done: dict[str, Done]) -> None:

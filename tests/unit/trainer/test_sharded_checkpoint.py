@@ -1,5 +1,5 @@
 """Checkpoints that several trainer ranks write together, beside training: what is in them, who can resume from them,
-and what is left when a rank is killed or the disk is full.
+and what remains when a rank is killed or the disk is full.
 """
 
 import json
@@ -191,8 +191,8 @@ def test_torch_s_own_distributed_checkpoint_reads_the_shards(folder: Path, resul
 
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_in_one_line(results: dict[str, Any]) -> None:
     stderr = results["stderr"]
-    assert "is a checkpoint of another model: it holds [97, 32] for model.embed_tokens.weight" in stderr
-    assert "holds the moments of AdamW, this run uses Adafactor: give the same --optimizer" in stderr
+    assert "is a checkpoint of another model: it has [97, 32] for model.embed_tokens.weight" in stderr
+    assert "contains the moments of AdamW, but this run uses Adafactor: give the same --optimizer" in stderr
     assert results["another model"]["status"][0] == 70
 
 

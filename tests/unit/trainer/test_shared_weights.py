@@ -122,10 +122,10 @@ def test_start_weights_reach_every_rank_exactly(tp: int, tmp_path: Path) -> None
 def test_start_weights_of_another_shape_or_without_safetensors_are_refused(tmp_path: Path) -> None:
     _, tensors, _ = shared(tiny_model(), tmp_path / "served", 1)
     tiny_model(intermediate_size=64).save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match=r"holds \[64, 32\] for model.layers.0.mlp.gate_proj.weight \[48, 32\]"):
+    with pytest.raises(ModelError, match=r"has \[64, 32\] for model.layers.0.mlp.gate_proj.weight \[48, 32\]"):
         StartWeights(str(tmp_path / "other"), tensors.values())
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ModelError, match="empty holds no safetensors"):
+    with pytest.raises(ModelError, match="empty contains no safetensors"):
         StartWeights(str(tmp_path / "empty"), tensors.values())
 
 

@@ -29,8 +29,8 @@ BROADCAST = ("--weight-bridge-mode", "shared_vllm", "--use-shared-memory")
 
 
 def feed(step: int) -> list[dict[str, Any]]:
-    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the one
-    before.
+    """The batch of a step, from 0: two groups, one without a signal; policy versions as if sampled from the previous
+    one.
     """
     return [
         item([1.0, 0.0, 0.0, 1.0], seed=10 + step, policy_versions=[[max(step - 1, 0), step]] * 4),
@@ -136,7 +136,7 @@ def test_a_bridge_that_serves_some_versions_only_reports_what_vllm_serves(model:
     """As with restarts: evaluations and the parity probe wait for weights that vLLM has."""
     api = FakeApi(feed)
     api.evaluations = {0: 0.125, 2: 0.5, 4: 0.75}
-    api.pending = {1: 10**9, 3: 10**9}  # to wait for a policy that is not served would be in vain
+    api.pending = {1: 10**9, 3: 10**9}  # to wait for a policy that is not served would be useless
     bridge = RecordingBridge(serves_every=2)
     train(model, tmp_path, api=api, bridge=bridge)
     assert [(report["step"], report["policy_version"]) for report in api.steps] == [
@@ -191,7 +191,7 @@ def test_a_resumed_run_ends_with_the_same_bits(model: str, tmp_path: Path) -> No
         expected, found = weights(straight / name), weights(resumed / name)
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected)
-    timings = {key for key in rows(straight)[0] if key.endswith("_s")}
+    timings = {key for key in rows(straight)[0] if key == "time" or key.endswith("_s")}
     for expected_row, row in zip(rows(straight), rows(resumed), strict=True):
         assert {key: value for key, value in row.items() if key not in timings} == {
             key: value for key, value in expected_row.items() if key not in timings
@@ -316,11 +316,11 @@ def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
         TrainerError,
-        match=r"cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a folder",
+        match=r"cannot load --model-name './no/such', a model id .*; give a Hugging Face model id .* or a directory",
     ):
         train("./no/such", tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TrainerError, match=r"cannot load --model-name '.*empty', a folder: "):
+    with pytest.raises(TrainerError, match=r"cannot load --model-name '.*empty', a directory: "):
         train(str(tmp_path / "empty"), tmp_path)
 
 
@@ -331,7 +331,7 @@ def test_non_finite_gradients_leave_the_weights(model: str, tmp_path: Path) -> N
     ]
     impossible = FakeApi(lambda n: [group])
     unbounded: dict[str, Any] = {"mismatch_limit": 1e3, "dual_clip": 0, "log_ratio_limit": 80}
-    with pytest.raises(TrainerError, match=r"the gradient norm is (nan|inf); the weights were left as they are"):
+    with pytest.raises(TrainerError, match=r"the gradient norm is (nan|inf); the weights were not changed"):
         train(model, tmp_path, api=impossible, **unbounded, on_bad_batch="stop")
     train(model, tmp_path, api=FakeApi(lambda n: [group]), **unbounded, on_bad_batch="skip", training_steps=2)
     start, trained = weights(Path(model)), weights(tmp_path / "checkpoints" / "final_model")
@@ -389,7 +389,7 @@ def test_adafactor_trains_too(model: str, tmp_path: Path) -> None:
     train(model, tmp_path, optimizer="adafactor", training_steps=2, checkpoint_interval=1)
     train(model, tmp_path, first_step=2, optimizer="adafactor", training_steps=3, resume="latest")
     with pytest.raises(
-        CheckpointError, match="holds the moments of Adafactor, this run uses AdamW: give the same --optimizer"
+        CheckpointError, match="contains the moments of Adafactor, but this run uses AdamW: give the same --optimizer"
     ):
         train(model, tmp_path, first_step=2, optimizer="adamw", training_steps=3, resume="latest")
 
@@ -429,7 +429,7 @@ def test_the_guide_s_command_resolves_when_run_by_path() -> None:
     [
         (["--training-steps", "5"], "--model-name is required"),
         (["--model", "m", "--optimizer", "adamw_8bit"], "adamw_8bit needs the package bitsandbytes"),
-        (["--model", "m", "--single-copy", "--use-shared-memory"], "exclude each other"),
+        (["--model", "m", "--single-copy", "--use-shared-memory"], "cannot be combined"),
         (["--model", "m", "--trainig-steps", "5"], "did you mean 'training_steps'"),
         (["--model", "m", "--clip-eps", "-1"], "clip_eps"),
     ],
@@ -452,8 +452,8 @@ def test_an_error_is_one_line_on_stderr_and_exit_1(capsys: pytest.CaptureFixture
     assert ended.value.code == 1
     assert (
         capsys.readouterr().err
-        == f"grpo: error: --resume latest: {tmp_path}/latest does not exist; --resume auto starts afresh then, or name"
-        " a checkpoint folder\n"
+        == f"grpo: error: --resume latest: {tmp_path}/latest does not exist; use --resume auto to start afresh, or "
+        "name a checkpoint directory\n"
     )
 
 

@@ -162,7 +162,7 @@ def post_numbered(url: str, count: int) -> None:
 def test_a_batch_is_acknowledged_when_the_checkpoint_that_contains_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened_at: int | None, again: list[int]
 ) -> None:
-    """Checkpoints are written while training goes on. The run dies in step 4, before or after step 2's is done."""
+    """Checkpoints are written while training continues. The run dies in step 4, before or after step 2's is done."""
     model, gate, cut = model_folder(tmp_path / "model"), threading.Event(), shards._cut
     saves: list[int] = []
 

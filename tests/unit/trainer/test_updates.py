@@ -160,7 +160,7 @@ def test_a_resumed_run_of_several_updates_ends_with_the_same_bits(model: str, tm
 
 
 class FakeLearner(Learner):
-    """Gradients with the norms that are given; it notes what became of them."""
+    """Gradients with the norms that are given; it notes their results."""
 
     def __init__(self, *norms: float) -> None:
         self._norms = list(norms)

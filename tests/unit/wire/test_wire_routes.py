@@ -20,7 +20,7 @@ def test_the_api_serves_every_route_of_the_table_and_no_other_that_clients_ask_f
     table = {(route.method, route.path) for route in ROUTES}
     assert len(table) == len(ROUTES)
     assert table <= SERVED
-    assert {path for _, path in SERVED - table} == {"/metrics", "/reset_data", "/status-env"}
+    assert {path for _, path in SERVED - table} == {"/docs", "/metrics", "/reset_data", "/status-env"}
 
 
 @pytest.mark.parametrize(
