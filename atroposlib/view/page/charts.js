@@ -1,4 +1,4 @@
-// A chart for each metric, and one crosshair for all. A plot is 100 by 100 units, stretched to its box.
+// A chart for each metric, one crosshair for all. A plot is 100 by 100 units, stretched.
 
 import { control, empty, fill, h, key as keyOf, num, own, percent, speak, svg } from "./dom.js";
 import { CHARTS, Metrics } from "./metrics.js";
@@ -20,7 +20,7 @@ const at = (points, step) => points.findLast((point) => point[0] <= step);
 
 class Chart {
 	constructor(key, curves) {
-		const about = own(CHARTS, key, { title: key, unit: "as in metrics.jsonl" });
+		const about = own(CHARTS, key, { title: key, unit: "as in metrics.jsonl", fit: true });
 		Object.assign(this, { curves, keys: { "": key }, ...about });
 		this.format = this.evaluation ? percent : num;
 		this.values = h("span.row");
@@ -81,15 +81,19 @@ class Chart {
 		const [low, high] = edges(points.flatMap(([, value, by = 0]) => [value - by, value + by])).map(scale);
 		const margin = (high - low) / 20 || Math.abs(low) / 2 || 1;
 		if (this.log) return [Math.floor(low), Math.ceil(high + margin)];
-		return [this.zero && low >= 0 ? 0 : low - margin, high + margin];
+		return [this.fit || low < 0 ? low - margin : 0, high + margin];
 	}
 
 	path({ points, look }) {
 		const spread = this.curves.several ? [] : points.filter((point) => point[2] !== undefined);
-		const line = (all, sign) => all.map(([step, value, by = 0]) => `${this.x(step)} ${this.y(value + sign * by)}`).join("L");
+		const place = ([step, value, by = 0], sign) => `${this.x(step)} ${this.y(value + sign * by)}`;
+		const edge = (all, sign) => all.map((point) => place(point, sign)).join("L");
+		// A step without a value breaks the line.
+		const gap = (i) => !this.evaluation && points[i][0] - points[i - 1]?.[0] > 1;
+		const line = points.map((point, i) => `${gap(i) ? "M" : "L"}${place(point, 0)}h0`).join("");
 		return [
-			spread.length > 1 && svg("path.band", { d: `M${line(spread, 1)}L${line(spread.toReversed(), -1)}Z` }),
-			svg("path.line", { class: look, d: `M${line(points, 0)}` }),
+			spread.length > 1 && svg("path.band", { d: `M${edge(spread, 1)}L${edge(spread.toReversed(), -1)}Z` }),
+			svg("path.line", { class: look, d: `M${line.slice(1)}` }),
 			(this.evaluation || points.length === 1) && points.map((point) => this.dot(point, look)),
 		];
 	}
@@ -145,7 +149,7 @@ class Chart {
 
 export class Curves {
 	charts = new Map();
-	step = null; // of the crosshair
+	step = null; // crosshair
 
 	constructor(names) {
 		this.runs = names.map((run, i) => ({ run, look: `look${i % 4}`, metrics: new Metrics(run) }));

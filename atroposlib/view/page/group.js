@@ -63,7 +63,7 @@ function shared(rollouts) {
 
 function marks({ score, advantage, failed, finish_reason: end }) {
 	return [
-		h("span.score", h("small.muted", "score "), num(score)),
+		h("span.big", h("small.muted", "score "), num(score)),
 		advantage != null && h("span.advantage", h("span.muted", "advantage "), (advantage > 0 ? "+" : "") + num(advantage)),
 		failed && badge("bad", `failed: ${failed}`),
 		end && badge(end === "stop" ? "" : "warn", own(ENDS, end, end)),

@@ -3,32 +3,32 @@
 import { own } from "./dom.js";
 import { get } from "./site.js";
 
-// zero: the axis begins at 0. evaluation: a fraction, of few steps. keys: several lines.
+// fit: the axis need not show 0. evaluation: a fraction, of few steps. keys: several lines.
 export const CHARTS = {
-	reward_mean: { title: "Reward", unit: "mean score, band: ± 1 standard deviation" },
+	reward_mean: { title: "Reward", unit: "mean score, band: ± 1 standard deviation", fit: true },
 	accuracy: {
 		title: "Held-out accuracy",
 		unit: "fraction correct",
 		evaluation: true,
 		empty: "No held-out accuracy yet, or the environment does not evaluate.",
 	},
-	completion_tokens_per_rollout: { title: "Answer length", unit: "sampled tokens per rollout", zero: true },
-	entropy: { title: "Entropy", unit: "nats per trained token", zero: true },
-	loss: { title: "Loss", unit: "weighted mean per token, before the update" },
-	kl: { title: "KL to the start model", unit: "nats per token", empty: "The loss has no KL term (kl_coef is 0)." },
-	grad_norm: { title: "Gradient norm", unit: "L2 norm before clipping", zero: true },
+	completion_tokens_per_rollout: { title: "Answer length", unit: "sampled tokens per rollout" },
+	entropy: { title: "Entropy", unit: "nats per trained token" },
+	loss: { title: "Loss", unit: "weighted mean per token, before the update", fit: true },
+	kl: { title: "KL to the start model", unit: "nats per token", fit: true, empty: "The loss has no KL term (kl_coef is 0)." },
+	grad_norm: { title: "Gradient norm", unit: "L2 norm before clipping" },
 	logprob_diff: {
 		title: "Mismatch",
 		unit: "nats, trainer − sampler",
 		log: true,
 		keys: { mean: "logprob_diff_mean", largest: "logprob_diff_max" },
 	},
-	staleness: { title: "Staleness", unit: "policy versions", zero: true, keys: { mean: "staleness_mean", largest: "staleness_max" } },
-	zero_variance_groups: { title: "Groups without a signal", unit: "groups per step: all scores equal", zero: true },
-	failed_rollouts: { title: "Failed rollouts", unit: "rollouts per step", zero: true },
-	throughput: { title: "Throughput", unit: "sampled tokens per second of a step", zero: true },
-	sync_stall_s: { title: "Sampling paused for a sync", unit: "seconds per step", zero: true },
-	step_s: { title: "Time per step", unit: "seconds", zero: true },
+	staleness: { title: "Staleness", unit: "policy versions", keys: { mean: "staleness_mean", largest: "staleness_max" } },
+	zero_variance_groups: { title: "Groups without a signal", unit: "groups per step: all scores equal" },
+	failed_rollouts: { title: "Failed rollouts", unit: "rollouts per step" },
+	throughput: { title: "Throughput", unit: "sampled tokens per second of a step" },
+	sync_stall_s: { title: "Sampling paused for a sync", unit: "seconds per step" },
+	step_s: { title: "Time per step", unit: "seconds" },
 };
 
 const VALUES = {

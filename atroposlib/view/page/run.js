@@ -1,7 +1,7 @@
 // One run: where it stands, its curves, its timeline and details; and its logs.
 
 import { Curves } from "./charts.js";
-import { button, dateOf, empty, fill, h, link, median, num, percent, seconds, table, textOf, when } from "./dom.js";
+import { button, dateOf, fill, h, link, median, num, percent, seconds, table, textOf, when } from "./dom.js";
 import { CHARTS } from "./metrics.js";
 import { steps } from "./runs.js";
 import { findRun, get, hereWith, param, toGroups } from "./site.js";
@@ -14,8 +14,7 @@ export function runView(name) {
 	const [{ metrics }] = curves.runs;
 	const timeline = new Timeline(name);
 	const cards = h("div.cards");
-	const early = empty("No curves yet: the first step has not ended.");
-	early.hidden = true;
+	const early = h("p.empty", { hidden: true }, "No curves yet: the first step has not ended.");
 	const details = h("div");
 	const about = h("details.card", h("summary", "Run details"), details);
 	let heldOut = [];

@@ -10,7 +10,7 @@ const LANES = [
 	["evaluating", "Trainer waits for an evaluation", "look3"],
 	["sampler", "Samplers busy", "look2"],
 ];
-// Button, key, and by which share of the steps shown the first and the last of them move.
+// Button, key, and by which share of the steps shown the first and the last move.
 const MOVES = [
 	["Earlier", "ArrowLeft", -0.5, -0.5],
 	["Later", "ArrowRight", 0.5, 0.5],

@@ -232,7 +232,7 @@ def test_answers_stand_side_by_side_best_first(tab: Tab, window: Window) -> None
     page = tab.open(window, "#/run/first/groups?q=step+1")
     page.get_by_role("link", name="What is 6 * 7 in step 1?").click()
     page.locator(".answer").first.wait_for()
-    assert texts(page, ".answer .score") == ["score 1", "score 0"]
+    assert texts(page, ".answer .big") == ["score 1", "score 0"]
     assert texts(page, ".advantage") == ["advantage +1", "advantage −1"]
     assert texts(page, ".answer .text") == ["It is 42.", "It is 41."]
     assert page.get_by_text("What is 6 * 7 in step 1?").count() == 1
@@ -404,6 +404,16 @@ def test_what_one_opened_stays_open_while_the_run_goes_on(tab: Tab, live: Window
     page.get_by_text(re.compile("about .* left")).wait_for()
     assert page.locator("details[open]").count() == 2
     assert page.evaluate("[scrollY, document.activeElement.type]") == [300, "checkbox"]
+
+
+def test_a_step_without_a_value_breaks_the_line(tab: Tab, live: Window) -> None:
+    rows = [metrics_row(4) | {"loss": None}, metrics_row(5)]
+    append(live.runs / "first" / "metrics.jsonl", *rows)
+    page = tab.open(live, "#/run/first")
+    line = page.locator("[data-chart=loss] path.line")
+    line.wait_for(state="attached")
+    assert line.get_attribute("d").count("M") == 2
+    assert page.locator("[data-chart=grad_norm] path.line").get_attribute("d").count("M") == 1
 
 
 def test_curves_appear_with_the_first_step(tab: Tab, live: Window) -> None:
