@@ -149,7 +149,7 @@ class Chart {
 
 export class Curves {
 	charts = new Map();
-	step = null; // crosshair
+	step = null;
 
 	constructor(names) {
 		this.runs = names.map((run, i) => ({ run, look: `look${i % 4}`, metrics: new Metrics(run) }));

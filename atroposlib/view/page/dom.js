@@ -53,7 +53,7 @@ export function control(label, type, value, changed, more) {
 	return h("label", label, h("select", { onchange, ...more }, Object.entries(type).map(option)));
 }
 
-const NONE = "–"; // a number or time that is not there
+const NONE = "–"; // a missing number or time
 
 export function num(value) {
 	if (value == null) return NONE;

@@ -40,7 +40,7 @@ export class Metrics {
 	rows = [];
 	evaluations = [];
 	next = 0;
-	generation = null; // of the file
+	generation = null;
 
 	constructor(run) {
 		this.run = run;
