@@ -3,7 +3,7 @@ batch.
 
 Why each one is (measured by self_check.py and tests/unit/batch_invariant; docs/bit-exactness.md explains every
 operation):
-    linear        oneDNN's AVX-512 matrix product sums over the inputs in one order for every number of rows but 1,
+    linear        oneDNN's matrix product sums over the inputs in one order for every number of rows but 1,
                   where it takes another kernel: one row is computed as two. Splitting the outputs (fused qkv, gate_up,
                   TP columns) changes nothing.
     silu          torch.nn.functional.silu has a scalar and a vector body that differ in the last bit;

@@ -1,5 +1,9 @@
 """The shared arithmetic gives a row the same bits in every batch, and means what it says."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,6 +40,14 @@ def test_linear_gives_a_row_the_same_bits_in_every_batch(
     assert torch.equal(kernels.linear(x, weight[: out // 3], bias[: out // 3]), alone[:, : out // 3])
     exact = x.double() @ weight.double().T + bias.double()
     assert (alone.double() - exact).norm() / exact.norm() < (1e-6 if dtype == torch.float32 else 3e-3)
+
+
+@pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX2"])
+def test_a_processor_with_fewer_instructions_is_exact_too(instructions: str) -> None:
+    code = "import torch; from vllm_patching.batch_invariant.self_check import check_weight; "
+    code += "[check_weight(torch.empty(out, width)) for out, width in ((960, 576), (576, 1536), (33, 96))]"
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": instructions, "ATEN_CPU_CAPABILITY": instructions[:6].lower()}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
 
 
 def test_a_large_weight_is_widened_in_parts_to_the_same_bits(threads: None) -> None:
