@@ -42,6 +42,7 @@ def test_linear_gives_a_row_the_same_bits_in_every_batch(
     assert (alone.double() - exact).norm() / exact.norm() < (1e-6 if dtype == torch.float32 else 3e-3)
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("instructions", ["AVX512_CORE", "AVX2"])
 def test_a_processor_with_fewer_instructions_is_exact_too(instructions: str) -> None:
     code = "import torch; from vllm_patching.batch_invariant.self_check import check_weight; "
