@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.sampling_fields import SamplingFields
@@ -85,7 +86,7 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
     async with env._env_run as run:
         await run.wait_for_inference()
-        await env.setup()
+        await settled(env.setup())
         if isinstance(tree, SamplingFields) and tree.samples:
             await env._evaluate_samples(tree)
             return

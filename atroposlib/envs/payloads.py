@@ -75,6 +75,7 @@ class ScoredDataGroup(TypedDict, total=False):
     rollouts: list[int] | None  # the rollout that each sequence belongs to; None where each is one
     finish_reasons: list[str] | None
     failed: dict[Cause, int] | None  # rollouts that have no score and stand in no list, by cause
+    rewards: list[dict[str, float]] | None  # named rewards before their weights; for people, never sent
 
 
 class ScoredDataItem(TypedDict, total=False):

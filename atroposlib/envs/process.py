@@ -3,6 +3,7 @@
 import asyncio
 
 from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
 from atroposlib.envs.html_report import write_html
@@ -27,7 +28,7 @@ async def process(env: Environment) -> None:
     env.process_mode = True
     async with env._env_run as run:
         await run.wait_for_inference()
-        await env.setup()
+        await settled(env.setup())
         budget = ErrorBudget(env.config.max_failed_items, giver(type(env)))
         for number in range(steps):
             await _one_group(run, budget)

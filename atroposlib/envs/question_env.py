@@ -2,28 +2,33 @@
 
     training_item(number) ──▶ prompt(item) ──▶ rollouts: `group_size` answers ──▶ score(item, answer) ──▶ group
 
+In place of `score`, a class may have several rewards (`rewards.py`), or rollouts that bring their own score. Methods of
+authors that are coroutines here may be plain functions, but for `rollouts`.
+
 Items are numbered, and an item depends only on its number and the seed. So a resumed run continues where its checkpoint
 was written, and two runs with the same seed ask the same questions. A multi-turn environment overrides `rollouts`.
 """
 
 import asyncio
-import inspect
 import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.failures import Failure, attempt
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.payloads import Item, ScoredDataGroup, with_failed
 from atroposlib.envs.problems import Problem
-from atroposlib.envs.rollouts import Rollout as Rollout  # authors import these from here
+from atroposlib.envs.rewards import reward as reward  # authors import these from here
+from atroposlib.envs.rewards import rewards_of
+from atroposlib.envs.rollouts import Rollout as Rollout
 from atroposlib.envs.rollouts import Scored as Scored
 from atroposlib.envs.rollouts import rollout_group
 from atroposlib.envs.sampled_evaluation import evaluate_samples
@@ -41,6 +46,8 @@ THINKING_PROMPT = "Think about the question first, inside <think> </think> tags.
 END_OF_THOUGHTS = "</think>"
 EVALUATED_EVERY_S = 5.0
 SHORT_ANSWER_TOKENS = 1024
+REWARD = "reward_"  # before the name of a reward in the metrics
+REWARDS_TOLD = 4  # in the console's line, at most
 
 
 @dataclass
@@ -86,7 +93,7 @@ class QuestionEnvConfig(BaseEnvConfig):
 
 
 class QuestionEnv(BaseEnv):
-    """Write `setup` (it sets `held_out`), `training_item`, `prompt` and `score`."""
+    """Write `setup` (it sets `held_out`), `training_item`, `prompt` and `score`, or methods with `@reward`."""
 
     env_config_cls: ClassVar[type[BaseEnvConfig]] = QuestionEnvConfig
     outcomes: ClassVar[Sequence[str]] = ()  # those that `score` gives, in the order in which they are logged
@@ -98,6 +105,7 @@ class QuestionEnv(BaseEnv):
         super().__init__(config, server_configs, slurm, testing)
         if config.overlong_buffer and not self._is_of_one_answer:
             raise ValueError("overlong_buffer is for one answer a rollout; lower the reward in `score` instead")
+        self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
         self.held_out: Sequence[Item] = []
         self.taken = 0
@@ -121,15 +129,20 @@ class QuestionEnv(BaseEnv):
     def prompt(self, item: Item) -> Messages:
         """The messages that ask `item`; if the last one is the assistant's, the model continues with it."""
 
-    @abstractmethod
-    async def score(self, item: Item, answer: str) -> float | Scored | None:
+    def score(
+        self, item: Item, answer: str, *args: Any, **kwargs: Any
+    ) -> Awaitable[float | Scored | None] | float | Scored | None:
         """The reward of `answer`, 1 for a right one; None when it cannot be scored: the answer then counts as failed.
-        As `Scored` with one of `outcomes`, for those who watch the run.
+        As `Scored` with one of `outcomes`, for those who watch the run. An override may also take, by name, `messages`
+        (the whole conversation) and `state` (that of the `Rollout`).
+
+        A class that does not override it has methods with `@reward`, or rollouts with an `own_score`.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no score of its own")
 
     def sample_record(self, item: Item, rollout: Rollout, scored: Scored) -> dict[str, Any]:
         """What is kept of an evaluated answer in samples.jsonl."""
-        return {"messages": rollout.messages, "score": scored.reward}
+        return {"messages": rollout.messages, "score": scored.reward} | named_rewards(scored)
 
     async def _evaluate_samples(self, asked: SamplingFields) -> None:
         """See `sampled_evaluation.py`."""
@@ -148,7 +161,7 @@ class QuestionEnv(BaseEnv):
     async def get_next_item(self) -> Item:
         """The next question, without end."""
         self.taken += 1
-        return await self.training_item(self.taken - 1)
+        return await settled(self.training_item(self.taken - 1))
 
     def conversation(self, item: Item) -> Messages:
         """`prompt(item)`, under `thinking_mode` with the request to think first."""
@@ -179,11 +192,12 @@ class QuestionEnv(BaseEnv):
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """A group of scored answers. Those that failed are counted in it, and the others continue."""
         left, failed = self._env_run.survivors(await self._judged_answers(item), item)
-        group = rollout_group([rollout for rollout, _ in left], [reward for _, reward in left])
+        rewards = [scored.reward for _, scored in left if scored.reward is not None]
+        group = rollout_group([rollout for rollout, _ in left], rewards, [scored.rewards for _, scored in left])
         group["generation_params"] = {"temperature": self.config.temperature, "top_p": self.config.top_p}
         return with_failed(group, failed), []
 
-    async def _judged_answers(self, item: Item) -> list[tuple[Rollout, float] | Failure]:
+    async def _judged_answers(self, item: Item) -> list[tuple[Rollout, Scored] | Failure]:
         """`group_size` answers with their rewards, or why there is none."""
         n, limit_s = self.config.group_size, self.config.rollout_limit_s
         if not self._asks_at_once:
@@ -207,19 +221,19 @@ class QuestionEnv(BaseEnv):
     async def _sampled(self, item: Item, n: int) -> list[Rollout]:
         return await self.rollouts(item, n, "train", self.config.temperature, self.config.top_p)
 
-    async def _judged_answer(self, item: Item) -> tuple[Rollout, float] | Failure:
+    async def _judged_answer(self, item: Item) -> tuple[Rollout, Scored] | Failure:
         answers = await attempt(self._sampled(item, 1), self.config.rollout_limit_s)
         return answers if isinstance(answers, Failure) else await self._judged(item, answers[0])
 
-    async def _judged(self, item: Item, rollout: Rollout) -> tuple[Rollout, float] | Failure:
-        """An answer with its reward. A scorer that raises or hangs fails this answer alone."""
+    async def _judged(self, item: Item, rollout: Rollout) -> tuple[Rollout, Scored] | Failure:
+        """An answer with its reward, which is a number. A scorer that raises or hangs fails this answer alone."""
         scored = await attempt(self._score(item, rollout), self.config.rollout_limit_s, late="scorer", other="scorer")
         self.scored.append(Scored(None) if isinstance(scored, Failure) else scored)
         if isinstance(scored, Failure):
             return replace(scored, messages=rollout.messages)
         if scored.reward is None:
             return Failure("scorer", Unscored("", self.unscored_count), rollout.messages)
-        return rollout, scored.reward + self._length_reward(rollout)
+        return rollout, replace(scored, reward=scored.reward + self._length_reward(rollout))
 
     def _length_reward(self, rollout: Rollout) -> float:
         """Beside the score, which alone is measured."""
@@ -231,11 +245,10 @@ class QuestionEnv(BaseEnv):
     async def _score(self, item: Item, rollout: Rollout) -> Scored:
         answer = rollout.text.rpartition(END_OF_THOUGHTS)[2] if self.config.thinking_mode else rollout.text
         try:
-            found = await self.score(item, answer)
+            return await self._rewards.scored(self, item, answer, rollout)
         except Unscored as error:
             log.warning("An answer could not be scored: %s", error)
-            found = None
-        return found if isinstance(found, Scored) else Scored(found)
+            return Scored(None)
 
     # --- evaluation and metrics -----------------------------------------------------------------------------------
 
@@ -266,16 +279,17 @@ class QuestionEnv(BaseEnv):
             "score": scored.reward,
             "outcome": scored.outcome or None,
             "finish_reason": ends[-1] if ends else None,
+            **named_rewards(scored),
         }
 
     def _summary(self, scored: Sequence[Scored]) -> dict[str, float]:
-        """Shares of the answers that have a reward, and counts of all, also by outcome."""
+        """Shares of the answers that have a reward, means of the named ones, and counts of all, also by outcome."""
         rewards = [each.reward for each in scored if each.reward is not None]
         right, total = sum(reward >= self.right_from for reward in rewards), len(rewards)
         shares = {"accuracy": right / total, "mean_score": sum(rewards) / total} if total else {}
         counts = Counter(each.outcome for each in scored)
         shares |= {"correct": right, "total": total, "unscored": len(scored) - total}
-        return shares | {outcome: counts[outcome] for outcome in self.outcomes}
+        return shares | {outcome: counts[outcome] for outcome in self.outcomes} | mean_rewards(scored)
 
     async def wandb_log(self, wandb_metrics: Metrics | None = None) -> None:
         """Add the scores since the last call."""
@@ -285,9 +299,13 @@ class QuestionEnv(BaseEnv):
             found = self._summary(scored)
             words = ", ".join(f"{found[outcome]} {outcome.replace('_', ' ')}" for outcome in self.outcomes)
             words = words or f"{found['correct']} right, mean score {found.get('mean_score', 0.0):.3f}"
+            named = {key: value for key, value in found.items() if key.startswith(REWARD)}
+            if len(named) <= REWARDS_TOLD:
+                words += "".join(f", {key.removeprefix(REWARD)} {value:.3f}" for key, value in named.items())
             log.info("Step %d: %d answers, %s", self.curr_step, len(scored), words)
             names = {"accuracy": "train/percent_correct", "mean_score": "train/mean_score"}
             names |= {outcome: f"train/answers_{outcome}" for outcome in self.outcomes}
+            names |= {key: f"train/{key}" for key in named}
             metrics |= {name: found[key] for key, name in names.items() if key in found}
         await super().wandb_log(metrics)
 
@@ -302,9 +320,7 @@ class QuestionEnv(BaseEnv):
         return self.conversation(item)
 
     async def _release(self) -> None:
-        closing: Any = self.close()
-        if inspect.isawaitable(closing):  # an author's may be a plain function
-            await closing
+        await settled(self.close())
         await super()._release()
 
 
@@ -314,3 +330,16 @@ def with_reply(messages: Sequence[Mapping[str, Any]], text: str) -> Messages:
     if said[-1]["role"] == "assistant":
         return [*said[:-1], {"role": "assistant", "content": said[-1]["content"] + text}]
     return [*said, {"role": "assistant", "content": text}]
+
+
+def named_rewards(scored: Scored) -> dict[str, Any]:
+    """The field of a row that has an answer's named rewards; none where it has none."""
+    return {"rewards": dict(scored.rewards)} if scored.rewards else {}
+
+
+def mean_rewards(scored: Sequence[Scored]) -> dict[str, float]:
+    """`reward_NAME`: the mean of each named reward, before its weight, over the answers that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for name, value in (pair for each in scored for pair in each.rewards.items()):
+        values[name].append(value)
+    return {f"{REWARD}{name}": sum(found) / len(found) for name, found in values.items()}

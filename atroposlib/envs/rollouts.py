@@ -7,8 +7,8 @@ template strips earlier thoughts, the context was compacted, a sub-agent starts 
 node, and the rollout has one sequence more. All of its turns are trained on.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from atroposlib.envs.payloads import ScoredDataGroup
@@ -20,24 +20,36 @@ from atroposlib.type_definitions import Messages
 class Rollout:
     """One sampled answer or conversation: the text that is scored, the messages up to and with it, and the tokens as
     they were sampled, in the order of the calls.
+
+    `state` is what it left behind for the methods that score it: results of tools, counters, the state of a game.
+    `own_score` is its reward in an environment that has neither `score` nor a method with `@reward`; None there means
+    that it cannot be scored.
     """
 
     text: str
     messages: Messages
     sequences: Sequence[SequenceNode]
+    state: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
+    own_score: float | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The result of one answer: its reward, None when it could not be told, and a word for it that is counted."""
+    """The result of one answer: its reward, None when it could not be told, a word for it that is counted, and the
+    named rewards that it was added up from, before their weights.
+    """
 
     reward: float | None
     outcome: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
-def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> ScoredDataGroup:
+def rollout_group(
+    rollouts: Sequence[Rollout], rewards: Sequence[float], named: Sequence[Mapping[str, float]] = ()
+) -> ScoredDataGroup:
     """A group of rollouts with their rewards: ids, log-probabilities and policy versions as they were sampled, never
-    text tokenised again. It says which sequences belong together if any rollout has several.
+    text tokenised again. It says which sequences belong together if any rollout has several. `named` are the rewards by
+    name of each rollout, kept for people who read the group.
     """
     numbered = [(number, node) for number, rollout in enumerate(rollouts) for node in trained_once(rollout.sequences)]
     nodes = [node for _, node in numbered]
@@ -53,6 +65,8 @@ def rollout_group(rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Scor
     )
     if len(nodes) > len(rollouts):
         group["rollouts"] = [number for number, _ in numbered]
+    if any(named):
+        group["rewards"] = [dict(named[number]) for number, _ in numbered]
     return group
 
 

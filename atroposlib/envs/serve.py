@@ -17,6 +17,7 @@ from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.api_link import ApiLink
 from atroposlib.envs.author_errors import ErrorBudget, giver
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError
@@ -117,7 +118,7 @@ class ServeLoop:
         log.info("Setting up %s", self.run.display_name)
         self.run.waits_for = OWN_SET_UP
         await self._reporting.send()  # an author's setup may block everything else
-        await self.env.setup()
+        await settled(self.env.setup())
         log.info("Set up %s in %.1f s", self.run.display_name, time.monotonic() - start)
         self.run.waits_for = "a trainer that asks for a batch"
         await self.link.wait_until_up()
