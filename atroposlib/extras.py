@@ -1,15 +1,20 @@
 """The extras of pyproject.toml, and the error line for a command whose extra is missing.
 
     need("trainer", "grpo", "torch", "peft")
-    grpo: error: grpo needs torch, which is not installed; pip install 'atropos[trainer]'
+    grpo: error: grpo needs torch, which is not installed; pip install 'atroposlib[trainer]'
 
-A command calls `need` before it imports what the extra brings. It looks for the modules and imports none.
+A command calls `need` before it imports what the extra brings. It looks for the modules and imports none. The name
+`atroposlib` is the ancestor's on the public index, so pip is given it only where this distribution is installed.
 """
 
+from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from atroposlib.errors import AtroposError
+
+CHECKOUT = Path(__file__).parents[1]
 
 Extra = Literal["trainer", "gpu", "environments", "wandb", "tensorboard"]
 
@@ -29,6 +34,7 @@ def need(extra: Extra, who: str, *modules: str) -> None:
 
 
 def install(extra: Extra) -> str:
-    """The command that installs an extra, in whatever way Atropos was installed."""
-    command = f"pip install 'atropos[{extra}]'"
+    """The command that installs an extra: by name where Atropos is installed, else from this checkout."""
+    is_installed = any(metadata.distributions(name="atroposlib"))
+    command = f"pip install 'atroposlib[{extra}]'" if is_installed else f"pip install -e '{CHECKOUT}[{extra}]'"
     return command if extra != "gpu" else f"{command}, or on a machine without an NVIDIA GPU scripts/setup.sh"

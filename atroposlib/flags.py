@@ -228,7 +228,7 @@ def make_parser(
 
 def package_version() -> str:
     """That of Atropos as it is installed."""
-    return next((found.version for found in metadata.distributions(name="atropos")), "(not installed)")
+    return next((found.version for found in metadata.distributions(name="atroposlib")), "(not installed)")
 
 
 def _help(key: Key, defaults: Mapping[str, Any]) -> str:

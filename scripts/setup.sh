@@ -197,6 +197,19 @@ drop_half_installed() {
   rm -rf "$venv"/lib/python3*/site-packages/~*
 }
 
+# remove_former_distribution: this project was the distribution `atropos`. Beside `atroposlib` it would declare vLLM's
+# plugins a second time. A distribution of that name without our plugins is another project, and stays.
+remove_former_distribution() {
+  local ours
+  if grep -qs vllm_patching "$root/atropos.egg-info/entry_points.txt"; then rm -r "$root/atropos.egg-info"; fi
+  for ours in "$venv"/lib/python3*/site-packages/atropos-*.dist-info/entry_points.txt; do
+    if grep -qs vllm_patching "$ours"; then
+      step "Removing this project under its former name, atropos" former.log \
+        "$venv/bin/python" -m pip uninstall --yes --disable-pip-version-check atropos
+    fi
+  done
+}
+
 # locked FILE CONDITION: the packages of a lock for which the awk CONDITION on n (0, 1, ...) and $1 (name==version)
 # holds, with their hashes.
 locked() { awk "/^#/ { next } /^[^ ]/ { n++; chosen = ($2) } chosen" n=-1 "$root/requirements/$1"; }
@@ -326,6 +339,7 @@ set_up() {
   make_venv
   rm -f "$work/stamp"
   drop_half_installed
+  remove_former_distribution
   "install_$mode"
   # shellcheck disable=SC2046
   step "Installing this project, editable" project.log $(pip_install) --no-deps --no-build-isolation -e "$root"

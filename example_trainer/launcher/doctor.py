@@ -30,13 +30,23 @@ from example_trainer.inference_servers import Port, VllmServers
 from example_trainer.launcher import device_checks
 from example_trainer.launcher import doctor_checks as checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
-from example_trainer.launcher.machine import Gpu, Listener, find_gpus, find_listeners, installed, resolve, torch_cuda
+from example_trainer.launcher.machine import (
+    Gpu,
+    Listener,
+    declared_by,
+    find_gpus,
+    find_listeners,
+    installed,
+    resolve,
+    torch_cuda,
+)
 from example_trainer.launcher.model_files import read_model
 from example_trainer.memory import available_memory
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES, Broadcast
 
 PROG = "atropos doctor"
+PLUGINS = ("atropos_processes", "atropos_bridge_http")  # the entry points of pyproject.toml
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
 
 
@@ -148,6 +158,7 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
         from vllm_patching.version import BEYOND, OLDEST, VERSION
 
         yield checks.check_package("vllm", str(VERSION), str(OLDEST), str(BEYOND))
+        yield checks.check_plugins({name: declared_by(name) for name in PLUGINS})
     if MODES[config.mode].trains_adapter:
         yield checks.check_package("peft", installed("peft"), "0.14")
     if gpus:

@@ -19,6 +19,7 @@ from example_trainer.launcher.model_files import Model
 from example_trainer.modes import MODES, Mode
 
 PYTHON = (3, 11)
+DISTRIBUTION = "atroposlib"
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 
 
@@ -68,6 +69,27 @@ def check_package(name: str, version: str | None, oldest: str, beyond: str | Non
     if Version(version) < Version(oldest) or (beyond and Version(version) >= Version(beyond)):
         return Finding("fail", name, f"{version}, {limit}", "run scripts/setup.sh, which installs one that fits")
     return Finding("ok", name, version)
+
+
+def check_plugins(found: Mapping[str, Sequence[str]]) -> Finding:
+    """`found`: of each of our entry points, the distributions that declare it. vLLM loads every one."""
+    missing = [name for name, owners in found.items() if not owners]
+    if missing:
+        return Finding(
+            "fail",
+            "vLLM plugins",
+            f"{' and '.join(missing)} not installed",
+            "run scripts/setup.sh, or pip install -e .",
+        )
+    twice = sorted({owner for owners in found.values() if len(owners) > 1 for owner in owners} - {DISTRIBUTION})
+    if twice:
+        return Finding(
+            "fail",
+            "vLLM plugins",
+            f"declared by {DISTRIBUTION} and by {', '.join(twice)}",
+            f"pip uninstall {twice[0]}, and remove {twice[0]}.egg-info from the checkout",
+        )
+    return Finding("ok", "vLLM plugins", ", ".join(found))
 
 
 def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:

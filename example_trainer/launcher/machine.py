@@ -42,6 +42,11 @@ def installed(name: str) -> str | None:
     return None
 
 
+def declared_by(plugin: str) -> list[str]:
+    """The distributions that declare the entry point `plugin`, whichever its group."""
+    return [entry.dist.name for entry in metadata.entry_points(name=plugin) if entry.dist is not None]
+
+
 def torch_cuda() -> str | None:
     """The CUDA release PyTorch was built for, out of its version file: importing it takes seconds."""
     spec = util.find_spec("torch")

@@ -16,9 +16,16 @@ ROOT = Path(__file__).parents[3]
 def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "peft", None)
-    line = r"^the trainer needs torch and peft, which are not installed; pip install 'atropos\[trainer\]'$"
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [name])
+    line = r"^the trainer needs torch and peft, which are not installed; pip install 'atroposlib\[trainer\]'$"
     with pytest.raises(MissingExtra, match=line):
         need("trainer", "the trainer", "torch", "peft", "safetensors")
+
+
+def test_a_checkout_that_is_not_installed_is_named_by_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, pip would fetch the ancestor."""
+    monkeypatch.setattr("importlib.metadata.distributions", lambda name: [])
+    assert install("wandb") == f"pip install -e '{ROOT}[wandb]'"
 
 
 def test_what_is_installed_is_not_imported() -> None:

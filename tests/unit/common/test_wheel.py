@@ -62,12 +62,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def metadata(wheel: Path) -> Message:
     with zipfile.ZipFile(wheel) as archive:
-        return message_from_string(archive.read(f"atropos-{PROJECT['version']}.dist-info/METADATA").decode())
+        return message_from_string(archive.read(f"{PROJECT['name']}-{PROJECT['version']}.dist-info/METADATA").decode())
 
 
 def test_its_top_level_names_are_the_four_packages(installed: Path) -> None:
     names = {path.name for path in installed.iterdir()}
-    assert names - {"bin", f"atropos-{PROJECT['version']}.dist-info"} == {
+    assert names - {"bin", f"{PROJECT['name']}-{PROJECT['version']}.dist-info"} == {
         "atropos_environments",
         "atroposlib",
         "example_trainer",

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -13,10 +14,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from atroposlib.extras import install
 from atroposlib.wire.bridge import Manifest, lay_out
-from example_trainer.launcher import device_checks, doctor_checks
+from example_trainer.launcher import device_checks, doctor, doctor_checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
-from example_trainer.launcher.machine import MIB, Gpu, Listener
+from example_trainer.launcher.machine import MIB, Gpu, Listener, declared_by
 from example_trainer.launcher.model_files import Model, read_model
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES
@@ -53,9 +55,17 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
     ("finding", "fragment"),
     [
         (doctor_checks.check_python((3, 10)), "3.10, needs 3.11"),
-        (doctor_checks.check_package("torch", None, "2.6"), "needs 2.6 or newer: pip install 'atropos[trainer]', or"),
+        (
+            doctor_checks.check_package("torch", None, "2.6"),
+            f"needs 2.6 or newer: {install('trainer')}, or",
+        ),
         (doctor_checks.check_package("vllm", "0.25.1", "0.26", "0.34"), "0.25.1, needs 0.26 or newer, below 0.34"),
         (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
+        (
+            doctor_checks.check_plugins({"one": ["atroposlib", "atropos"], "two": ["atropos", "atroposlib"]}),
+            "declared by atroposlib and by atropos: pip uninstall atropos,",
+        ),
+        (doctor_checks.check_plugins({"one": ["atroposlib"], "two": []}), "two not installed: run scripts/setup.sh"),
         (doctor_checks.check_driver("12.4", "13.0"), "the driver supports CUDA 12.4, but PyTorch is built for 13.0"),
         (doctor_checks.check_driver("13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
         (doctor_checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
@@ -175,6 +185,7 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
     [
         doctor_checks.check_python((3, 11)),
         doctor_checks.check_package("vllm", "0.33.1", "0.26", "0.34"),
+        doctor_checks.check_plugins({"one": ["atroposlib"], "two": ["atroposlib"]}),
         doctor_checks.check_driver("13.1", "13.0"),
         doctor_checks.check_open_files(1024, 65_535),
         doctor_checks.check_switch(MODES["broadcast"], "1", running=False),
@@ -217,6 +228,21 @@ def write_model(folder: Path, tied: bool) -> Path:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (folder / "config.json").write_text(json.dumps({"num_attention_heads": 4, "tie_word_embeddings": tied}))
     return folder
+
+
+def test_the_doctor_looks_at_the_plugins_that_are_declared_and_who_declares_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert set(doctor.PLUGINS) == {name for group in plugins.values() for name in group}
+    for name in ("one", "another"):
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text("[vllm.general_plugins]\nmine = mine:register\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert sorted(declared_by("mine")) == ["another", "one"]
+    assert declared_by("nobody_declares_this") == []
 
 
 @pytest.mark.parametrize(

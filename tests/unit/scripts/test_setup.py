@@ -140,6 +140,26 @@ def test_what_a_killed_pip_left_half_installed_is_installed_again(project: Path)
     assert sorted(path.name for path in packages.iterdir()) == ["whole-1.0.dist-info"]
 
 
+@pytest.mark.parametrize(("owner", "is_ours"), [("sequencing", False), ("vllm_patching.plugin", True)])
+def test_only_this_project_is_removed_under_its_former_name(project: Path, owner: str, is_ours: bool) -> None:
+    script = (project / "scripts/setup.sh").read_text()
+    (project / "scripts/setup.sh").write_text(script.replace('main "$@"\n', "remove_former_distribution\n"))
+    (project / ".venv/setup/logs").mkdir(parents=True)
+    python = project / ".venv/bin/python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >>{project}/asked\n')
+    python.chmod(0o755)
+    for folder in (".venv/lib/python3.11/site-packages/atropos-0.1.0.dist-info", "atropos.egg-info"):
+        (project / folder).mkdir(parents=True)
+        (project / folder / "entry_points.txt").write_text(f"[vllm.general_plugins]\nmine = {owner}:register\n")
+    done = setup(project)
+    assert done.returncode == 0, done.stderr
+    asked = (project / "asked").read_text() if is_ours else ""
+    assert asked == ("-m pip uninstall --yes --disable-pip-version-check atropos\n" if is_ours else "")
+    assert (project / "asked").exists() is is_ours
+    assert (project / "atropos.egg-info").exists() is not is_ours
+
+
 def test_a_second_set_up_at_the_same_time_waits_for_the_first(project: Path) -> None:
     fake_interpreter(project)
     holder = subprocess.Popen(

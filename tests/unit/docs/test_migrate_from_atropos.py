@@ -1,4 +1,4 @@
-"""docs/migrate.md: what it says of the flags of 0.4.0's trainer is so."""
+"""docs/migrate_from_atropos.md: what it says of the flags of 0.4.0's trainer is so."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from atroposlib.config import resolve_config
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 
-PAGE = (Path(__file__).parents[3] / "docs/migrate.md").read_text().split("## The trainer")[1]
+PAGE = (Path(__file__).parents[3] / "docs/migrate_from_atropos.md").read_text().split("## The trainer")[1]
 # Of 0.4.0, with a value where they take one.
 KEPT = (
     "--model-name m --lr 1e-5 --training-steps 10 --batch-size 2 --seq-len 2048 --gradient-accumulation-steps 32"
