@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import Any
 
 # A package stands for the modules in it too.
 MOVED = {
@@ -21,20 +22,36 @@ MOVED = {
     "atroposlib.cli.sft": "atroposlib.compat.sft",
     "atroposlib.cli.view_run": "atroposlib.compat.view_run",
     "atroposlib.cli.view_run_multimodal": "atroposlib.compat.view_run",
+    "atroposlib.envs.constants": "atroposlib.compat.constants",
     "atroposlib.envs.eval": "atroposlib.compat.eval",
     "atroposlib.envs.reward_fns": "atroposlib.compat.reward_fns",
     "atroposlib.envs.server_handling.managed_server_proxy": "atroposlib.compat.managed_server_proxy",
     "atroposlib.frontend": "atroposlib.compat",
     "atroposlib.utils.advantages": "atroposlib.compat.advantages",
     "atroposlib.utils.best_of_n_selection": "atroposlib.compat.best_of_n_selection",
+    "atroposlib.utils.cli": "atroposlib.compat.cli",
+    "atroposlib.utils.display": "atroposlib.compat.display",
+    "atroposlib.utils.force_diverse_samples": "atroposlib.compat.force_diverse_samples",
     "atroposlib.utils.io": "atroposlib.compat.io",
     "atroposlib.utils.message_history_utils": "atroposlib.compat.message_history_utils",
+    "atroposlib.utils.metrics": "atroposlib.compat.metrics",
+    "atroposlib.utils.tokenizers.qwen_fixed_tokenizer": "atroposlib.compat.qwen_fixed_tokenizer",
 }
+# A module that is still where it was, and the one that now defines names of it.
+MOVED_NAMES = {"atroposlib.api.server": "atroposlib.compat.api_models"}
 
 
 def new_name(name: str) -> str | None:
     """Where the module `name` stands now; None when it has not moved."""
     return next((new + name.removeprefix(old) for old, new in MOVED.items() if f"{name}.".startswith(f"{old}.")), None)
+
+
+def moved_attribute(module: str, name: str) -> Any:
+    """What `module` formerly defined as `name`, for its `__getattr__`. Raises AttributeError."""
+    found = None if name.startswith("_") else getattr(importlib.import_module(MOVED_NAMES[module]), name, None)
+    if found is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return found
 
 
 class OldPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -7,6 +7,7 @@ API. `create_app` makes a new app; `app` is one without a journal, as `uvicorn a
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 from fastapi import FastAPI
@@ -24,6 +25,7 @@ from atroposlib.api.service import RolloutService
 from atroposlib.api.settings import RunApiConfig
 from atroposlib.http_guard import HostGuard, OwnHosts
 from atroposlib.logs import get_logger
+from atroposlib.old_paths import moved_attribute
 
 log = get_logger(__name__)
 
@@ -79,3 +81,7 @@ def _service(settings: RunApiConfig, journal: Path | None, accept_loss: bool) ->
 
 
 app = create_app()
+
+
+def __getattr__(name: str) -> Any:
+    return moved_attribute(__name__, name)

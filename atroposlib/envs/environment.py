@@ -286,8 +286,8 @@ class Environment(ABC):
         metrics |= self.perf_stats({})
         metrics |= {"train/items_sent_to_api": self.items_sent_this_step, "policy_version": run.policy_version}
         metrics |= {f"train/{name}": count for name, count in run.counts.items()}
-        prefix = self.wandb_prepend or f"{run.registered_name}_"
-        written = await self.server.wandb_metrics({f"{prefix}{key}": value for key, value in metrics.items()})
+        prefix = self.wandb_prepend or run.registered_name
+        written = await self.server.wandb_metrics({f"{prefix}_{key}": value for key, value in metrics.items()})
         self.completion_lengths = []
         for sink in run.sinks:
             sink.write(written, self.curr_step)

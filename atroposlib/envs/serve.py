@@ -285,7 +285,7 @@ class ServeLoop:
     def _joined(self, registration: EnvRegistered) -> None:
         env, run = self.env, self.run
         run.registered_name = registration.wandb_name
-        env.wandb_prepend = f"{registration.wandb_name}_"
+        env.wandb_prepend = registration.wandb_name
         env.checkpoint_dir = registration.checkpoint_dir
         env.checkpoint_interval = registration.checkpoint_interval
         run.total_steps = min((n for n in (env.config.total_steps, registration.num_steps) if n > 0), default=1000)

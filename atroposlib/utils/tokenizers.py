@@ -28,6 +28,10 @@ TOKENIZER_FILES = [
 ]
 
 
+# For an import below this module, see old_paths.py.
+__path__: list[str] = []
+
+
 class Tokenizer(Protocol):
     """The three methods that this library asks of a tokenizer; any Hugging Face tokenizer has them."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from atroposlib.compat.reward_fns.registry import registry
+from atroposlib.compat.reward_fns.registry import PlainReward, registry
 from atroposlib.compat.reward_fns.reward_function import RewardFunction
 
 
@@ -16,7 +16,7 @@ class CombinedReward(RewardFunction):
 
     def __init__(
         self,
-        rewards: Sequence[str | Mapping[str, Any]],
+        rewards: Sequence[str | Mapping[str, Any] | PlainReward],
         normalization: Literal["none", "sum", "minmax"] = "none",
         weight: float = 1.0,
         **kwargs: Any,

@@ -31,17 +31,20 @@ def canonical(name: str) -> str:
     return name.lower().replace("_", "").removesuffix("reward")
 
 
-class FunctionReward(RewardFunction):
-    """A plain function `f(completions, **kwargs) -> list[float]` as a reward."""
+# Of all completions, with what the caller knows as keywords: a reward each, or one for all.
+PlainReward = Callable[..., list[float] | float]
 
-    def __init__(
-        self, function: Callable[..., list[float]], weight: float = 1.0, name: str | None = None, **kwargs: Any
-    ) -> None:
+
+class FunctionReward(RewardFunction):
+    """A plain function `f(completions, **kwargs)` as a reward; one number is the reward of every completion."""
+
+    def __init__(self, function: PlainReward, weight: float = 1.0, name: str | None = None, **kwargs: Any) -> None:
         super().__init__(weight, name or function.__name__, **kwargs)
         self._function = function
 
     def compute(self, completions: list[Any], **kwargs: Any) -> list[float]:
-        return self._function(completions, **{**self.config, **kwargs})
+        rewards = self._function(completions, **{**self.config, **kwargs})
+        return [rewards] * len(completions) if isinstance(rewards, (int, float)) else list(rewards)
 
 
 class RewardRegistry:
@@ -59,7 +62,7 @@ class RewardRegistry:
 
         return keep if cls is None else keep(cls)
 
-    def register_function(self, name: str, function: Callable[..., list[float]]) -> None:
+    def register_function(self, name: str, function: PlainReward) -> None:
         """A plain function as the reward `name`."""
         self._known[canonical(name)] = function
 
@@ -72,10 +75,12 @@ class RewardRegistry:
             raise KeyError(f"no reward '{name}'{nearest(key, self.list_registered())}")
         return self._known[key]
 
-    def create(self, name_or_config: str | Mapping[str, Any], **defaults: Any) -> RewardFunction:
-        """A reward by name, or by {"type": name, "weight": ..., "params": {...}}; `defaults` stand below the
-        configuration.
+    def create(self, name_or_config: str | Mapping[str, Any] | PlainReward, **defaults: Any) -> RewardFunction:
+        """A reward by name, by {"type": name, "weight": ..., "params": {...}}, or of a plain function; `defaults` hold
+        where the configuration says nothing.
         """
+        if callable(name_or_config):
+            return FunctionReward(name_or_config, **defaults)
         config: dict[str, Any] = {"type": name_or_config} if isinstance(name_or_config, str) else dict(name_or_config)
         found = self.get(config.pop("type"))
         params = config.pop("params", None) or {}
@@ -87,12 +92,27 @@ class RewardRegistry:
         """All names, those of the built-in rewards included."""
         return sorted({*self._known, *BUILT_IN})
 
-    def load_required_functions(self, config: Mapping[str, Any]) -> None:
-        """Load what the `reward_functions` (or `reward_funcs`) of a configuration name, so that a wrong name shows at
-        once.
+    def load_required_functions(self, config: Any) -> set[str]:
+        """Load the rewards that a configuration names, so that a wrong name shows at once; their names.
+
+        They are in `reward_functions` and `reward_funcs` of the configuration, in `dataset_reward_funcs` and
+        `reward_funcs` of each of its `datasets`, and in `reward_funcs` of each of their `types`. All may be dicts or
+        objects.
         """
-        for each in config.get("reward_functions") or config.get("reward_funcs") or []:
-            self.get(each if isinstance(each, str) else each["type"])
+        datasets = _of(config, "datasets")
+        kinds = [kind for dataset in datasets for kind in _of(dataset, "types")]
+        named = [*_of(config, "reward_functions"), *_of(config, "reward_funcs")]
+        named += [name for dataset in datasets for name in _of(dataset, "dataset_reward_funcs")]
+        named += [name for holder in (*datasets, *kinds) for name in _of(holder, "reward_funcs")]
+        names = {each if isinstance(each, str) else each["type"] for each in named}
+        for name in names:
+            self.get(name)
+        return names
+
+
+def _of(holder: Any, key: str) -> list[Any]:
+    """The list that a dict or an object holds as `key`; none if it has none."""
+    return list((holder.get(key) if isinstance(holder, Mapping) else getattr(holder, key, None)) or [])
 
 
 registry = RewardRegistry()

@@ -45,18 +45,20 @@ class RewardFunction(ABC):
         return weighted
 
     def set_wandb_logger(self, logger: Any) -> None:
-        """Something with `log(dict)`, which then hears the mean of every call."""
+        """Something with `log(dict)`, which then gets the mean and range of every call's rewards."""
         self.wandb_logger = logger
 
     def log_metrics(self, raw_rewards: Sequence[float], weighted_rewards: Sequence[float]) -> None:
-        """Tell the logger, if there is one."""
+        """Log them, if there is a logger."""
         if self.wandb_logger is None or not raw_rewards:
             return
         count = len(raw_rewards)
         self.wandb_logger.log(
             {
-                f"reward/{self.name}/raw_mean": sum(raw_rewards) / count,
-                f"reward/{self.name}/weighted_mean": sum(weighted_rewards) / count,
+                f"reward/{self.name}/mean_raw": sum(raw_rewards) / count,
+                f"reward/{self.name}/mean_weighted": sum(weighted_rewards) / count,
+                f"reward/{self.name}/min": min(raw_rewards),
+                f"reward/{self.name}/max": max(raw_rewards),
             }
         )
 

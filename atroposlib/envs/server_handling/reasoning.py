@@ -32,6 +32,11 @@ class ReasoningConfig(Config):
     effort: Effort | None = None
     max_tokens: int | None = None
 
+    def __init__(
+        self, enabled: bool = False, effort: Effort | None = None, max_tokens: int | None = None, **unknown: Any
+    ) -> None:
+        super().__init__(**{"enabled": enabled, "effort": effort, "max_tokens": max_tokens, **unknown})
+
     @classmethod
     def from_env_config(cls, config: Any) -> "ReasoningConfig":
         """What a BaseEnvConfig says about reasoning."""

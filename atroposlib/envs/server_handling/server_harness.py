@@ -14,39 +14,42 @@ from atroposlib.envs.server_handling.server_baseline import APIServer, APIServer
 Messages = Sequence[Mapping[str, Any]]
 
 Reply = TypeVar("Reply")
+TextFinish = Literal["stop", "length", "content_filter"]
+ChatFinish = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
 
 
 def create_chat_completion(
-    message: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop"
+    resp: str | Sequence[str], n: int = 1, finish_reason: ChatFinish | Sequence[ChatFinish] = "stop"
 ) -> ChatCompletion:
-    """A chat reply with `n` choices of one text, or one choice per text of a list."""
-    texts = [message] * n if isinstance(message, str) else list(message)
+    """A chat reply with `n` choices of one text, or one choice per text of a list; a list has a finish reason each."""
+    texts = _one_each(resp, n)
+    reasons: list[ChatFinish] = _one_each(finish_reason, len(texts))
     return ChatCompletion(
         id="harness",
         object="chat.completion",
         created=0,
         model="harness",
         choices=[
-            Choice(
-                index=index, finish_reason=finish_reason, message=ChatCompletionMessage(role="assistant", content=each)
-            )
-            for index, each in enumerate(texts)
+            Choice(index=index, finish_reason=reason, message=ChatCompletionMessage(role="assistant", content=each))
+            for index, (each, reason) in enumerate(zip(texts, reasons, strict=True))
         ],
     )
 
 
 def create_completion(
-    text: str | Sequence[str], n: int = 1, finish_reason: Literal["stop", "length"] = "stop"
+    resp: str | Sequence[str], n: int = 1, finish_reason: TextFinish | Sequence[TextFinish] = "stop"
 ) -> Completion:
-    """A text completion with `n` choices of one text, or one choice per text of a list."""
-    texts = [text] * n if isinstance(text, str) else list(text)
+    """A text completion with `n` choices of one text, or one choice per text of a list; finish reasons as above."""
+    texts = _one_each(resp, n)
+    reasons: list[TextFinish] = _one_each(finish_reason, len(texts))
     return Completion(
         id="harness",
         object="text_completion",
         created=0,
         model="harness",
         choices=[
-            CompletionChoice(index=index, finish_reason=finish_reason, text=each) for index, each in enumerate(texts)
+            CompletionChoice(index=index, finish_reason=reason, text=each)
+            for index, (each, reason) in enumerate(zip(texts, reasons, strict=True))
         ],
     )
 
@@ -67,13 +70,13 @@ class ServerHarness(APIServer):
         self._completions: dict[str, Completion] = {}
         self._tokens: dict[str, SampledTokens] = {}
 
-    def set_desired_response(self, messages: Messages, response: ChatCompletion) -> None:
-        """Reply `response` to a chat of `messages`."""
-        self._chats[_chat_key(messages)] = response
+    def set_desired_response(self, input_message: Messages, desired_response: ChatCompletion) -> None:
+        """Reply `desired_response` to a chat of these messages."""
+        self._chats[_chat_key(input_message)] = desired_response
 
-    def set_desired_completion(self, prompt: str, completion: Completion) -> None:
-        """Reply `completion` to the text `prompt`."""
-        self._completions[prompt] = completion
+    def set_desired_completion(self, input_message: str, completion: Completion) -> None:
+        """Reply `completion` to this text."""
+        self._completions[input_message] = completion
 
     def set_tokens_and_logprobs_response(
         self,
@@ -110,6 +113,11 @@ class ServerHarness(APIServer):
 
 def _chat_key(messages: Messages) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+def _one_each(value: Any, count: int) -> list[Any]:
+    """A list as it is, anything else `count` times."""
+    return [value] * count if isinstance(value, str) else list(value)
 
 
 def _reply(replies: Mapping[str, Reply], prompt: str) -> Reply:

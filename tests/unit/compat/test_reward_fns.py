@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,35 @@ def test_unknown_name_is_refused_with_the_nearest() -> None:
         registry.create("acuracy")
     with pytest.raises(KeyError, match="no reward 'nothing'"):
         registry.load_required_functions({"reward_functions": ["format", {"type": "nothing"}]})
+
+
+def test_the_rewards_that_a_configuration_names_are_found_in_dicts_and_objects() -> None:
+    kind = {"reward_funcs": ["r1"]}
+    dataset = SimpleNamespace(dataset_reward_funcs=["length"], reward_funcs=None, types=[kind])
+    config = SimpleNamespace(datasets=[dataset], reward_functions=["format", {"type": "accuracy"}])
+    assert registry.load_required_functions(config) == {"length", "r1", "format", "accuracy"}
+    assert registry.load_required_functions({"reward_funcs": ["format"]}) == {"format"}
+    with pytest.raises(KeyError, match="no reward 'nothing'"):
+        registry.load_required_functions(SimpleNamespace(datasets=[{"types": [{"reward_funcs": ["nothing"]}]}]))
+
+
+def test_a_plain_function_is_a_reward_of_its_own_and_in_a_sum() -> None:
+    def short(completions: list[str], limit: int = 3, **kwargs: Any) -> list[float]:
+        return [float(len(text) <= limit) for text in completions]
+
+    def always(completions: list[str], **kwargs: Any) -> float:
+        return 0.5
+
+    assert registry.create(short, weight=2.0, limit=4)(["four", "fives"]) == [2.0, 0.0]
+    both = CombinedReward([short, always, {"type": "length", "params": {"target_words": 1}}])
+    assert both(["one", "three"]) == [2.5, 1.5]
+    assert both.name == "combined_short_always_lengthreward"
+    logged: list[dict[str, float]] = []
+    reward = registry.create(short, weight=2.0)
+    reward.set_wandb_logger(SimpleNamespace(log=logged.append))
+    reward(["one", "three"])
+    name = "reward/short"
+    assert logged == [{f"{name}/mean_raw": 0.5, f"{name}/mean_weighted": 1.0, f"{name}/min": 0.0, f"{name}/max": 1.0}]
 
 
 @pytest.mark.services

@@ -65,6 +65,8 @@ def test_naming_an_effort_or_a_budget_enables_reasoning() -> None:
     assert not ReasoningConfig().enabled
     assert ReasoningConfig(effort="low").enabled
     assert ReasoningConfig(max_tokens=2048).enabled
+    positional = ReasoningConfig(True, "high", 2048)
+    assert (positional.enabled, positional.effort, positional.max_tokens) == (True, "high", 2048)
 
 
 def test_disabled_reasoning_changes_no_request() -> None:

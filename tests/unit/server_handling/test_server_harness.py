@@ -23,6 +23,23 @@ async def test_a_testing_manager_replies_what_the_harness_was_given() -> None:
     assert [choice.text for choice in (await manager.completion(prompt="once", n=2)).choices] == ["upon", "upon"]
 
 
+async def test_keywords_are_those_of_the_ancestor_and_choices_may_end_differently() -> None:
+    harness = ServerHarness()
+    messages = [{"role": "user", "content": "hi"}]
+    chat = create_chat_completion(resp=["a", "b"], n=2, finish_reason=["length", "tool_calls"])
+    harness.set_desired_response(input_message=messages, desired_response=chat)
+    harness.set_desired_completion(
+        input_message="once", completion=create_completion(resp="upon", n=2, finish_reason=["stop", "length"])
+    )
+    reply = await harness.chat_completion(messages=messages, n=2)
+    assert [(choice.message.content, choice.finish_reason) for choice in reply.choices] == [
+        ("a", "length"),
+        ("b", "tool_calls"),
+    ]
+    texts = await harness.completion(prompt="once", n=2)
+    assert [(choice.text, choice.finish_reason) for choice in texts.choices] == [("upon", "stop"), ("upon", "length")]
+
+
 async def test_tokens_are_found_by_text_or_by_ids() -> None:
     harness = ServerHarness()
     harness.set_tokens_and_logprobs_response("p", [1, 2], [[3], [4, 5]], [[-0.1], [-0.2, -0.3]], ["stop", "length"])
