@@ -152,7 +152,7 @@ def expect_fit(plan: Plan, asked: Asked) -> None:
     if need is not None and (why := need.refusal(plan.site.placement)):
         if not asked.dry_run:
             print("\n".join(need.lines(plan.site.placement, 0)), file=sys.stderr)
-        raise ConfigError(why)
+        raise ConfigError(f"{why}; here, write --trainer.FLAG for the trainer's flags, and --bridge lora for LoRA")
 
 
 def ports_line(asked: Asked, site: Site) -> str:
