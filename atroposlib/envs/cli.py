@@ -5,7 +5,8 @@ exit code.
     --openai.<field>     that of its one inference server
     --teacher.<field>    that of a teacher, for environments with one (`teacher_distillation_env.py`)
     --slurm, --testing   how the inference servers are found
-    --config FILE.yaml   keys env, openai (or a list), slurm, testing
+    --compat             accept what 0.4.0 accepted (`compat_mode.py`)
+    --config FILE.yaml   keys env, openai (or a list), slurm, testing, compat
 
 Flags override YAML, which overrides what the command itself changes, which overrides `config_init`. `--dry-run` prints
 the tree, without keys. Exit codes: 0 done, 1 a peer or the environment failed, 2 wrong input, 130 and 143 interrupted
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
+from atroposlib.envs import compat_mode
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
@@ -63,6 +65,10 @@ class EnvTree(Config):
         default=8, ge=1, description="Largest n of one request; a request for more completions is split."
     )
     proxy_url: str | None = Field(default=None, description="Address of a managed proxy; default: ATROPOS_PROXY_URL.")
+    compat: bool = Field(
+        default=False,
+        description="Accept what Atropos 0.4.0 accepted: unknown YAML keys, and items that fail without end.",
+    )
 
 
 class EvaluateTree(EnvTree, SamplingFields):
@@ -207,11 +213,15 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         }
         fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
         tree_cls = create_model("EnvTree", __base__=base, __doc__=_about(env_cls), **fields)
+        accepts_former = compat_mode.is_on(arguments, content)
+        if accepts_former:
+            kinds = {"": tree_cls, "env": type(env_config)} | {name: group.kind for name, group in groups.items()}
+            content = compat_mode.known_keys(content, kinds)
         content = _own_keys(content, tree_cls)
         for name, kind in ({"env": type(env_config)} | {name: group.kind for name, group in groups.items()}).items():
             if name in content:
                 content[name] = _own_keys(content[name], kind, f"{name}.")
-    env_defaults = env_config.model_dump(exclude_unset=True)
+    env_defaults = (compat_mode.DEFAULTS if accepts_former else {}) | env_config.model_dump(exclude_unset=True)
     if command == "process":
         env_defaults |= {
             "ensure_scores_are_not_same": False,

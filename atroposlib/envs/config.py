@@ -105,25 +105,32 @@ class BaseEnvConfig(BaseModel):
         default=None, description="JSONL file, one line per answer of an evaluation."
     )
     metrics_path: OutputFileText | None = Field(default=None, description="JSONL file, one line of metrics per step.")
-    min_items_sent_before_logging: int = Field(default=2, ge=0, description="Groups sent before metrics are logged.")
+    min_items_sent_before_logging: int = Field(
+        default=2, description="Groups sent before metrics are logged; 0 or less: every step."
+    )
     include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Smallest share of every batch that comes from this environment."
     )
     rollout_timeout: float | None = Field(
         default=None,
-        ge=0,
         allow_inf_nan=False,
         description=(
             "Seconds that one rollout may take before it fails and its siblings continue; waiting for a server does "
-            "not count. 0: no limit. Default: worker_timeout."
+            "not count. 0 or less: no limit. Default: worker_timeout."
         ),
     )
     worker_timeout: float = Field(default=600, description="Former name of rollout_timeout.")
     max_failed_items: int = Field(
         default=32,
         ge=0,
-        description="How many of the last 100 items may fail in the environment's own code before the server ends.",
+        description=(
+            "How many of the last 100 items may fail in the environment's own code before the server ends; 100: any "
+            "number."
+        ),
+    )
+    max_fruitless_items: int = Field(
+        default=100, ge=0, description="Items in a row without a group after which process ends; 0: no limit."
     )
     startup_timeout: float = Field(
         default=1800, gt=0, description="Seconds to wait for each peer: API, trainer, inference server."

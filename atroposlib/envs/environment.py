@@ -32,6 +32,7 @@ from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, PeerError, RecordError, Unscored
 from atroposlib.envs.evaluation import held_out_row
 from atroposlib.envs.failures import Failure, GroupLost, attempt, survivors, too_slow
+from atroposlib.envs.former_attributes import FormerAttributes
 from atroposlib.envs.metrics import Durations, JsonlSink, Metrics, WandbSink, length_metrics, open_wandb
 from atroposlib.envs.outcomes import Outcomes
 from atroposlib.envs.pacing import batch_share
@@ -56,11 +57,12 @@ from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.time_limit import time_limit
 from atroposlib.envs.waits import wait_for_peer
+from atroposlib.envs.worker_pool import RunningItem
 from atroposlib.groups import Needs, rollouts_of
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 from atroposlib.utils.tokenizers import load_tokenizer
-from atroposlib.wire.batching import Cause, EnvStatus
+from atroposlib.wire.batching import Cause, EnvStatus, WandbInfo
 
 if TYPE_CHECKING:  # loads an HTTP client, which no --help waits for
     from atroposlib.envs.api_link import ApiLink
@@ -75,7 +77,7 @@ DROPS_REPORTED_EVERY_S = 60.0
 ServerConfigs = ServerBaseline | Sequence[APIServerConfig]
 
 
-class Environment(ABC):
+class Environment(FormerAttributes, ABC):
     """An environment server. Override `get_next_item`, `evaluate`, `collect_trajectory` or `collect_trajectories`,
     mostly `setup` too.
     """
@@ -270,7 +272,7 @@ class Environment(ABC):
         run = self._env_run
         if not self.config.use_wandb or run.link is None:
             return
-        named = await run.link.wandb_info()
+        named = run.wandb_info = await run.link.wandb_info()
         sink = await open_wandb(run.display_name, named.group, named.project, self.config.model_dump(mode="json"))
         if sink is not None:
             run.sinks.append(sink)
@@ -404,6 +406,7 @@ class EnvRun:
         self.policy_version = 0
         self.total_steps: int = env.config.total_steps
         self.needs = Needs()
+        self.wandb_info = WandbInfo(None, None)
         self.registered_name = self.display_name
 
         # What has been since the start, or since the last log.
@@ -411,6 +414,10 @@ class EnvRun:
         self.outcomes = Outcomes()
         self.waits_for = ""  # empty while groups are sampled
         self.in_flight = 0  # groups
+        self.running_items: dict[str, RunningItem] = {}
+        self.evaluation: asyncio.Task[None] | None = None
+        self.last_completed_item: Item = None
+        self.last_loop_time: float | None = None
         self.sending = 0  # groups that dynamic sampling has chosen and the API does not have yet
         self._rejected_in_row = 0
         self._unscored_in_row = 0
@@ -486,6 +493,7 @@ class EnvRun:
                 groups = await self.env.postprocess_histories(groups)
             if groups:
                 await self.env.handle_send_to_api(groups, item, do_send_to_api=self.link is not None)
+                self.last_completed_item = item
             else:
                 self.counts["items_without_group"] += 1
                 self.outcomes.note_dropped("without a group", "the environment gave none")

@@ -99,6 +99,10 @@ class Durations:
         """Note one duration."""
         self._by_name.setdefault(name, deque(maxlen=DURATIONS_KEPT)).append(seconds)
 
+    def values(self, name: str) -> list[float]:
+        """Those of one name since the last `take`."""
+        return list(self._by_name.get(name, ()))
+
     def take(self) -> dict[str, float]:
         """`<name>_mean`, `_std`, `_max`, `_min` of every activity since the last call."""
         taken: dict[str, float] = {}

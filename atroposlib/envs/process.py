@@ -1,6 +1,7 @@
 """The `process` command: writes `total_steps` groups to a JSONL file and a page, without API or trainer."""
 
 import asyncio
+import itertools
 
 from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
 from atroposlib.envs.author_methods import settled
@@ -12,13 +13,12 @@ from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
 
-FRUITLESS_ITEMS = 100
 LONGEST_PAUSE_S = 10.0
 
 
 async def process(env: Environment) -> None:
-    """Sample one group after the other, then render the page. Raises ProcessError after a hundred items that gave
-    none.
+    """Sample one group after the other, then render the page. Raises ProcessError after `max_fruitless_items` items
+    in a row that gave none.
     """
     steps = env.config.total_steps
     if env.jsonl_writer is None or steps <= 0:
@@ -40,8 +40,8 @@ async def process(env: Environment) -> None:
 
 async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
     env, accepted = run.env, run.counts["groups_accepted"]
-    failed = 0
-    for _ in range(FRUITLESS_ITEMS):
+    failed, limit = 0, env.config.max_fruitless_items
+    for _ in range(limit) if limit else itertools.count():
         named = "that get_next_item was to give"
         try:
             item = env.backlog.pop() if env.backlog else await env.get_next_item()
@@ -62,6 +62,7 @@ async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
         if run.counts["groups_accepted"] > accepted:
             return
     raise ProcessError(
-        f"{FRUITLESS_ITEMS} items in a row gave no group: {run.counts['items_without_group']} had none,"
+        f"{limit} items in a row gave no group (limit --env.max_fruitless_items): "
+        f"{run.counts['items_without_group']} had none,"
         f" {run.counts['items_rejected']} groups were dropped for the reasons above"
     )

@@ -176,7 +176,7 @@ class SampleRows:
         """Our fields first, so that a reader finds them without reading the lists behind them."""
         assert self._run.env.jsonl_writer is not None
         lists = {name: value for name, value in group.items() if name in EMPTY or name not in row}
-        self._run.env.jsonl_writer.write({**row, **lists, **texts})
+        self._run.env.jsonl_writer.write({**row, **dict.fromkeys(ALWAYS - row.keys()), **lists, **texts})
 
     def _texts(self, group: ScoredDataGroup) -> dict[str, Any]:
         """Where there are no messages, the text of the tokens."""
@@ -196,3 +196,16 @@ class SampleRows:
 
 
 EMPTY = ("tokens", "masks", "scores")  # of a row without a group, else the group's own
+# Keys that every row has, null where the group lacks them: readers of 0.4.0's files index them.
+ALWAYS = {
+    "advantages",
+    "ref_logprobs",
+    "messages",
+    "generation_params",
+    "inference_logprobs",
+    "group_overrides",
+    "overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+}

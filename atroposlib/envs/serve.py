@@ -99,6 +99,7 @@ class ServeLoop:
         self.pool = WorkerPool(
             env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
         )
+        run.running_items = self.pool.running
         self._reporting = reporting
         self._rest_until = 0.0  # while nothing that is sampled is of use
         self.schedule = EvaluationSchedule(None, 0, at_start=False)
@@ -131,7 +132,7 @@ class ServeLoop:
         """Turn until the policy has reached the last step and its evaluation is done."""
         await self._await_open_run()
         while True:
-            turn_began = time.monotonic()
+            turn_began, self.run.last_loop_time = time.monotonic(), time.time()
             # before the status is asked for: a group must not slip between the two counts
             in_flight, sending, batches = self.pool.in_flight, self.run.sending, self._batches_filled
             status = await self.env.get_status()
@@ -324,7 +325,7 @@ class ServeLoop:
     def _begin_evaluation(self) -> None:
         """Start the evaluation that is due, if any; one runs at a time, and the newest due one goes next."""
         due, self._due = self._due, None
-        self._evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
+        self._evaluation = self.run.evaluation = None if due is None else asyncio.create_task(self._evaluate(due))
 
     async def _evaluate(self, version: int) -> None:
         env = self.env

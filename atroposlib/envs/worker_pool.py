@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypedDict
 
 from atroposlib.envs.author_errors import ErrorBudget, origin, shown
 from atroposlib.envs.errors import EnvError
@@ -14,6 +15,14 @@ log = get_logger(__name__)
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+
+
+class RunningItem(TypedDict):
+    """An item that is being sampled for; `start_time` is seconds since the epoch."""
+
+    item: Item
+    worker: asyncio.Task[None]
+    start_time: float
 
 
 class WorkerPool:
@@ -36,6 +45,7 @@ class WorkerPool:
         self._on_end = on_end
         self._budget = budget
         self._workers: set[asyncio.Task[None]] = set()
+        self.running: dict[str, RunningItem] = {}
         self._failures_in_row = 0
         self._not_before = 0.0
         self.fatal: BaseException | None = None
@@ -52,7 +62,10 @@ class WorkerPool:
 
     def start(self, item: Item) -> None:
         """Begin to work on `item`."""
+        key = uuid.uuid4().hex
         task = asyncio.create_task(self._work(item))
+        self.running[key] = {"item": item, "worker": task, "start_time": time.time()}
+        task.add_done_callback(lambda done: self.running.pop(key, None))
         self._workers.add(task)
         self._tasks.add(task)
         task.add_done_callback(self._forget)

@@ -6,6 +6,7 @@ environments written for the ancestor pass some.
 """
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ from atroposlib.config import Config
 from atroposlib.logs import get_logger
 
 log = get_logger(__name__)
+
+WITH_PORT = re.compile(r"[\w.-]+:\d+(?:/|$)")
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
 
@@ -76,6 +79,9 @@ class APIServerConfig(ServerBaseline):
     @field_validator("base_url")
     @classmethod
     def _has_scheme(cls, base_url: str) -> str:
+        """`localhost:9001/v1` means http, as only servers of one's own are addressed by their port."""
+        if WITH_PORT.match(base_url):
+            return f"http://{base_url}"
         if base_url and not base_url.startswith(("http://", "https://")):
             raise ValueError("base_url must start with http:// or https://, e.g. http://localhost:9001/v1")
         return base_url

@@ -28,6 +28,9 @@ env_manager process_manager cli evaluate_log derived_batch_size
 items_sent_this_step eval_workers config server workers backlog rollouts_for_wandb curr_step max_token_len tokenizer
 completion_lengths max_num_workers wandb_prepend checkpoint_dir checkpoint_interval jsonl_writer status_dict
 process_mode
+env_id wandb_group wandb_project running_items last_completed_item eval_runner last_loop_time task_duration
+succeeded_task_duration failed_task_duration mainloop_timings workers_added_list task_successful n_groups_to_process
+group_size_to_process
 """.split()
 # What BaseEnv had besides, and names that its run has.
 FORMERLY_PUBLIC = """

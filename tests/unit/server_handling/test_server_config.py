@@ -49,11 +49,22 @@ def test_an_unset_key_or_address_counts_as_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"num_max_requests_at_once": 0}, {"server_type": "vlm"}, {"base_url": "localhost:9001"}]
+    "wrong", [{"timeout": 0}, {"num_max_requests_at_once": 0}, {"server_type": "vlm"}, {"base_url": "localhost/v1"}]
 )
 def test_values_out_of_range_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         APIServerConfig.model_validate(wrong)
+
+
+@pytest.mark.parametrize("address", ["localhost:9001/v1", "10.0.0.7:9001", "node-7.cluster:9001/v1"])
+def test_an_address_with_a_port_and_without_a_scheme_is_http(address: str) -> None:
+    assert APIServerConfig(base_url=address).base_url == f"http://{address}"
+
+
+@pytest.mark.parametrize("address", ["api.example.com/v1", "key@host:9001/v1", "ftp://host:21/v1", "host:/v1"])
+def test_no_key_is_sent_to_a_guessed_address(address: str) -> None:
+    with pytest.raises(ValidationError, match="must start with http:// or https://"):
+        APIServerConfig(base_url=address)
 
 
 def test_the_tokenizer_is_the_models_unless_named() -> None:
