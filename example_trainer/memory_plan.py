@@ -405,7 +405,6 @@ class Serving:
     ranks: int = 1
     on_gpu: bool = True
     max_model_len: int = 2048
-    share: float = UTILIZATION  # of the GPU's memory, --gpu-memory-utilization
 
     @property
     def weights(self) -> int:
@@ -414,7 +413,7 @@ class Serving:
 
     @property
     def staging(self) -> int:
-        """Bytes of the buffer that receives new weights, which vLLM does not know of."""
+        """Bytes of the buffer that receives new weights, which the worker takes from the KV cache."""
         return self.weights * (MODES[self.config.bridge.kind].vllm_copies - 1)
 
     @property
@@ -439,14 +438,15 @@ class Serving:
     @property
     def least(self) -> int:
         """What a rank needs inside of --gpu-memory-utilization."""
-        return self.weights + self.cache_of_one + VLLM_OWN
+        return self.weights + self.staging + self.cache_of_one + VLLM_OWN
 
-    def utilization(self, gpu: int) -> float | None:
-        """The --gpu-memory-utilization that leaves room for staging on a GPU of as many bytes; None where that is too
-        little for vLLM.
+    def share(self, gpu: int, beside_trainer: bool = False) -> float:
+        """--gpu-memory-utilization on a GPU of as many bytes, where the user gives none: vLLM's default, or more where
+        that is too little; beside a trainer enough for a cache of some size.
         """
-        share = min(self.share, (gpu - self.staging - CUDA) / gpu)
-        return math.floor(100 * share) / 100 if share * gpu >= self.least else None
+        if beside_trainer:
+            return math.ceil(100 * (SHARED_UTILIZATION + self.staging / gpu)) / 100
+        return UTILIZATION if self.least <= UTILIZATION * gpu else math.floor(100 * (gpu - CUDA) / gpu) / 100
 
     def items(self, cache: int) -> list[MemoryItem]:
         """A table with `cache` bytes of KV cache."""

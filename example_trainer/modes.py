@@ -81,7 +81,8 @@ class Broadcast(_Session):
         "auto",
         validation_alias="bridge_backend",
         description=(
-            "transport of the weights; auto is nccl for a trainer on a GPU. Use gloo if trainer and vLLM share one GPU"
+            "transport of the weights; auto is nccl for a trainer on a GPU, but gloo to a vLLM with --batch-invariant."
+            " Use gloo if trainer and vLLM share one GPU"
         ),
     )
     bucket_mb: int | Literal["auto"] = Field(

@@ -5,12 +5,12 @@
 
 Its own flags (`own_flags`) are parsed together with vLLM's: `--batch-invariant` makes log-probabilities bit-exact
 (docs/bit-exactness.md), `--engine-deadline-s` bounds how long the engine may stay silent before /health answers 503,
-and `--allowed-host` is another name of the server, besides 127.0.0.1, localhost and --host. Unless the flag is given,
-it sets before vLLM starts: port 9001, host 127.0.0.1, `processed_logprobs` (log-probabilities of the distribution that
-was really sampled from), the bridge's worker class (with --enable-lora also room for the adapters of two policy
-versions at once), and on CPUs float32, eager mode, a KV block of 32 tokens and a modest KV cache. With
---batch-invariant on a GPU: bfloat16, eager mode, a KV block of 32 tokens and FlashAttention. The only module outside
-vllm_patching/ that imports vLLM.
+`--bridge-staging` says whether GPU memory is kept for new weights, and `--allowed-host` is another name of the server,
+besides 127.0.0.1, localhost and --host. Unless the flag is given, it sets before vLLM starts: port 9001, host
+127.0.0.1, `processed_logprobs` (log-probabilities of the distribution that was really sampled from), the bridge's
+worker class (with --enable-lora also room for the adapters of two policy versions at once), and on CPUs float32, eager
+mode, a KV block of 32 tokens and a modest KV cache. With --batch-invariant on a GPU: bfloat16, eager mode, a KV block
+of 32 tokens and FlashAttention. The only module outside vllm_patching/ that imports vLLM.
 """
 
 import argparse
@@ -117,6 +117,15 @@ def own_flags() -> argparse.ArgumentParser:
         help=(
             "Seconds without an answer from the engine after which /health answers 503 (default: %(default)s). "
             "Must be longer than the longest prefill step and weight update."
+        ),
+    )
+    group.add_argument(
+        "--bridge-staging",
+        choices=("device", "none"),
+        default="device",
+        help=(
+            "Where new weights are received while the old ones serve: on the device, which leaves that much less for"
+            " the KV cache, or none, for a single copy (default: %(default)s)."
         ),
     )
     group.add_argument(
@@ -273,6 +282,11 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
             "the weight bridge serves one API process and no data parallelism: "
             "drop --api-server-count and --data-parallel-size, start more servers instead"
         )
+    if args.pipeline_parallel_size > 1:
+        raise LaunchError(
+            f"--pipeline-parallel-size {args.pipeline_parallel_size}: the weight bridge knows no pipeline stages; use"
+            " --tensor-parallel-size, or unset VLLM_ENABLE_SHARED_WEIGHTS"
+        )
     if not guarded and not is_loopback(socket.gethostbyname(args.host)):
         raise LaunchError(
             f"--host {args.host} without --api-key: anyone who can reach it could replace the weights; give "
@@ -302,7 +316,7 @@ def _configure_bridge(args: Any, guarded: bool) -> None:
             f"{path}: {free} bytes are free and {CONFIG_BYTES} needed, in a directory this user may write to; "
             "free some, or set VLLM_BRIDGE_CONFIG_PATH to another file"
         )
-    settings = {"config_path": str(path)}
+    settings = {"config_path": str(path), "staging": args.bridge_staging != "none"}
     args.additional_config = {**(args.additional_config or {}), "atropos_bridge": settings}
     log.info("[vLLM Patch] weight bridge on: %s", json.dumps(settings))
 

@@ -38,12 +38,14 @@ class BridgeEndpoints:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         compat.refuse_undecodable_requests(engine_client)
+        bridge = (args.additional_config or {}).get("atropos_bridge")
         serving = Serving(
             engine_client,
             state.gate,
             model=args.model,
             tp_size=args.tensor_parallel_size,
-            bridge_on="atropos_bridge" in (args.additional_config or {}),
+            bridge_on=bridge is not None,
+            staging=bridge is not None and bridge["staging"],
             max_lora_rank=args.max_lora_rank if args.enable_lora else None,
             models=state.openai_serving_models,
         )

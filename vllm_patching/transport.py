@@ -4,10 +4,15 @@ rank).
 The groups are built directly on a TCPStore: torch.distributed's default group, which vLLM uses for tensor
 parallelism, is never touched. Gloo always carries the barrier; the data group is the same Gloo group on CPUs and an
 NCCL group on GPUs.
+
+A dead or silent peer is a RuntimeError at the deadline, on both sides, and never the end of this process.
 """
 
+import os
 import re
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -19,7 +24,11 @@ from atroposlib.errors import AtroposError, reaching
 
 Group: TypeAlias = Any  # ProcessGroupGloo | ProcessGroupNCCL; PyTorch ships no complete stubs for them
 
-CHUNK_BYTES = 16 << 20  # of one broadcast; measured best for Gloo over loopback
+CHUNK_BYTES = 16 << 20  # of one broadcast over Gloo; measured best over loopback
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+SILENT = re.compile(  # Gloo's wait, the store's, and NCCL's
+    r"[Tt]imed out waiting (\d+)ms|wait timeout after (\d+)ms|Timeout\(ms\)=(\d+)\).*tim(?:ed|ing) out"
+)
 
 
 class TransportError(AtroposError):
@@ -28,9 +37,12 @@ class TransportError(AtroposError):
 
 def describe(error: BaseException) -> str:
     """What went wrong with a peer, in one short line, out of Gloo's, NCCL's and the store's long ones."""
-    first = str(error).splitlines()[0] if str(error) else ""
-    if silent := re.search(r"[Tt]imed out waiting (\d+)ms|wait timeout after (\d+)ms", first):
-        return f"peer silent for {int(silent[1] or silent[2]) / 1000:.0f} s, its deadline"
+    text = str(error)
+    first = text.splitlines()[0] if text else ""
+    if silent := SILENT.search(first):
+        return f"peer silent for {int(next(filter(None, silent.groups()))) / 1000:.0f} s, its deadline"
+    if cause := re.search(r"Last error:\s*(\S.*)", text):  # of NCCL; its first line names a source file
+        return f"NCCL: {cause[1][:200]}"
     if re.search(r"Connection (was likely )?(reset|closed)|Broken pipe", first):
         return "connection closed by the peer"
     return f"{type(error).__name__}: {first[:200]}"
@@ -48,14 +60,17 @@ class Groups:
         self.control.barrier().wait()
 
     def broadcast(self, buffer: torch.Tensor) -> None:
-        """Send (rank 0) or receive `buffer`: flat uint8 [nbytes]. Raises RuntimeError on a dead or silent peer."""
+        """Send (rank 0) or receive `buffer`: flat uint8 [nbytes]. Raises RuntimeError on a dead or silent peer, at
+        most the group's deadline after the call for NCCL, and after the last CHUNK_BYTES for Gloo.
+        """
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        for chunk in buffer.split(CHUNK_BYTES):
+        for chunk in [buffer] if self.backend == "nccl" else buffer.split(CHUNK_BYTES):
             self.data.broadcast([chunk], options).wait()
 
     def close(self) -> None:
+        """Let go of the peers, whatever state they are in: a kernel that still waits for one would run forever."""
         if self.backend == "nccl":
             self.data.abort()
 
@@ -123,4 +138,22 @@ def make_data_group(
         return control
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, options)
+    with _waits_that_raise():
+        return dist.ProcessGroupNCCL(dist.PrefixStore(f"nccl/{session}", store), rank, world_size, options)
+
+
+@contextmanager
+def _waits_that_raise() -> Iterator[None]:
+    """Around the making of an NCCL group, which reads this variable then. By PyTorch's source `wait` blocks until the
+    collective is done and raises at the deadline. Without it a watchdog would end the process: the vLLM worker for a
+    dead trainer, the trainer for a dead worker.
+    """
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[BLOCKING_WAIT]
+        else:
+            os.environ[BLOCKING_WAIT] = before

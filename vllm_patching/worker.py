@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -81,6 +82,36 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         log.info("[vLLM Patch] ✓ Weight updater thread started (name: %s)", self._updater.thread_name)
         log.info("[vLLM Patch] ✓ Shared memory setup complete!")
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: on a GPU what vLLM finds, less the staging buffer, which is made when a trainer
+        joins. A size that the user gave stays. Raises RuntimeError where nothing is left.
+        """
+        found = int(super().determine_available_memory())
+        given = self.cache_config.kv_cache_memory_bytes is not None
+        if self._arena.device.type == "cpu" or given or not self._settings["staging"]:
+            return found
+        staging = self._arena.nbytes
+        log.info(
+            "[vLLM Patch] Rank %d keeps %.1f of %.1f GB of GPU memory free for the staging buffer (--bridge-staging)",
+            self._tp_rank,
+            staging / 1e9,
+            found / 1e9,
+        )
+        if found <= staging:
+            raise RuntimeError(
+                f"rank {self._tp_rank}: {found / 1e9:.1f} GB of GPU memory are left for the KV cache, and the staging"
+                f" buffer of the weight bridge takes {staging / 1e9:.1f} GB of them: use more GPUs"
+                " (--tensor-parallel-size) or a higher --gpu-memory-utilization; a single copy needs no staging"
+                " (--bridge-staging none)"
+            )
+        return found - staging
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What the launcher decided: `config_path` and `staging`."""
+        settings: dict[str, Any] = self.vllm_config.additional_config["atropos_bridge"]
+        return settings
+
     @_answered
     def bridge_manifest(self) -> Manifest:
         return self._manifest
@@ -122,6 +153,11 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             shards=list(self._arena.shards.values()),
             **self._memory(),
         )
+
+    @_answered
+    def bridge_quiesce(self) -> None:
+        """Return when this rank's GPU has done all that was asked of it, so that another process may write."""
+        torch.cuda.synchronize(self._arena.device)
 
     @_answered
     def bridge_renew(self) -> str | None:
@@ -172,7 +208,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         broadcast), or a CUDA IPC handle.
         """
         arena, rank = self._arena, self._tp_rank
-        path = Path(self.vllm_config.additional_config["atropos_bridge"]["config_path"])
+        path = Path(self._settings["config_path"])
         if rank > 0:
             path = path.with_name(f"{path.name}.tp{rank}")
         shared = self._why_not_shared() is None

@@ -66,15 +66,13 @@ class BroadcastBridge(WeightBridge):
         self._rendezvous = rendezvous
         self._servers = vllm_clients(config)
         self._mode = config.mode(Broadcast)
-        self._backend = self._mode.backend
-        if self._backend == "auto":
-            self._backend = "nccl" if trained.model.device.type == "cuda" else "gloo"
         self._links: list[ServerLink] = []
         self._left_out: list[VllmClient] = []
         self._next_look = 0.0
         give_up = time.monotonic() + config.vllm_start_timeout
         for vllm in self._servers:
             vllm.wait_until_ready(max(0.0, give_up - time.monotonic()))
+        self._backend = self._chosen_backend(trained.model.device)
         self._manifest = matching_manifest(self._servers[0], shapes_of(trained.model))
         self._source = trained.source(self._manifest)
         self.served_dtype = self._manifest.tensors[0].dtype
@@ -182,6 +180,20 @@ class BroadcastBridge(WeightBridge):
                 self._left_out.remove(vllm)
                 log.info("[Bridge] %s is back", vllm.url)
         self._next_look = time.monotonic() + READMIT_S
+
+    def _chosen_backend(self, device: torch.device) -> str:
+        """--bridge-backend, or what suits `device`. A server with --batch-invariant fixes NCCL's settings in its
+        workers; a group whose members have other settings hangs (by vLLM's source), so it is fed over Gloo.
+        """
+        exact = next((vllm.url for vllm in self._servers if vllm.status().batch_invariant), None)
+        if self._mode.backend == "auto":
+            return "nccl" if device.type == "cuda" and exact is None else "gloo"
+        if self._mode.backend == "nccl" and exact is not None:
+            raise BridgeError(
+                f"--bridge-backend nccl: the vLLM server at {exact} runs with --batch-invariant, which gives its"
+                " workers other NCCL settings than the trainer has; use gloo or auto"
+            )
+        return self._mode.backend
 
     def _link(self, vllm: VllmClient, manifest: Manifest) -> ServerLink:
         return ServerLink(

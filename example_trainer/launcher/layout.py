@@ -39,8 +39,8 @@ from example_trainer.modes import MODES
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """The GPUs of one vLLM server. `utilization` is the share of a GPU that it must not exceed, where its default is
-    too much.
+    """The GPUs of one vLLM server. `utilization` is the share of a GPU that it takes, where vLLM's default does not
+    suit.
     """
 
     gpus: tuple[str, ...] = ()
@@ -93,9 +93,8 @@ class Need:
 
     def share(self, placement: Placement, index: int = 0) -> float:
         """Of a GPU's memory, what a vLLM server takes."""
-        server = placement.servers[index]
-        default = SHARED_UTILIZATION if placement.shares(server) else UTILIZATION
-        return self.servers[index].utilization or server.utilization or default
+        beside_trainer = placement.shares(placement.servers[index])
+        return self.servers[index].utilization or self.serving(placement, index).share(self.gpu, beside_trainer)
 
     def serving(self, placement: Placement, index: int = 0) -> Serving:
         """A rank of a vLLM server."""
@@ -106,7 +105,6 @@ class Need:
             max(1, len(placement.servers[index].gpus)),
             placement.on_gpus,
             self.servers[index].max_model_len,
-            self.share(placement, index),
         )
 
     def training(self, placement: Placement) -> tuple[Training, Room]:
@@ -120,10 +118,7 @@ class Need:
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
-        taken = max(
-            (int(self.gpu * self.share(placement, index)) + self.serving(placement, index).staging for index in beside),
-            default=0,
-        )
+        taken = max((int(self.gpu * self.share(placement, index)) for index in beside), default=0)
         room = Room(self.gpu - taken, host)
         return settled(training, room), room
 
@@ -139,14 +134,14 @@ class Need:
     def serving_refusal(self, placement: Placement) -> tuple[str, str] | None:
         """Why vLLM does not fit, and what to do; None where it does."""
         for index in range(len(placement.servers)):
-            serving = self.serving(placement, index)
-            if serving.utilization(self.gpu) is not None:
+            serving, taken = self.serving(placement, index), self.share(placement, index)
+            if serving.least <= taken * self.gpu:
                 continue
-            share = f" of which it may take {serving.share:.0%}"
+            share = f" of which it may take {taken:.0%}"
             who = "vLLM" if len(placement.servers) == 1 else server_name(index, len(placement.servers))
             return (
-                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s), its staging buffer"
-                f" {amount(serving.staging)} on top, but a GPU has {amount(self.gpu)}{share}",
+                f"{who} needs {amount(serving.least)} on each of {serving.ranks} GPU(s),"
+                f" {amount(serving.staging)} of it for the staging buffer, but a GPU has {amount(self.gpu)}{share}",
                 "give vLLM more GPUs (--tensor-parallel-size), mode lora, which needs no staging, or use a smaller"
                 " model",
             )
@@ -223,9 +218,9 @@ def place(run: RunFile, gpus: list[str], need: Need | None = None) -> Placement:
     found = list(candidates(run, gpus, 1 if run.batch_invariant else len(gpus) if typed == "auto" else int(typed)))
     if need is None:
         return found[0]
-    limited = [_limited(placement, need) for placement in found]
-    choice = next((placement for placement in limited if need.fits(placement, without_offload=True)), None)
-    return choice or next((placement for placement in limited if need.fits(placement)), limited[0])
+    sized = [_with_shares(placement, need) for placement in found]
+    choice = next((placement for placement in sized if need.fits(placement, without_offload=True)), None)
+    return choice or next((placement for placement in sized if need.fits(placement)), sized[0])
 
 
 def candidates(run: RunFile, gpus: list[str], most: int) -> Iterator[Placement]:
@@ -300,13 +295,13 @@ def _named(asked: list[str] | list[list[str]], sizes: list[int]) -> list[list[st
     return _dealt(names, sizes)
 
 
-def _limited(placement: Placement, need: Need) -> Placement:
-    """With the share of its GPUs that a server may take, where its default leaves too little for staging."""
-    servers = []
-    for index, server in enumerate(placement.servers):
-        share = need.serving(placement, index).utilization(need.gpu)
-        is_less = share is not None and share < need.share(placement, index)
-        servers.append(ServerPlace(server.gpus, share if is_less else None))
+def _with_shares(placement: Placement, need: Need) -> Placement:
+    """With the share of its GPUs that each server takes."""
+    shares = [need.share(placement, index) for index in range(len(placement.servers))]
+    servers = [
+        ServerPlace(server.gpus, None if share == UTILIZATION else share)
+        for server, share in zip(placement.servers, shares, strict=True)
+    ]
     return Placement(tuple(servers), placement.trainer)
 
 
@@ -349,7 +344,9 @@ def device_flags(run: RunFile, placement: Placement, index: int = 0) -> dict[str
     if placement.shares(server):
         flags["gpu_memory_utilization"] = SHARED_UTILIZATION  # the trainer needs the rest
     if server.utilization is not None:
-        flags["gpu_memory_utilization"] = server.utilization  # staging needs the rest
+        flags["gpu_memory_utilization"] = server.utilization
+    if MODES[run.kind].vllm_copies == 1:
+        flags["bridge_staging"] = "none"
     return flags
 
 

@@ -27,7 +27,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.weights.load import load_trained
 
 
-def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
+def main(model_name: str, port: int, act: str, timeout_s: str = "120") -> None:
     bridge, model = joined(
         model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s)
     )
@@ -54,7 +54,7 @@ def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, P
         model_name=model_name,
         weight_bridge_mode="shared_vllm",
         vllm_port=port,
-        bridge_timeout_s=40,
+        bridge_timeout_s=120,
         bridge_lease_s=20,
         vllm_api_key=os.environ["VLLM_API_KEY"],
     )

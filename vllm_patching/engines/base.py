@@ -72,6 +72,7 @@ class Serving:
         model: str,
         tp_size: int = 1,
         bridge_on: bool = True,
+        staging: bool = True,
         max_lora_rank: int | None = None,
         models: Any = None,
     ) -> None:
@@ -80,6 +81,7 @@ class Serving:
         self.model = self.served_model = model
         self.tp_size = tp_size
         self.bridge_on = bridge_on  # whether the workers can take whole weights
+        self.staging = staging  # and whether they have room to receive them beside the live ones
         self.max_lora_rank = max_lora_rank  # None: they take no adapters
         self.models = models
         self.policy_version = 0
@@ -245,6 +247,12 @@ class StagingEngine(Engine):
     offer: Any = None  # of the session that is open
 
     async def fits(self, offer: Any) -> None:
+        if not self.serving.staging:
+            raise Refused(
+                "this server keeps no memory for a staging buffer (--bridge-staging none): use single copy, or start"
+                " it without that flag",
+                422,
+            )
         await self.serving.check_same_model(offer.manifest_digest)
 
     async def open(self, offer: Any) -> Opened:
@@ -292,4 +300,4 @@ class Receiver:
         """The version is here whole: tell whoever waits for it."""
 
     def leave(self) -> None:
-        """The session is over in an orderly way."""
+        """The session is over, in whatever way: let go of what `join` took, if it came so far."""

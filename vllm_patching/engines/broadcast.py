@@ -8,6 +8,7 @@ trainer                          worker r: BroadcastReceiver on WeightUpdater_TP
 """
 
 import time
+from contextlib import ExitStack
 
 import torch
 
@@ -39,6 +40,10 @@ class BroadcastReceiver(Receiver):
 
     offer: BroadcastOffer
 
+    def __init__(self, offer: BroadcastOffer, rank: int) -> None:
+        super().__init__(offer, rank)
+        self._held = ExitStack()
+
     def join(self) -> None:
         offer, rank = self.offer, self.rank
         log.info(
@@ -60,6 +65,7 @@ class BroadcastReceiver(Receiver):
         self._groups = transport.Groups(
             control, transport.make_data_group(control, *ranks, offer.backend), offer.backend
         )
+        self._held.callback(self._groups.close)
         self._groups.barrier()
         log.info(
             "Joined session %s after %.1f s; receiving in buckets of %.0f MiB",
@@ -86,4 +92,4 @@ class BroadcastReceiver(Receiver):
         self._sequence += 1
 
     def leave(self) -> None:
-        self._groups.close()
+        self._held.close()

@@ -94,6 +94,8 @@ class SingleCopyEngine(Engine):
             deadline_s,
         )
         await compat.pause(self.serving.client)
+        if not compat.on_cpu():  # vLLM before 0.29 ends a pause with kernels still running, by its source
+            await self.serving.rpc("bridge_quiesce")
         still = time.perf_counter()
         session.renewed = time.monotonic()
         self._pause = _Pause(session, version, asked, still, time.monotonic() + deadline_s)

@@ -80,12 +80,19 @@ class WeightUpdater:
         threading.Thread(target=self._run, args=(self._sessions,), name=self.thread_name, daemon=True).start()
 
     def _run(self, sessions: "queue.Queue[Receiver]") -> None:
+        if self._arena.device.type == "cuda":
+            torch.cuda.set_device(self._arena.device)  # the current device is a thread's own, GPU 0 at first
         while sessions is self._sessions:
             receiver = sessions.get()
             try:
                 self._serve(receiver)
             except (RuntimeError, OSError) as error:  # torch.distributed raises RuntimeError for dead and silent peers
                 self._fail(receiver, transport.describe(error))
+            except Exception as error:
+                log.exception("Session %s met a fault", receiver.offer.session)
+                self._fail(receiver, transport.describe(error))
+            finally:
+                self._let_go(receiver)
 
     def _serve(self, receiver: Receiver) -> None:
         offer = receiver.offer
@@ -98,7 +105,6 @@ class WeightUpdater:
             if version is not None:
                 self._receive(receiver, staging, version)
                 transfers += 1
-        receiver.leave()
         log.info("Session %s of trainer %s ended after %d transfers", offer.session, offer.trainer, transfers)
         self._show(receiver, "idle")
 
@@ -128,6 +134,12 @@ class WeightUpdater:
             self.status = WorkerStatus(rank, "staged", offer.session, version, round(seconds, 4))
         log.info("Staged policy version %d after %.3f s", version, seconds)
         receiver.staged(seconds)
+
+    def _let_go(self, receiver: Receiver) -> None:
+        try:
+            receiver.leave()
+        except RuntimeError as error:
+            log.warning("Session %s could not be left: %s", receiver.offer.session, transport.describe(error))
 
     def _show(self, receiver: Receiver, state: str) -> None:
         with self._lock:

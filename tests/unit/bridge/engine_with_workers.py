@@ -27,7 +27,8 @@ def make_worker(rank: int, tp: int, folder: Path) -> BridgeWorker:
     worker._manifest = manifest()
     worker._arena = Arena(Fused(tp), worker._manifest, shards(rank, tp))
     worker._updater = WeightUpdater(worker._arena, rank)
-    worker.vllm_config = SimpleNamespace(additional_config={"atropos_bridge": {"config_path": str(folder / "b.json")}})
+    settings = {"config_path": str(folder / "b.json"), "staging": True}
+    worker.vllm_config = SimpleNamespace(additional_config={"atropos_bridge": settings})
     made: BridgeWorker = worker
     return made
 

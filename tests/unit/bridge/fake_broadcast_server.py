@@ -33,6 +33,7 @@ class FakeVllmServer:
         self.fenced: str | None = None
         self.fail: str | None = None
         self.sessions = 0
+        self.batch_invariant = False
         self._staged: dict[int, torch.Tensor] = {}
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self.port = self._http.server_port
@@ -53,6 +54,7 @@ class FakeVllmServer:
                 "model": "m",
                 "tp_size": self.manifest.tp_size,
                 "policy_version": self.version,
+                "batch_invariant": self.batch_invariant,
                 "workers": workers,
             }
         if path.endswith("/manifest"):

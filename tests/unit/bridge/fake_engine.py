@@ -51,6 +51,9 @@ class FakeRank:
     def bridge_renew(self) -> str | None:
         return self.immovable
 
+    def bridge_quiesce(self) -> None:
+        """Nothing runs."""
+
     def bridge_staged(self, session: str, version: int) -> bool:
         return (session, version) in self.staged
 
@@ -87,7 +90,7 @@ class FakeEngine:
             self.ranks[rank].staged.add((session, version))
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method in ("bridge_apply", "bridge_renew"):
+        if method in ("bridge_apply", "bridge_renew", "bridge_quiesce"):
             self.events.append(method)
         if method in self.during:
             await self.during.pop(method)()
@@ -133,7 +136,7 @@ async def serving(engine: FakeEngine, **arguments: Any) -> AsyncIterator[httpx.A
     given: dict[str, Any] = dict(
         model="m",
         tensor_parallel_size=len(engine.ranks),
-        additional_config={"atropos_bridge": {}},
+        additional_config={"atropos_bridge": {"staging": True}},
         enable_lora=False,
         max_lora_rank=None,
         host="127.0.0.1",

@@ -19,6 +19,7 @@ from atroposlib.wire.bridge import BroadcastOffer, SingleCopyOffer
 from atroposlib.wire.processes import Process, this_process
 from tests.unit.bridge.fake_engine import MANIFEST, FakeEngine, serving
 from tests.waiting import until
+from vllm_patching import compat
 
 TP_SIZE = 2
 
@@ -290,6 +291,15 @@ def trainer() -> Iterator[subprocess.Popen[bytes]]:
 async def paused(client: httpx.AsyncClient, version: int, session: str = "a", deadline_s: float = 60.0) -> None:
     reply = await post(client, "pause", session=session, policy_version=version, deadline_s=deadline_s)
     assert reply.status_code == 200, reply.text
+
+
+async def test_a_gpu_has_done_its_work_before_a_trainer_writes(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "on_cpu", lambda: False)
+    assert (await post(client, "attach", **single_copy())).status_code == 200
+    await paused(client, 0)
+    assert engine.events == ["pause keep", "bridge_quiesce"]
 
 
 async def test_a_step_in_place_is_served_at_resume_and_only_as_what_it_was_announced(

@@ -14,6 +14,7 @@ def serve_arguments(**changes: object) -> Namespace:
         api_server_count=None,
         data_parallel_size=1,
         tensor_parallel_size=1,
+        pipeline_parallel_size=1,
         host="127.0.0.1",
         quantization=None,
         worker_cls="auto",
@@ -50,6 +51,7 @@ def test_a_lora_server_takes_adapters_whether_or_not_shared_weights_are_asked_fo
     [
         (dict(host="0.0.0.0"), "give --api-key, or keep --host 127.0.0.1"),
         (dict(api_server_count=2), "drop --api-server-count"),
+        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 2: .* use --tensor-parallel-size"),
     ],
 )
 def test_a_lora_server_that_others_could_change_is_refused(

@@ -54,7 +54,7 @@ class Rank:
 class Trainer:
     """The trainer's end of one session; `send` returns when every rank has acknowledged."""
 
-    def __init__(self, session: str, ranks: list[Rank]) -> None:
+    def __init__(self, session: str, ranks: list[Rank], backend: str = "gloo", timeout_s: float = TIMEOUT_S) -> None:
         self.session = session
         self.store, port = transport.host_store("127.0.0.1", 0, TIMEOUT_S)
         offer = BroadcastOffer(
@@ -64,15 +64,16 @@ class Trainer:
             address="127.0.0.1",
             port=port,
             world_size=1 + TP_SIZE,
-            backend="gloo",
+            backend=backend,
             manifest_digest=manifest().digest(),
             bucket_bytes=BUCKET_BYTES,
-            timeout_s=TIMEOUT_S,
+            timeout_s=timeout_s,
         )
         for rank in ranks:
             assert rank.worker.bridge_open(msgspec.to_builtins(offer)) is not None
-        control = transport.make_control_group(self.store, session, 0, 1 + TP_SIZE, TIMEOUT_S)
-        self.groups = transport.Groups(control, control, "gloo")
+        members = (self.store, session, 0, 1 + TP_SIZE, timeout_s)
+        control = transport.make_control_group(*members)
+        self.groups = transport.Groups(control, transport.make_data_group(control, *members, backend), backend)
         self.groups.barrier()
         self.sequence = 0
 

@@ -9,7 +9,7 @@ import pytest
 from atroposlib.config import resolve_config
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.run_site import argv, variables, vllm_flags
-from example_trainer.modes import Restarting
+from example_trainer.modes import MODES, Restarting
 from tests.unit.launcher.plans import MODEL, ROOT, no_processes, on_gpus, plan, resolved
 
 __all__ = ["no_processes"]
@@ -98,6 +98,10 @@ def test_every_program_is_told_what_bash_told_it(recipe: str, tmp_path: Path, mo
         assert (",".join(site.placement.vllm), ",".join(site.placement.trainer)) == (bash.vllm_gpus, bash.trainer_gpus)
 
         served = VLLM | bash.vllm | {"--model": bash.model}
+        if MODES[made.run.kind].vllm_copies == 1:
+            served |= {"--bridge-staging": "none"} if site.placement.on_gpus else {}  # bash had no such flag
+        elif "--gpu-memory-utilization" in served:  # nor a share with room for the staging buffer
+            served["--gpu-memory-utilization"] = "0.41" if bash.model.endswith("135M") else "0.44"
         if isinstance(bridge, Restarting):
             served = {flag: value for flag, value in served.items() if flag not in ("--host", "--port", "--model")}
             assert pairs(shlex.split(bridge.vllm_flags)) == served, line
