@@ -1,6 +1,6 @@
 """The code that runs inside vLLM's processes. Its messages to a trainer are in atroposlib/wire/bridge.py.
 
-endpoint.py, plugin.py   where vLLM finds us: its API server, and each of its processes
+endpoint.py, plugin.py   what vLLM loads: in its API server, in each of its processes
 worker.py      BridgeWorker, AdapterWorker (--worker-cls): arena and updater thread, or adapters
 compat.py      with worker.py the only file that knows where things are in each supported vLLM version
 engines/       how weights arrive, one class per mode; the session; the WeightUpdater_TP{r} thread

@@ -1,8 +1,8 @@
-"""The products of a LoRA layer on CPUs, one matrix product per adapter; compat.py replaces vLLM's with them.
+"""The products of a LoRA layer on CPUs: one matrix product per adapter. compat.py puts them in place of vLLM's.
 
-vLLM-CPU copies the adapter's matrices once for every token before it multiplies: of a 135M model's adapter of rank
-16, 8 MB per token and layer pass. Which adapter a row takes is `slots` [rows], -1 for none; the matrices of all
-adapters are `weights` [adapters, 1, out, in].
+vLLM-CPU copies the adapter's matrices for every token before it multiplies: 8 MB per token and layer for a rank-16
+adapter of a 135M model. `slots` [rows] is the adapter of each row, -1 for none. `weights` [adapters, 1, out, in] has
+the matrices of all adapters.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 def shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
-    """`output` [rows, rank or more] = scaling * inputs @ A^T for rows that have an adapter; the others stay."""
+    """`output` [rows, rank or more] = scaling * inputs @ A^T for rows that have an adapter; other rows are
+    unchanged.
+    """
     for rows, product in _products(inputs, weights, output, slots):
         output[rows, : product.shape[1]] = scaling * product
 
@@ -24,7 +26,7 @@ def expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_i
 def expand_slice(
     inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, start: int, size: int, add_inputs: bool = True
 ) -> None:
-    """The same for `size` columns of `output` from `start`."""
+    """As `expand`, for `size` columns of `output` from `start`."""
     columns = output[:, start : start + size]
     if not add_inputs:
         columns.zero_()

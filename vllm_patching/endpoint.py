@@ -1,8 +1,8 @@
-"""Our routes and guards inside vLLM's own OpenAI server, mounted through its endpoint-plugin hook.
+"""Our routes and guards in vLLM's OpenAI server, mounted through its endpoint-plugin hook.
 
 The routes are in http/routes.py. While the weights must not be served, http/gate.py answers 503 for all routes that
 generate; while the engine does not answer, http/engine_watch.py does so for /health and the bridge too. All routes,
-including vLLM's own, answer only under the server's own names, and never to a web page.
+vLLM's own included, answer only requests for one of the server's host names, and none that a web page sends.
 """
 
 from argparse import Namespace
@@ -58,7 +58,7 @@ class BridgeEndpoints:
         log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if serving.bridge_on else on)
 
     def _guard_hosts(self, args: Namespace, keys: list[str]) -> None:
-        """Around the whole app: what `attach_router` adds stands inside the middleware that vLLM adds later, as
+        """Guard the whole app. A middleware of `attach_router` would be inside those that vLLM adds later, such as
         CORS.
         """
         hosts = OwnHosts.of(args.host or "", getattr(args, "allowed_host", ()))

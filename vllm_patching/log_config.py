@@ -1,9 +1,9 @@
-"""How vLLM's processes log: in the format of the other processes, uvicorn's lines too."""
+"""Logging in vLLM's processes: the format of the other processes, also for uvicorn's lines."""
 
 from typing import Any
 
-LOG_CONFIG = "atropos-logging.json"  # the file whose name stands in VLLM_LOGGING_CONFIG_PATH
-# Asked several times a second: by those who look whether vLLM lives, by the bridge's heartbeats, by samplers.
+LOG_CONFIG = "atropos-logging.json"  # the file that VLLM_LOGGING_CONFIG_PATH names
+# Health checks, the bridge's heartbeats and samplers call these several times per second: no access lines.
 QUIET_PATHS = ("/health", "/metrics", "/v1/bridge", "/generate")
 
 

@@ -1,11 +1,11 @@
-"""vLLM's general plugin: loaded in every vLLM process, before anything else of ours.
+"""vLLM's general plugin: vLLM loads it in each of its processes, before any other part of this package.
 
-Names and prompts reach vLLM's logs, too: from here on their control characters are escaped, as in every log of ours.
+It escapes control characters in vLLM's logs, which contain names and prompts of requests.
 
-Where the launcher asked for batch-invariant arithmetic, it is installed here, before a model exists.
+It installs batch-invariant arithmetic if the launcher asked for it, before a model exists.
 
-vLLM ends its engine and workers when the API process ends in an orderly way, but leaves them running, ports and
-memory held, when that process is killed. Here each child asks the kernel to be told to stop when its parent dies.
+When vLLM's API process exits normally, it ends its engine and workers. When it is killed, they keep running, with their
+ports and memory. So each child asks the kernel for a SIGTERM when its parent dies.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def register() -> None:
-    """Idempotent; vLLM may call it more than once a process."""
+    """Idempotent: vLLM may call it several times in one process."""
     escape_records()
     if switch.is_on():
         from vllm_patching.batch_invariant import hooks
@@ -42,5 +42,5 @@ def _end_with(parent: int | None) -> None:
         return
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGTERM)

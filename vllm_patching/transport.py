@@ -36,7 +36,7 @@ class TransportError(AtroposError):
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong with a peer, in one short line, out of Gloo's, NCCL's and the store's long ones."""
+    """What went wrong with a peer, as one short line, from the long messages of Gloo, NCCL and the store."""
     text = str(error)
     first = text.splitlines()[0] if text else ""
     if silent := SILENT.search(first):
@@ -120,9 +120,10 @@ def address_towards(host: str) -> str:
 def make_control_group(
     store: dist.Store, session: str, rank: int, world_size: int, timeout_s: float, address: str = "127.0.0.1"
 ) -> Group:
-    """The Gloo group `session` of `world_size` ranks; blocks until all have come, at most `timeout_s` seconds.
+    """The Gloo group `session` of `world_size` ranks; blocks until all have joined, at most `timeout_s` seconds.
 
-    Peers connect to this rank at `address`; left to itself Gloo takes what the host name resolves to, loopback or not.
+    Peers connect to this rank at `address`. By default, Gloo takes what the host name resolves to, which may be
+    loopback.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)

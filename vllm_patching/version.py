@@ -1,6 +1,4 @@
-"""Which vLLM versions the adapter in compat.py covers; checked before anything of vLLM is imported, which takes
-seconds.
-"""
+"""The vLLM versions that compat.py supports. They are checked before vLLM is imported, which takes seconds."""
 
 from importlib.metadata import packages_distributions, version
 
@@ -14,7 +12,7 @@ BEYOND = Version("0.34")
 
 
 class UnsupportedVllm(AtroposError):
-    """This vLLM is outside the covered range."""
+    """This vLLM is outside the supported range."""
 
 
 def check_version() -> None:

@@ -1,10 +1,10 @@
-"""vLLM's own worker for servers that take weights, chosen with `--worker-cls`: BridgeWorker for whole ones, with an
-arena and an updater thread, AdapterWorker for LoRA adapters (--enable-lora).
+"""vLLM's worker, extended to receive weights; `--worker-cls` selects it. BridgeWorker receives whole weights, with an
+arena and an updater thread. AdapterWorker loads LoRA adapters (--enable-lora).
 
 Their `bridge_*` methods are called on every rank through `collective_rpc`; the engine runs such a call between two
-forward steps, in the same order on all ranks, which is what makes a commit atomic. They never raise: vLLM stops
-reading at the first rank that does, and every later call would get the replies that were left behind. What goes
-wrong is the reply, {"failed": why}.
+forward steps, in the same order on all ranks, which is what makes a commit atomic. They return an error as {"failed":
+why} and never raise: vLLM stops reading at the first rank that raises, and every later call would get the replies that
+were left behind.
 """
 
 import functools
@@ -34,8 +34,8 @@ log = compat.init_logger("vllm.atropos_bridge")
 
 
 def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
-    """Who makes a layer's product, by its weight: stock vLLM's own packed one, made again for new weights. A compiled
-    model would keep the first forever, so that one gets torch's.
+    """Returns the function that computes a layer from its weight: vLLM's product with a packed weight, which is packed
+    again for new weights. A compiled model would keep the first packed weight forever, so it gets torch's product.
     """
     if enforce_eager and compat.has_onednn_linear():
         return lambda weight: packed.PackedLinear(linear, compat.onednn_linear)
@@ -43,7 +43,7 @@ def linear_for(enforce_eager: bool) -> Callable[[Tensor], packed.Product]:
 
 
 def _answered(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method` with its reply in plain types, as vLLM carries them, and {"failed": why} where it raises."""
+    """`method` with its reply in plain types, as vLLM transports them, or {"failed": why} if it raises."""
 
     @functools.wraps(method)
     def answer(self: Any, *args: Any) -> Any:
@@ -139,7 +139,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_attach(self) -> SharedRank | dict[str, str]:
-        """Where this rank's live weights are and what is where in them, or {"refused": why they cannot be shared}."""
+        """Location and layout of this rank's live weights, or {"refused": why they cannot be shared}."""
         if refused := self._why_not_shared():
             return {"refused": f"rank {self._tp_rank}: {refused}"}
         self._updater.leave()
@@ -161,9 +161,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_renew(self) -> str | None:
-        """Move the live weights out of reach of a trainer that may still write to them; why not, where that is
-        impossible.
-        """
+        """Move the live weights to memory that a former trainer cannot write. Returns why it cannot, else None."""
         if isinstance(self._arena.live, SharedBuffer):
             self._arena.renew()
             return None
@@ -175,7 +173,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_apply(self, session: str, version: int) -> float:
-        """Swap the staged weights in; seconds. Fails if that version is not staged here."""
+        """Swap the staged weights in, and return how many seconds it took. Fails if that version is not staged here."""
         staging = self._updater.take(session, version)
         if staging is None:
             raise RuntimeError(f"policy version {version} of session {session} is not staged on rank {self._tp_rank}")
@@ -202,10 +200,10 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         return {"fd": live.fd} if isinstance(live, SharedBuffer) else {"ipc": cuda_ipc.export(live.tensor)}
 
     def _write_config(self) -> Path:
-        """Write `vllm_bridge_config.json` in the ancestor's keys, one file per rank, whole or not at all.
+        """Write `vllm_bridge_config.json` with the ancestor's keys: one file per rank, each renamed into place.
 
-        Where the live arena can be shared, it says where that is: a descriptor of this process (it changes with each
-        broadcast), or a CUDA IPC handle.
+        If the live arena can be shared, the file names it: by a file descriptor of this process (it changes with each
+        broadcast), or by a CUDA IPC handle.
         """
         arena, rank = self._arena, self._tp_rank
         path = Path(self._settings["config_path"])
@@ -243,7 +241,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
 
 
 class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
-    """Loads adapters beside the one served."""
+    """Loads adapters beside the one that is served."""
 
     def load_model(self, **kwargs: Any) -> None:
         if compat.on_cpu():
@@ -253,9 +251,9 @@ class AdapterWorker(compat.worker_class()):  # type: ignore[misc]
 
     @_answered
     def bridge_add_adapter(self, name: str, lora_id: int, path: str, pairs: Pairs) -> None:
-        """Load the adapter directory `path`, which holds `pairs`. AdapterEngine takes out one that is half loaded.
+        """Load the adapter directory `path`, which has `pairs`. If this fails, AdapterEngine removes what was loaded.
 
-        Sizes are compared here: vLLM itself copies a matrix of another shape into a corner of its own.
+        Sizes are compared here, because vLLM would copy a matrix of another shape into a corner of its own.
         """
         model = self.model_runner.get_model()
         layers = mapping.adaptable_layers(model)

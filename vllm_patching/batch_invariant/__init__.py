@@ -11,5 +11,5 @@ in LLM Inference", https://thinkingmachines.ai/blog/defeating-nondeterminism-in-
     hooks.py      makes a vLLM process compute batch-invariantly; loaded only inside vLLM
     self_check.py proves on this machine, at start-up, that the matrix products do not depend on the batch
 
-This module imports nothing, so that a launcher can ask before torch and vLLM are loaded.
+This module imports nothing, so that a launcher can import switch.py before torch and vLLM are loaded.
 """

@@ -15,7 +15,7 @@ from atroposlib.errors import loading
 from vllm_patching.batch_invariant.kernels import tile_queries
 from vllm_patching.batch_invariant.switch import NotInvariant
 
-BLOCK = 32  # tokens a cache block, as the launcher sets it for vLLM
+BLOCK = 32  # tokens per cache block, as the launcher sets it for vLLM
 
 
 @lru_cache(maxsize=1)

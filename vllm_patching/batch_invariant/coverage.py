@@ -4,8 +4,8 @@ from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # Hugging Face model types; Qwen2.5 is qwen2
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-# a sum of two has one order; of more, vLLM's and the trainer's would have to be shown equal. CUDA's products are tiled
-# by their width
+# a sum of two terms has one order; for more ranks, the orders of vLLM and the trainer would have to be proven equal. On
+# CUDA, a product's tiles depend on its width
 LARGEST_TP = {"cpu": 2, "cuda": 1}
 
 

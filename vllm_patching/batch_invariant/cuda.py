@@ -4,8 +4,8 @@ called as vLLM calls them.
 The trainer calls them through example_trainer/exact_cuda.py. Forward only. Written by reading vLLM 0.26, 0.32 and
 0.33, and not yet run on a GPU.
 
-    linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) must be
-                  made fused
+    linear        one Triton kernel; its tiles depend on the weight's shape, so fused products (q|k|v, gate|up) stay
+                  fused
     rms_norm      one Triton kernel, one program per row; of a sum, once the sum is rounded (compat.add_before_norm)
     silu_and_mul, rotate                 vLLM's elementwise kernels, the rotary table by vLLM's formula on the GPU
     attention     FlashAttention over a paged cache with pages of the server's size, the context never split
@@ -26,7 +26,9 @@ from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
 @dataclass(frozen=True)
 class CudaKernels:
-    """The functions over plain tensors; N is tokens. Those of vLLM's that take others are fields of another name."""
+    """Functions of plain tensors; N is the number of tokens. vLLM's functions with other arguments are fields, which
+    methods call.
+    """
 
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [..., in], weight [out, in], bias [out]: [..., out]
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., d], weight [d], epsilon

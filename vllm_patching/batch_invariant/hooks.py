@@ -7,7 +7,7 @@ compat.py):
     linear layers, output head   kernels.linear, by a packed copy of the plain weight, which can still be exchanged
                                  (../memory/packed.py)
     attention metadata           each request's queries cut into tiles at absolute positions; the kernel itself stays,
-                                 AMX's aside
+                                 but for AMX's
     rotary embedding             kernels.rotate, transformers' formula, on transformers' table
     RMS norm, SiLU               kernels.rms_norm, kernels.silu
 """
@@ -65,24 +65,24 @@ def check_model(config: Any) -> None:
 
 
 def _linear_for(weight: Tensor) -> Callable[..., Tensor]:
-    """The product of a layer with such a weight. Raises NotInvariant where this machine cannot make it."""
+    """The function that computes a layer with this weight. Raises NotInvariant if this machine cannot."""
     self_check.check_weight(weight)
     if compat.has_onednn_linear() and self_check.packing_is_exact(weight, pack):
         return packed.PackedLinear(kernels.linear, pack)
     log.warning_once(
-        "Packed weights of shape %s give other bits on this machine: using the plain ones, which is slower",
+        "Packed weights of shape %s give other bits on this machine: using plain ones, which is slower",
         tuple(weight.shape),
     )
     return kernels.linear
 
 
 def pack(weight: Tensor) -> packed.Product:
-    """kernels.linear by vLLM's own product, whose float32 copy of this weight oneDNN packed."""
+    """kernels.linear, computed by vLLM's own product with a float32 copy of this weight that oneDNN packed."""
     return partial(kernels.linear, by=compat.onednn_linear(weight.float()))
 
 
 def _tiled(metadata: Any) -> Any:
-    """vLLM's common attention metadata with one pseudo request a tile."""
+    """vLLM's common attention metadata, with one pseudo request per tile."""
     count = metadata.num_reqs
     tiled = copy.copy(metadata)
     tiled.query_start_loc, tiled.seq_lens, tiled.block_table_tensor = kernels.tile_queries(

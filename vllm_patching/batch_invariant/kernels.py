@@ -11,8 +11,8 @@ operation):
     rms_norm      each row is reduced alone; the residual is rounded to the model's dtype first, as transformers does.
     tile_queries  vLLM's attention kernel cuts the context by the size of its query tile: tiles of 8 at absolute
                   positions are always cut alike.
-Half-precision weights are multiplied in float32 and rounded once; of a large one a part at a time, which stays in
-the cache.
+Half-precision weights are multiplied in float32 and rounded once; a large one in parts, each of which stays in the
+cache.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ WIDENED_OUTPUTS = 4096  # of a half-precision weight at a time
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, by: Callable[..., Tensor] | None = None) -> Tensor:
-    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `by`: that weight's product with float32 rows,
-    if not by itself.
+    """x [..., in] times weight [out, in] plus bias [out], in x's dtype. `by`, if given, computes the product of float32
+    rows and this weight.
     """
     if by is None and weight.dtype != torch.float32 and len(weight) > WIDENED_OUTPUTS:
         parts = weight.split(WIDENED_OUTPUTS)

@@ -1,7 +1,7 @@
 """The environment variables that must be set before vLLM is imported. Used by the launcher, by vLLM's plugin and by the
 trainer.
 
-A vLLM process is one of several, started by vLLM itself: only the environment reaches them all.
+vLLM starts several processes itself: only the environment reaches all of them.
 """
 
 import os
@@ -21,7 +21,7 @@ class NotInvariant(AtroposError):
 
 
 def switch_on(environment: MutableMapping[str, str], *, cpu: bool) -> None:
-    """Set the variables. Raises NotInvariant if one was set to the contrary."""
+    """Set the variables. Raises NotInvariant if one has another value."""
     if cpu and environment.get("VLLM_BATCH_INVARIANT", "0") != "0":
         raise NotInvariant("VLLM_BATCH_INVARIANT=1 selects Triton kernels, which vLLM cannot run on CPUs: unset it")
     for name, value in (CPU_VARIABLES if cpu else CUDA_VARIABLES).items():
@@ -32,7 +32,7 @@ def switch_on(environment: MutableMapping[str, str], *, cpu: bool) -> None:
 
 
 def is_on() -> bool:
-    """Whether this process was started batch-invariant. Raises NotInvariant if it was, but not whole."""
+    """Whether this process was started batch-invariant. Raises NotInvariant if only some of the variables are set."""
     if os.environ.get(SWITCH) != "1":
         return False
     if not any(variables.items() <= os.environ.items() for variables in (CPU_VARIABLES, CUDA_VARIABLES)):

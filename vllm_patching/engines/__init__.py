@@ -1,6 +1,6 @@
 """The server's side of the weight bridge: one class per mode, selected by the trainer's offer.
 
-base.py      Refused, the Engine and Receiver of a mode, and Serving, what an engine may do to the server
+base.py      Refused; Engine and Receiver, which each mode extends; Serving, the server as engines see it
 session.py   which trainer may send weights: the session and its lease, for all modes
 updater.py   the WeightUpdater_TP{r} thread of a worker: runs a session's Receiver, never writes live weights
 broadcast.py, single_copy.py, adapters.py, reload.py   one mode each, with its own routes

@@ -1,5 +1,4 @@
-"""A PEFT adapter directory, checked before vLLM reads it: its configuration, and that its tensors are what that
-says.
+"""Checks a PEFT adapter directory before vLLM reads it: its configuration, and that its tensors match it.
 
     adapter_config.json          types, rank, scaling, which layers
     adapter_model.safetensors    for each such layer a pair lora_A [rank, in], lora_B [out, rank] of finite floats
@@ -30,7 +29,7 @@ Pairs = dict[str, list[int]]  # by the layer's tensors' common name: rank, in, o
 
 
 class AdapterConfig(msgspec.Struct):
-    """What of PEFT's LoraConfig decides how tensors are used."""
+    """The fields of PEFT's LoraConfig that decide how tensors are used."""
 
     r: Rank
     lora_alpha: Annotated[float, Meta(gt=0, le=65536)]
@@ -60,7 +59,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 
 def read_pairs(folder: Path, config: AdapterConfig, dtype: torch.dtype) -> Pairs:
-    """What the tensors adapt, each checked to be finite as `dtype`, in which it is served. Raises FileFault."""
+    """The layers that have tensors, each tensor checked to be finite in `dtype`, which is served. Raises FileFault."""
     path = _regular(folder / WEIGHTS)
     found: dict[tuple[str, str], torch.Size] = {}
     with reading(str(path), FileFault, also=(SafetensorError,)), safe_open(path, framework="pt") as file:
@@ -111,7 +110,7 @@ def _check_claim(path: Path, names: set[str], config: AdapterConfig) -> None:
     """The layers named by a list in the configuration are those that have tensors."""
     if not names:
         raise FileFault(f"{path} contains no tensors")
-    if isinstance(config.target_modules, str):  # a regular expression, or one of PEFT's own words
+    if isinstance(config.target_modules, str):  # a regular expression, or a keyword of PEFT's
         return
     targets = {
         target: {name for name in names if f".{name}".endswith(f".{target}")} for target in config.target_modules

@@ -1,10 +1,11 @@
-"""The policy as a LoRA adapter: which one this server samples from. Lives in vLLM's API process.
+"""The policy as a LoRA adapter: loads each version, and decides which one requests sample from. In vLLM's API process.
 
     trainer ── POST /v1/bridge/adapter ─▶ checked ─▶ loaded beside the one served ─▶ current: sampled from
-                                               the former leaves when its last request ends ◀─┘
+                                               the former is unloaded when its last request ends ◀─┘
 
-A request keeps the adapter that it started with, so a change of policy stops and fails none. A server never uses a name
-twice: vLLM's prefix cache is keyed by names. After a refusal or a failure the previous adapter is still served.
+A request keeps the adapter that it started with, so a new version neither stops nor fails one. A server never uses a
+name twice, because names are keys of vLLM's prefix cache. After a refusal or a failure, the previous adapter is still
+served.
 """
 
 import asyncio
@@ -29,10 +30,10 @@ POLL_S = 0.2
 
 
 class PolicyTable(dict[str, Any]):
-    """vLLM's table of adapters by name, in which the base model's own names stand for the current policy.
+    """vLLM's table of adapters by name, in which the names of the base model mean the current policy.
 
-    vLLM looks a request's model up here first, so every OpenAI route samples from the current adapter whatever name
-    the client knew.
+    vLLM looks up a request's model here first, so every OpenAI route samples from the current adapter, whichever of
+    these names the client sends.
     """
 
     def __init__(self, adapters: dict[str, Any], aliases: set[str | None]) -> None:
@@ -48,7 +49,7 @@ class PolicyTable(dict[str, Any]):
 
 
 class Adapter(Struct):
-    """Where an adapter is, and what it will be called."""
+    """An adapter's directory, and the name it gets."""
 
     name: Name
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -79,7 +80,7 @@ class AdapterEngine(Engine):
         compat.add_base_names(models, [DEFAULT, BASE])
         self._table = models.lora_requests = PolicyTable(models.lora_requests, aliases - {BASE})
         started_with = {name: int(match[1]) for name in self._table if (match := re.match(r"policy-v(\d+)", name))}
-        if started_with:  # --lora-modules policy-v7=FOLDER: a server that is started again where a run stood
+        if started_with:  # --lora-modules policy-v7=FOLDER: a server restarted in the middle of a run
             self._versions.update(started_with)
             self._table.current = self._table[max(started_with, key=lambda name: started_with[name])]
             serving.served_model = self._table.current.lora_name
@@ -142,7 +143,7 @@ class AdapterEngine(Engine):
         return AdapterLoaded(version, seconds, sorted(needed))
 
     async def _unload_when_unused(self, former: Any) -> None:
-        while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM tells nobody
+        while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM sends no event
             await asyncio.sleep(POLL_S)
         await self.serving.client.remove_lora(former.lora_int_id)
         log.info("Unloaded %s", former.lora_name)
@@ -151,7 +152,7 @@ class AdapterEngine(Engine):
         return 0 if adapter is None else self._versions.get(adapter.lora_name, 0)
 
     def _check_folder(self, path: str) -> Pairs:
-        """What `path` adapts. Raises Refused unless it holds an adapter for this model that fits this server."""
+        """What `path` adapts. Raises Refused unless it has an adapter for this model that fits this server."""
         if not Path(path).is_absolute():
             raise Refused(f"path {path!r} is not absolute: give the absolute path of the directory", 422)
         try:

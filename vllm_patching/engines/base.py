@@ -50,7 +50,7 @@ class FileFault(AtroposError):
 
 
 class WorkerFailed(Refused):
-    """A worker could not do what it was asked for; the message says which and why, its log has the traceback."""
+    """A worker failed; the message names the rank and the reason, and vLLM's log has the traceback."""
 
     def __init__(self, method: str, where: str, reason: str) -> None:
         super().__init__(f"{method} failed {where}: {reason}", 500)
@@ -58,10 +58,10 @@ class WorkerFailed(Refused):
 
 
 class Serving:
-    """The server that engines feed: its workers, and what it generates with. Engines use nothing else of vLLM's.
+    """The server as engines see it: its workers and its engine client. Engines use nothing else of vLLM's.
 
     `client` is vLLM's engine client, `models` its table of served models (for adapters), `gate` refuses generation.
-    `policy_version` is what the served weights are. Whoever changes what is served holds the lock of `Sessions`.
+    `policy_version` is that of the served weights. A caller that changes what is served holds the lock of `Sessions`.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class Serving:
         return replies
 
     def in_background(self, act: Coroutine[Any, Any, None]) -> None:
-        """Run `act` on its own; the event loop alone would not keep it."""
+        """Run `act` as a task, and keep a reference to it: the event loop keeps only a weak one."""
         task = asyncio.create_task(act)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def manifest(self) -> Manifest:
-        """What the workers hold of whole weights."""
+        """The weights that the workers have, in wire order."""
         return msgspec.convert((await self.rpc("bridge_manifest"))[0], Manifest)
 
     async def check_same_model(self, digest: str) -> None:
@@ -127,14 +127,14 @@ class Serving:
             )
 
     async def workers(self) -> list[WorkerStatus]:
-        """What each worker's updater is doing."""
+        """The state of each worker's updater."""
         return msgspec.convert(await self.rpc("bridge_status"), list[WorkerStatus])
 
     async def swap(self, session: str, version: int) -> Committed:
         """Serve `version` of `session`, which the workers' receivers have staged.
 
-        Raises Refused, with nothing changed, unless every rank has it whole. All ranks change between the same two
-        forward passes; if one fails some hold the new version and some the old, so the weights are poisoned.
+        Raises Refused, with nothing changed, unless every rank has received all of it. All ranks change between the
+        same two forward passes. If one fails, some have the new version and some the old, so the weights are poisoned.
         """
         staged = await self.rpc("bridge_staged", session, version)
         if not all(staged):
@@ -157,19 +157,19 @@ class Serving:
         return Committed(version, stall, paused - start, max(seconds), swapped - paused)
 
     async def serve(self, version: int) -> None:
-        """The live weights are `version`, whole and on every rank: label them and let generation continue."""
+        """Label the live weights as `version`, which every rank has completely, and let generation continue."""
         await compat.label_weights(self.client, version)
         self.policy_version = version
         await self.allow_generation(WEIGHTS)
 
     async def poison(self, reason: str) -> None:
-        """Refuse to generate from weights that nobody can tell old from new, until a whole version is served."""
+        """Refuse to generate from a mixture of two versions, until a whole version is served."""
         await self.refuse_generation(
             WEIGHTS, f"{reason}: the weights are half updated; a trainer's next complete sync serves whole ones"
         )
 
     async def refuse_generation(self, cause: str, reason: str) -> None:
-        """Answer 503 with `reason` where one would generate, and end the requests in flight, until
+        """Answer 503 with `reason` on routes that generate, and end the requests in flight, until
         `allow_generation(cause)`.
         """
         log.error("Generation is refused: %s", reason)
@@ -177,7 +177,7 @@ class Serving:
         await self.client.pause_generation(mode="abort", clear_cache=True)
 
     async def allow_generation(self, cause: str) -> None:
-        """`cause` is no reason any more: continue, unless there is another."""
+        """Remove `cause`, and continue unless another one remains."""
         self.gate.open(cause)
         await self.resume()
 
@@ -188,7 +188,7 @@ class Serving:
 
 
 class Engine:
-    """How one mode brings weights in: the server's half, one instance a server and mode.
+    """The server's half of a mode: how new weights come in. One instance per server and mode.
 
     `Sessions` finds it by the offer's kind and calls it under its lock, so no two calls overlap. A session is
     `open`, then any number of versions, each `stage` before `apply`, then `close`. All raise Refused with the value,
@@ -207,13 +207,13 @@ class Engine:
         """
 
     async def open(self, offer: Any) -> Served:
-        """Begin a session with a trainer whose offer fits; no other session is open. If it is refused, everything is
-        as it was and no session begins.
+        """Begin a session with a trainer whose offer fits; no other session is open. If it is refused, nothing has
+        changed and no session begins.
         """
         raise NotImplementedError
 
     async def stage(self, version: int, request: Any) -> None:
-        """Bring `version` in beside what is served, while generation continues.
+        """Receive `version` beside what is served, while generation continues.
 
         A refused request changes nothing. If a worker fails, its session is over: nothing can be applied any more,
         and vLLM keeps serving the current weights.
@@ -223,7 +223,7 @@ class Engine:
     async def apply(self, version: int) -> Served:
         """Serve `version`, on all ranks from the same forward pass on.
 
-        Refused with nothing changed if it is not staged whole. A failure in the middle poisons the weights:
+        Refused, with nothing changed, if it is not completely staged. A failure in the middle poisons the weights:
         generation is refused until a whole version is applied.
         """
         raise NotImplementedError
@@ -271,7 +271,7 @@ class Receiver:
     """A session as one worker sees it: where the bytes of a version come from. One mode, one session, one rank.
 
     All but `request` runs on the worker's updater thread, `join` first. RuntimeError and OSError mean a peer that is
-    dead, silent or wrong: the session is then over on this worker, and the live weights are as they were.
+    dead, silent or wrong: the session is then over on this worker, and the live weights are unchanged.
     """
 
     over = False  # set once the trainer has said goodbye
@@ -293,11 +293,13 @@ class Receiver:
         raise NotImplementedError
 
     def fill(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`; all are called, in wire order."""
+        """Fill `buffer`, flat uint8 [end - start], with the bytes of `bucket`. Called for every bucket, in wire
+        order.
+        """
         raise NotImplementedError
 
     def staged(self, seconds: float) -> None:
-        """The version is here whole: tell whoever waits for it."""
+        """The version has been received completely: acknowledge it."""
 
     def leave(self) -> None:
-        """The session is over, in whatever way: let go of what `join` took, if it came so far."""
+        """The session is over, whether normally or not: release what `join` has acquired so far."""

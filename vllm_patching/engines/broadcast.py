@@ -2,7 +2,7 @@
 
 trainer                          worker r: BroadcastReceiver on WeightUpdater_TP{r}
    │ store[id/go/k] = version  ───▶│
-   │ bucket 0, bucket 1, ...   ───▶│ into the staging buffer, generation going on
+   │ bucket 0, bucket 1, ...   ───▶│ into the staging buffer, while generation continues
    │◀─── store[id/ack/k/r] ────────┤
    │ POST /v1/bridge/commit    ───▶ BroadcastEngine.apply: all ranks between the same two forward passes
 """
@@ -16,11 +16,11 @@ from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Bucket, ack_key, go_
 from vllm_patching import transport
 from vllm_patching.engines.base import Receiver, Refused, StagingEngine, log
 
-POLL_S = 0.01  # so much later a transfer may begin
+POLL_S = 0.01  # seconds between two looks for a transfer
 
 
 class BroadcastEngine(StagingEngine):
-    """The server's half; everything but the count of ranks is as for every mode that stages in the workers."""
+    """The server's half: as for every mode that stages in the workers, and a check of the number of ranks."""
 
     feeds_several = True
 
@@ -34,8 +34,8 @@ class BroadcastEngine(StagingEngine):
 
 
 class BroadcastReceiver(Receiver):
-    """Rank `rank` + 1 of the trainer's groups. The trainer announces each transfer in its store, which is looked into
-    again and again: unlike a collective, that has no deadline.
+    """Rank `rank` + 1 of the trainer's groups. The trainer announces each transfer in its store, which this side polls:
+    unlike a collective, polling has no deadline.
     """
 
     offer: BroadcastOffer
@@ -76,7 +76,7 @@ class BroadcastReceiver(Receiver):
 
     def next_version(self, wait_s: float) -> int | None:
         key, end = go_key(self.offer.session, self._sequence), time.monotonic() + wait_s
-        while not self._store.check([key]):  # a wait that times out is two lines in vLLM's log each time
+        while not self._store.check([key]):  # a wait that times out writes two lines to vLLM's log
             if time.monotonic() > end:
                 return None
             time.sleep(POLL_S)

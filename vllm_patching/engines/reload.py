@@ -4,9 +4,9 @@ forward passes.
     POST /v1/bridge/reload ─▶ checked here ─▶ every worker's updater thread reads it into staging ─▶ all ranks swap
     POST /reload_weights      the same by hand, while no trainer holds the server
 
-Needs only a file system that trainer and vLLM share. A directory is either as its `manifest.json` has it, to the
-digest, or (by hand, where it has none) complete by its safetensors files' own headers. Whatever is refused or fails
-while it is read leaves the weights served before.
+Needs only a file system that trainer and vLLM share. A directory must match its `manifest.json`, digests included. By
+hand, one without a manifest is accepted if its safetensors files are complete by their own headers. If a directory is
+refused, or reading it fails, the previous weights stay served.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from atroposlib.wire.typed import MAX_LEASE_S, PolicyVersion, brief, printable
 from vllm_patching.engines.base import FileFault, Receiver, Refused, StagingEngine, WorkerFailed
 from vllm_patching.engines.session import Commit, Route, Sessions
 
-BY_HAND_S = 3600.0  # to read a directory, by hand
+BY_HAND_S = 3600.0  # deadline of POST /reload_weights
 POLL_S = 0.05
 DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them; cast to what is served
 
@@ -46,7 +46,7 @@ Directory = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class Reload(Commit):
-    """A trainer's next version, and the directory that holds it."""
+    """A trainer's next version, and the directory that has it."""
 
     path: Directory
 
@@ -125,8 +125,8 @@ class ReloadReceiver(Receiver):
 
 
 def tensor_files(folder: Path, manifest: Manifest, *, written: bool) -> dict[str, str]:
-    """The file of each tensor of `manifest` in `folder`, all of it checked; `written` by a trainer it has a manifest of
-    its own, half written it has none. Raises FileFault, ManifestMismatch, OSError.
+    """The file of each tensor of `manifest` in `folder`, all of it checked. With `written`, a trainer wrote it, and
+    without a manifest it is unfinished. Raises FileFault, ManifestMismatch, OSError.
     """
     if not folder.is_absolute():
         raise FileFault("its path is not absolute: give the absolute path, the same for trainer and vLLM")

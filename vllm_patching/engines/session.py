@@ -1,7 +1,7 @@
-"""Who may hand weights to this server: one session at a time, of whichever mode. Lives in vLLM's API process.
+"""Which trainer may send weights to this server: one session at a time, whatever its mode. In vLLM's API process.
 
-A trainer renews its lease by heartbeats and commits. A newcomer is refused while the lease runs, unless the old
-trainer is known to be gone: its process, where it is on this machine, has ended, or every worker has lost it.
+A trainer renews its lease by heartbeats and commits. Another trainer is refused while the lease runs, unless the first
+is known to be gone: its process on this machine has ended, or every worker has lost its connection.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from vllm_patching.engines.base import FENCE, WEIGHTS, Engine, Refused, Serving,
 
 @dataclass
 class Session:
-    """One trainer's hold on the server; `renewed` is its last sign of life (monotonic)."""
+    """One trainer's session; `renewed` is when the trainer was last heard from (monotonic)."""
 
     offer: Offer
     engine: Engine
@@ -59,7 +59,7 @@ class Sessions:
     def __init__(self, serving: Serving, engines: Mapping[type[Offer], Engine]) -> None:
         self.serving = serving
         self.engines = engines
-        self.lock = asyncio.Lock()  # held by whoever changes what is served, or by whom
+        self.lock = asyncio.Lock()  # held while the served weights, or the session, change
         self._session: Session | None = None
 
     async def status(self) -> ServerStatus:
@@ -84,11 +84,11 @@ class Sessions:
         )
 
     async def manifest(self) -> Manifest:
-        """What the workers hold of whole weights. Raises Refused on a server without a bridge for these."""
+        """The weights that the workers have, in wire order. Raises Refused on a server that takes no whole weights."""
         return await self.engine_for(BroadcastOffer).serving.manifest()
 
     async def open(self, offer: Offer) -> Served:
-        """Begin the session that a trainer offers. Raises Refused with everything as it was."""
+        """Begin the session that a trainer offers. If it raises Refused, nothing has changed."""
         engine = self.engine_for(type(offer))
         async with self.lock:
             await engine.fits(offer)
@@ -114,7 +114,7 @@ class Sessions:
         return Renewed(self.serving.policy_version, current.offer.lease_s)
 
     async def close(self, session: str) -> Served:
-        """The trainer leaves in an orderly way."""
+        """The trainer ends its session."""
         async with self.lock:
             current = self.current(session)
             version = self.serving.policy_version
@@ -132,8 +132,8 @@ class Sessions:
             return await self.apply(current, version)
 
     async def fence(self, session: str, reason: str) -> Served:
-        """A trainer of several servers continues without this one: end its session, and serve no version that the
-        others have left.
+        """A trainer of several servers continues without this one: end its session, and refuse to generate, because the
+        other servers will serve newer versions.
 
         Does not wait for the lock, which a commit that hangs would hold. Raises Refused.
         """
@@ -154,7 +154,7 @@ class Sessions:
         return applied
 
     async def end(self, session: Session) -> None:
-        """Let go of `session`, whatever its trainer was doing. The caller holds the lock."""
+        """End `session`, whatever its trainer is doing. The caller holds the lock."""
         if self._session is session:
             self._session = None
         await session.engine.close()
@@ -210,7 +210,7 @@ class Route(NamedTuple):
     act: Callable[[Sessions, Any], Coroutine[Any, Any, Struct]]
 
     async def answer(self, sessions: Sessions, body: Any) -> Struct:
-        """Raises Refused, and WrongValue for a body that is not as it should be."""
+        """Raises Refused, and WrongValue for a malformed body."""
         sessions.engine_for(self.mode)
         if issubclass(self.body, Offer):
             return await self.act(sessions, parse_offer(body, self.body))

@@ -1,11 +1,10 @@
-"""Single copy: a trainer of this machine steps the live weights itself while generation is paused.
+"""Single copy: a trainer on this machine steps the live weights itself while generation is paused.
 
     attach ──▶ pause ──▶ (trainer writes) ──▶ resume ──▶ pause ...      one session, renewed by heartbeats
                  └── holder gone, silent, or past its deadline ──▶ poisoned: 503 until a whole sync
 
-Between pause and resume nobody can tell a weight that was stepped from one that was not. So whatever ends that
-window other than resume poisons the weights. A trainer that dies outside of it leaves them whole, and serving
-continues.
+Between pause and resume, some weights may already be stepped and others not. So if anything but a resume ends the
+pause, the weights are poisoned. If the trainer dies at another time, the weights are whole, and serving continues.
 """
 
 import asyncio
@@ -23,16 +22,16 @@ from vllm_patching import compat
 from vllm_patching.engines.base import Engine, Refused, Serving, log
 from vllm_patching.engines.session import Commit, Route, Session, Sessions
 
-WATCH_S = 0.1  # how often the holder of a pause is looked at
+WATCH_S = 0.1  # seconds between two checks of the trainer that has paused generation
 
 
 @dataclass
 class _Pause:
-    """Generation stands still for `version`, at the latest until `deadline` (monotonic)."""
+    """Generation is paused for `version`, at the latest until `deadline` (monotonic)."""
 
     session: Session
     version: int
-    asked: float  # perf_counter when the trainer asked, and when the engine stood still
+    asked: float  # perf_counter when the trainer asked, and when the engine was paused
     still: float
     deadline: float
 
@@ -53,12 +52,12 @@ class _Pause:
 
 
 class SingleCopyEngine(Engine):
-    """A version is staged where it is served; `apply` ends the pause in which the trainer wrote it."""
+    """A version is written in place; `apply` ends the pause in which the trainer wrote it."""
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving)
         self._pause: _Pause | None = None
-        self._late_writer: Process | None = None  # may still write to the live weights, though it lost them
+        self._late_writer: Process | None = None  # has lost its session, but may still write to the live weights
 
     async def fits(self, offer: SingleCopyOffer) -> None:
         here = this_process()

@@ -1,9 +1,9 @@
-"""The thread that receives weights inside a vLLM worker, one a worker: `WeightUpdater_TP{r}`.
+"""The thread that receives weights in a vLLM worker, one per worker: `WeightUpdater_TP{r}`.
 
-It only ever writes a staging buffer; live parameters change in `take`, which the worker calls between two forward
-passes. The thread serves sessions that come through the guarded HTTP endpoint, each by the `Receiver` of its mode. A
-failed session is dropped with its buffer; if its thread hangs in a collective, a new thread of the same name serves
-the next session and the old one ends at its deadline without touching anything.
+It writes staging buffers only. Between two forward passes the worker takes a staged version (`take`) and swaps it in.
+Sessions come through the guarded HTTP endpoint, each with the `Receiver` of its mode. A failed session is dropped with
+its buffer. If its thread hangs in a collective, a new thread of the same name serves the next session, and the old one
+ends at its deadline without touching anything.
 """
 
 import queue
@@ -28,7 +28,7 @@ class WeightUpdater:
     def __init__(self, arena: Arena, rank: int) -> None:
         self._arena = arena
         self._lock = threading.Lock()
-        self._staged: Staging | None = None  # holds the version of `status`
+        self._staged: Staging | None = None  # has the version of `status`
         self._receiver: Receiver | None = None
         self.status = WorkerStatus(rank)
         self._start_thread()
@@ -59,7 +59,7 @@ class WeightUpdater:
             self.status = WorkerStatus(self.status.rank)
 
     def take(self, session: str, version: int) -> Staging | None:
-        """The staging buffer holding `version` of `session`, or None if that is not what is staged."""
+        """The staging buffer with `version` of `session`, or None if that is not what is staged."""
         with self._lock:
             return self._staged if (self.status.session, self.status.staged_version) == (session, version) else None
 
@@ -111,7 +111,7 @@ class WeightUpdater:
     def _receive(self, receiver: Receiver, staging: Staging, version: int) -> None:
         offer, rank = receiver.offer, self.status.rank
         buckets = self._arena.manifest.buckets(receiver.bucket_bytes)
-        with self._lock:  # what the staging buffer holds is about to be overwritten
+        with self._lock:  # the content of the staging buffer is about to be overwritten
             self._staged = None
         self._show(receiver, "receiving")
         log.info(
@@ -156,7 +156,7 @@ class WeightUpdater:
             reason,
         )
         with self._lock:
-            # a version that is staged whole stays: its commit may be under way
+            # a version that is completely staged stays: its commit may be in progress
             if self.status.session == offer.session:
                 self.status.state = "failed"
                 self.status.error = reason

@@ -1,1 +1,1 @@
-"""What vLLM's OpenAI server answers beside its own routes: the bridge, /generate, and 503 while it must not serve."""
+"""What we add to vLLM's OpenAI server: the bridge's routes, /generate, and 503 while it must not serve."""

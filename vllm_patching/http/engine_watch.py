@@ -1,8 +1,8 @@
-"""Whether vLLM's engine process still answers, asked every other second from the API process.
+"""Checks from the API process, every two seconds, whether vLLM's engine process still answers.
 
-A process that is stuck and a thread that died look alike from here: a call has no answer. While that is so, /health
-and every route that needs the engine answer 503 with the reason, a trainer's heartbeat among them, instead of
-waiting forever. Calls wait for the step that is under way, so the deadline is longer than the longest of those.
+A process that is stuck and a thread that died look the same from here: a call gets no reply. While that lasts, /health
+and every route that needs the engine, a trainer's heartbeat included, answer 503 with the reason instead of waiting
+forever. A call waits for the step in progress, so the deadline must be longer than the longest step.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from vllm_patching.http.gate import generates
 log = compat.init_logger("vllm.atropos_bridge")
 
 ASK_EVERY_S = 2.0
-# vLLM ends a server without an engine; this long, whoever watches it can still read why
+# vLLM ends a server whose engine died; for this many seconds, /health still answers with the reason
 LAST_WORDS_S = 15.0
 HEALTH = ("/health", "/ping")
 
 
 class EngineWatch:
-    """`reason` is why the engine is of no use now, None while it answers."""
+    """`reason` is why the engine cannot be used now, None while it answers."""
 
     def __init__(self) -> None:
         self._engine: Any = None
@@ -40,7 +40,7 @@ class EngineWatch:
     def reason(self) -> str | None:
         if self._engine is not None and self._engine.errored:
             return (
-                "vLLM's engine has died: its process or one of its threads ended, and its log says why; start the"
+                "vLLM's engine has died: its process or one of its threads ended; its log has the cause. Start the"
                 " server again"
             )
         return self._silent
@@ -62,7 +62,7 @@ class EngineWatch:
                         "comes back"
                     )
                     log.error(self._silent)
-            call.cancel()  # no effect where it is done, whether by an answer or by an error, which is one too
+            call.cancel()  # no effect on a call that is done; an error is an answer, too
             await asyncio.gather(call, return_exceptions=True)
             if self._silent is not None and not engine.errored:
                 log.info("vLLM's engine answers again after %.0f s", time.monotonic() - asked)

@@ -1,8 +1,7 @@
-"""Whether this server may generate: the ASGI gate that answers 503 instead, with the reason, while its weights must
-not be served.
+"""The ASGI gate in front of routes that generate: it answers 503 with the reason while the weights must not be served.
 
-Inside vLLM's own authentication. /health, /metrics and everything that only reads stay open: the process is well and
-must not be restarted by whoever watches it; a trainer's next complete sync puts it right.
+It runs inside vLLM's own authentication. /health, /metrics and all routes that only read stay open: the process is
+healthy, and a supervisor must not restart it. A trainer's next complete sync opens the gate.
 """
 
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-# POST routes that do not generate; whatever vLLM adds to the others is refused too
+# POST routes that do not generate; all others are refused, also those that a later vLLM adds
 OPEN_PREFIXES = ("/v1/bridge/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/ping")
 RETRY_AFTER_S = 5
 ENGINE_DEADLINE_S = 300.0  # default of --engine-deadline-s; one step of a long prefill on a CPU takes tens of seconds
@@ -20,7 +19,7 @@ TRY_AGAIN_LATER = 1013  # WebSocket close code
 
 
 class Gate:
-    """The reasons not to generate, each under the name of its cause; open while there is none."""
+    """The reasons not to generate, by cause; open while there are none."""
 
     def __init__(self, open_paths: tuple[str, ...] = ()) -> None:
         self._open_paths = open_paths  # that do not generate, beside OPEN_PREFIXES

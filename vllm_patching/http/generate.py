@@ -7,7 +7,7 @@ Request   {"prompt": "text" | {"prompt_token_ids": [int]}, "logprobs": 0, "promp
 Reply     {"text": [str], "prompt": str, "finish_reasons": [str], "prompt_token_ids": [int], "token_ids": [[int]],
            "logprobs": [sequence][position][{id: logprob}], "prompt_logprobs": [position]{id: logprob} | null,
            "policy_versions": [[first, last] per sequence],
-           "version_spans": [[[start, version], ...] per sequence, null where the versions of the ends are known alone]}
+           "version_spans": [[[start, version], ...] per sequence, null if only the versions of its two ends are known]}
 """
 
 import asyncio
@@ -63,7 +63,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
         if not generating.done():
             raise Refused("the client closed the connection", 499)
         output = generating.result()
-    except asyncio.CancelledError:  # uvicorn's, at the end of its grace: the engine is gone
+    except asyncio.CancelledError:  # from uvicorn, at the end of its shutdown timeout: the engine is gone
         raise Refused("the server is shutting down", 503) from None
     except (ValueError, compat.VLLMValidationError, compat.EngineGenerateError, compat.EngineDeadError) as error:
         raise _refusal(error) from error
@@ -81,7 +81,7 @@ async def run_generate(request: Request, sessions: Sessions, body: Body) -> Repl
 
 
 def _refusal(error: BaseException) -> Refused:
-    """vLLM's verdict on a request, e.g. that it is longer than --max-model-len, or why it could not be served."""
+    """Why vLLM refused a request, such as one longer than --max-model-len, or could not serve it."""
     if isinstance(error, compat.EngineDeadError):
         return Refused(printable(str(error), 500), 503)
     if isinstance(error, compat.EngineGenerateError):  # it has no message of its own

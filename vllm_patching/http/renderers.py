@@ -5,8 +5,8 @@
     GET  /renderers/v1/models               ──▶ vLLM's /v1/models
     GET  /renderers/v1/sessions/{id}        the policy versions of each reply to requests with `X-Session-ID: id`
 
-A trace of verifiers has no place for policy versions, so the server notes them. It names a reply by the hash of its
-sampled ids, since the calls of one session may overlap.
+A trace of verifiers has no field for policy versions, so the server keeps them. It identifies a reply by the hash of
+its sampled ids, because the calls of one session may overlap.
 """
 
 from collections import OrderedDict
@@ -31,7 +31,7 @@ UNFINISHED = {"abort", "error"}  # finish reasons of sequences that vLLM gave up
 
 
 class Conversations:
-    """The calls of each session; those of the session that was used longest ago are forgotten first."""
+    """The calls of each session; the least recently used session is forgotten first."""
 
     def __init__(self, most: int = CALLS_KEPT) -> None:
         self._most = most
@@ -72,7 +72,7 @@ class _Asked(Struct):
 
 
 async def run_token_route(request: Request, sessions: Sessions, conversations: Conversations) -> Response:
-    """vLLM's reply with what renderers reads; its versions are noted. Raises Refused."""
+    """vLLM's reply, with the fields that renderers reads; keeps its versions. Raises Refused."""
     session = request.headers.get(SESSION_HEADER)
     if session is not None and not (0 < len(session) <= LONGEST_SESSION_ID and session.isprintable()):
         raise Refused(f"{SESSION_HEADER}: expected 1 to {LONGEST_SESSION_ID} printable characters", 400)
@@ -81,7 +81,7 @@ async def run_token_route(request: Request, sessions: Sessions, conversations: C
     reply = await relayed(request, TOKEN_ROUTE, body)
     try:
         found = msgspec.json.decode(reply.body, type=_Reply)
-    except msgspec.DecodeError:  # an error, or a stream of events: as vLLM gave it
+    except msgspec.DecodeError:  # an error, or a stream of events: passed on unchanged
         return reply
     if any(choice.finish_reason in UNFINISHED for choice in found.choices):
         raise Refused(sessions.serving.gate.reason() or "vLLM gave up a sequence before its end", 503)
@@ -91,7 +91,7 @@ async def run_token_route(request: Request, sessions: Sessions, conversations: C
 
 
 async def relayed(request: Request, path: str, body: bytes = b"") -> Response:
-    """What this app's route at `path` answers to the same request. A client that hangs up is noticed there."""
+    """What this app's route at `path` answers to the same request. That route notices a client that disconnects."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
 
@@ -101,7 +101,7 @@ async def relayed(request: Request, path: str, body: bytes = b"") -> Response:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    # the routes alone: authentication and gate stand around the app, and this request has passed them
+    # only the routes: authentication and gate are around the app, and this request has passed them
     await request.app.router({**request.scope, "path": path, "raw_path": path.encode()}, receive, send)
     content = b"".join(message.get("body", b"") for message in sent)
     reply = Response(content, sent[0]["status"] if sent else 500)
@@ -116,7 +116,7 @@ def _served_version(sessions: Sessions, body: bytes) -> int:
         return sessions.serving.policy_version
     try:
         _, version = lora.resolve(msgspec.json.decode(body, type=_Asked).model)
-    except (msgspec.DecodeError, Refused):  # vLLM itself will say so
+    except (msgspec.DecodeError, Refused):  # vLLM itself reports it
         return sessions.serving.policy_version
     return version
 

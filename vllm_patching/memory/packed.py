@@ -1,13 +1,14 @@
-"""vLLM's linear layers by packed copies of their weights, in the layout that oneDNN reads as it is. CPU only.
+"""Linear layers of vLLM that multiply by packed copies of their weights, in the layout that oneDNN reads directly. CPU
+only.
 
-Stock vLLM packs each weight once and throws it away. Here the weights stay, as others will come, and are packed
-again after each change:
+Stock vLLM packs each weight once and discards the original. Here the originals stay, because new weights will come, and
+are packed again after each change:
 
-    a commit, other weights loaded    forget: packed again, a layer at a time between other work; until then the plain
-                                      weights are used
+    a commit, other weights loaded    forget: packed again, one layer at a time between other work; until then the
+                                      plain weights are used
     single copy                       hold_once: the plain weights, which the trainer steps
 
-The price is memory: each weight once more.
+The cost is memory for a second copy of each weight.
 """
 
 import time
@@ -20,7 +21,7 @@ from torch import Tensor
 # of x [..., in], weight [out, in] and bias [out]: [..., out]
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-PACKING_SHARE = 0.25  # of the time, while any layer is not packed: new weights must not stop generation
+PACKING_SHARE = 0.25  # of the time goes into packing while any layer is not packed, so that generation continues
 
 _products: "WeakKeyDictionary[PackedLinear, Product]" = WeakKeyDictionary()
 _packing = True
@@ -29,8 +30,8 @@ _due = 0.0  # time.monotonic() from which on a layer may be packed
 
 @dataclass(eq=False)
 class PackedLinear:
-    """One layer's product: `pack(weight)` once that is due, which must not look at the weight again; `plain` until
-    then.
+    """One layer's product: `plain` until packing is due, then the result of `pack(weight)`, which must not read the
+    weight again.
     """
 
     plain: Product
@@ -47,14 +48,14 @@ class PackedLinear:
 
 
 def forget() -> None:
-    """The weights are others now."""
+    """The weights have changed: discard all packed copies."""
     global _due
     _products.clear()
     _due = 0.0
 
 
 def hold_once(once: bool) -> None:
-    """Whether from now on there shall be no copies; those that are there go."""
+    """With `once`, discard all packed copies and make no new ones; else make them again."""
     global _packing
     _packing = not once
     forget()

@@ -3,8 +3,9 @@
     vLLM worker   SharedBuffer(nbytes)           an anonymous memory file (memfd), mapped
     trainer       open_buffer(process, fd, n)    the same pages, through /proc/PID/fd/FD
 
-A memfd lives as long as someone has it open or mapped: whoever is killed, nothing is left behind, and no limit of
-/dev/shm (64 MB in a container) applies to the weights. Its size is sealed, so no one can shrink it under a reader.
+A memfd exists as long as a process has it open or mapped, so a killed process leaves nothing behind. The limit of
+/dev/shm (64 MB in a container) does not apply to it. Its size is sealed, so that no process can shrink it while another
+reads.
 """
 
 import fcntl
@@ -24,8 +25,8 @@ class SharedBufferError(RuntimeError):
 
 
 class SharedBuffer:
-    """`nbytes` of new zeroed shared memory, all of it allocated now. The pages outlive this object while a view of
-    them is left.
+    """`nbytes` of new zeroed shared memory, all of it allocated now. The pages outlive this object as long as a view of
+    them exists.
     """
 
     def __init__(self, nbytes: int) -> None:
