@@ -5,7 +5,7 @@
 
 For each mode it starts a real vLLM server (unless the trainer restarts it), then a trainer process that takes one fused
 AdamW step on given gradients per sync: one to warm up, one during which memory is watched, then timed ones, first with
-nothing else going on, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of
+no other work, then with `--clients` generations in flight. Around the modes it measures the limits: a memcpy of
 the model's bytes in one thread, and a bare Gloo broadcast of them between two processes over loopback. Memory is the
 sum of PSS over the server's and the trainer's processes, so that shared pages count once. `--out` is the page that the
 tables are written to.

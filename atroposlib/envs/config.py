@@ -42,26 +42,26 @@ class BaseEnvConfig(BaseModel):
         default=100, description="Policy versions between evaluations; 0 or less disables evaluation."
     )
     eval_at_start: bool = Field(
-        default=False, description="Evaluate policy version 0 too, before training data is sampled."
+        default=False, description="Also evaluate policy version 0, before training data is sampled."
     )
     max_token_length: int = Field(
-        default=2048, description="Context that this environment needs; with it the API weighs environments."
+        default=2048, description="Tokens of context that this environment needs; the API weights environments by it."
     )
     eval_handling: EvalHandlingEnum = Field(
         default=EvalHandlingEnum.STOP_TRAIN, description="Whether training data is sampled while evaluating."
     )
     eval_limit_ratio: float = Field(
-        default=0.5, ge=0, le=1, description="Share of workers left under eval_handling LIMIT_TRAIN."
+        default=0.5, ge=0, le=1, description="Share of workers that keep sampling under eval_handling LIMIT_TRAIN."
     )
     inference_weight: float = Field(
-        default=1.0, description="Share of the inference servers, relative to other environments."
+        default=1.0, description="Weight of this environment's share of the inference servers."
     )
-    batch_size: int = Field(default=-1, description="Sequences per batch; the API's number replaces it.")
+    batch_size: int = Field(default=-1, description="Rollouts per batch; overridden by the API's number.")
     max_batches_offpolicy: int = Field(
         default=3,
         ge=0,
         description=(
-            "Most batches in flight and queued; 0 also waits until the delivered batch is trained (on-policy)."
+            "Limit of batches in flight and queued; 0 also waits until the delivered batch is trained (on-policy)."
         ),
     )
     tokenizer_name: str = Field(
@@ -71,11 +71,11 @@ class BaseEnvConfig(BaseModel):
     use_wandb: bool = Field(default=True, description="Log to Weights & Biases if the trainer names a project.")
     rollout_server_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     rollout_server_token: SecretStr | None = Field(
-        default=None, description="Its token.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
+        default=None, description="Token of the batching API.", json_schema_extra={"env": "ATROPOS_API_TOKEN"}
     )
     total_steps: int = Field(
         default=1000,
-        description="Steps after which the environment ends; -1, or more than the trainer's: with the trainer.",
+        description="Steps after which the environment ends; -1, or more than the trainer has: when the trainer ends.",
     )
     wandb_name: Name | None = Field(default=None, description="Name of this environment; default: its class's name.")
     num_rollouts_to_keep: int = Field(default=32, ge=0, description="Groups to keep for the rollout table.")
@@ -83,14 +83,14 @@ class BaseEnvConfig(BaseModel):
         default=1, description="Samples of each kept group in the table; -1 means all."
     )
     ensure_scores_are_not_same: bool = Field(
-        default=True, description="Drop groups whose scores are all equal, and sample others in their place."
+        default=True, description="Drop groups whose scores are all equal, and sample others instead."
     )
     max_items_per_batch: int = Field(
         default=0,
         ge=0,
         description=(
-            "With ensure_scores_are_not_same: most groups to sample for one batch; missing ones are then filled "
-            "with groups of equal scores, oldest first. 0: no limit."
+            "With ensure_scores_are_not_same: limit of groups to sample for one batch; beyond it, groups of equal"
+            " scores fill the batch, oldest first. 0: no limit."
         ),
     )
     data_path_to_save_groups: OutputFileText | None = Field(
@@ -108,7 +108,7 @@ class BaseEnvConfig(BaseModel):
     min_items_sent_before_logging: int = Field(
         default=2, description="Groups sent before metrics are logged; 0 or less: every step."
     )
-    include_messages: bool = Field(default=False, description="Send the messages along with the tokens.")
+    include_messages: bool = Field(default=False, description="Also send the messages to the API, with the tokens.")
     min_batch_allocation: float | None = Field(
         default=None, ge=0, le=1, description="Smallest share of every batch that comes from this environment."
     )
@@ -120,7 +120,7 @@ class BaseEnvConfig(BaseModel):
             "not count. 0 or less: no limit. Default: worker_timeout."
         ),
     )
-    worker_timeout: float = Field(default=600, description="Former name of rollout_timeout.")
+    worker_timeout: float = Field(default=600, description="Former name of rollout_timeout, in seconds.")
     max_failed_items: int = Field(
         default=32,
         ge=0,
@@ -140,7 +140,9 @@ class BaseEnvConfig(BaseModel):
     max_reasoning_tokens: int | None = Field(
         default=None, ge=1024, le=32000, description="Limit of reasoning tokens; implies thinking_mode."
     )
-    custom_thinking_prompt: str | None = Field(default=None, description="System prompt of thinking environments.")
+    custom_thinking_prompt: str | None = Field(
+        default=None, description="System prompt that replaces the built-in one of thinking_mode."
+    )
 
     @property
     def rollout_limit_s(self) -> float:

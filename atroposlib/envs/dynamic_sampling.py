@@ -8,9 +8,9 @@
 DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, section 3.2) with a bound: a policy that always succeeds, or
 never, would otherwise be sampled forever. Each environment counts only its own share of a batch.
 
-On-policy, what was begun for a batch is of no use to the next. Groups are then chosen in the order in which they were
-begun, and those begun by the time at which the batch is full are thrown away. If the first to end were chosen, long
-answers would be thrown away more often than short ones.
+On-policy, groups that were begun for one batch cannot be used for the next. Groups are then chosen in the order in
+which they were begun, and all others that were begun before the batch is full are discarded. If the first to end were
+chosen, long answers would be discarded more often than short ones.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class BatchFilling(Generic[G]):
         self._open: dict[int, list[tuple[G, bool]]] = {}  # items that are undecided, in the order of their begin
         self._ended: set[int] = set()  # of these
         self._next = 0  # item
-        self._void_before = 0  # items that are of no use any more
+        self._void_before = 0  # items that can no longer be used
         self._begun = self._sampled = 0  # items for this batch
         self._sent = 0  # groups for this batch
         self._held: deque[G] = deque()  # without a signal, oldest first; never more than a batch could take

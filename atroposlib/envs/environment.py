@@ -113,7 +113,7 @@ class Environment(FormerAttributes, ABC):
         self.wandb_prepend: str | None = None
         self.status_dict: dict[str, Any] = {}
 
-        # What is going on, and what has been since the last log.
+        # Work in progress, and results since the last log.
         self.workers: set[Any] = set()
         self.eval_workers: set[Any] = set()
         self.backlog: list[Item] = []

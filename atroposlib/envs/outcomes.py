@@ -36,7 +36,7 @@ class Outcomes:
         self.last_drop = ""
 
     def note_dropped(self, reason: str, found: str) -> None:
-        """One was of no use; `found` says it in full."""
+        """One group was dropped; `found` is the reason in full."""
         self.dropped[reason] += 1
         self.last_drop = found
 

@@ -177,9 +177,7 @@ class Rejection(NamedTuple):
 def rejection(
     group: Mapping[str, Any], *, group_size: int, max_token_len: int, scores_must_differ: bool
 ) -> Rejection | None:
-    """Why a whole `group` is not to be sent: what was sampled is of no use; or None. `max_token_len` 0 or less is no
-    limit.
-    """
+    """Why no part of `group` can be sent, or None. `max_token_len` 0 or less means no limit."""
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = size_of(group)
     if count != expected:

@@ -1,7 +1,7 @@
 """A time limit that does not count the time spent in a queue.
 
     async with time_limit(600) as limit:      # TimeoutError after 600 s of its own time
-        with paused(): ...                    # whoever waits for a turn, somewhere below, stops the clock
+        with paused(): ...                    # code below that waits for its turn stops the clock
 
 A rollout that waits for a free place on an inference server is not slow. If that time counted, long rollouts would be
 the ones that fail when many run at once.
@@ -67,7 +67,7 @@ async def time_limit(seconds: float) -> AsyncIterator[Clock]:
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """While this lasts, the time limit that this code runs under stands still."""
+    """While this lasts, the clock of the time limit around this code is stopped."""
     clock = _clock.get()
     if clock is None:
         yield

@@ -1,7 +1,8 @@
 """Where each row of a growing JSONL file is, and a few numbers of each row.
 
 The index is built newest first, one block of the file at a time, so that the newest rows are there at once however
-large the file is. What was indexed is kept as segments of numpy arrays: about 64 bytes per row, whatever a row holds.
+large the file is. What was indexed is kept as segments of numpy arrays: at most 67 bytes per row, however long the row
+is.
 
          0            low                    high    size
          │ not indexed │ segment │ … │ segment │ new  │       new rows first, then one block below `low`

@@ -10,7 +10,7 @@ from atroposlib.view.jsonl_index import Indexer
 from atroposlib.view.run_files import RunFiles
 
 MAX_RUNS = 1000  # of a directory of runs
-MAX_ROWS = 2_500_000  # that all indexes hold together, about 64 bytes each
+MAX_ROWS = 2_500_000  # in all indexes together, at most 67 bytes each
 
 
 class Run:

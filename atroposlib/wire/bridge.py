@@ -54,7 +54,7 @@ from atroposlib.wire.typed import MAX_POLICY_VERSION, Lease, Name, WrongValue, b
 ALIGNMENT = 256  # bytes; every vLLM parameter starts at a multiple, as a cudaMalloc'ed tensor would
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 POLICY_FILE = "policy.json"  # beside a checkpoint's weights: {"policy_version": N}
-GOODBYE = "goodbye"  # value of go_key when the trainer leaves in an orderly way
+GOODBYE = "goodbye"  # value of go_key when the trainer ends its session
 
 
 class ManifestMismatch(ValueError):
@@ -272,7 +272,7 @@ class Attached(Served):
 
 
 class Paused(Served):
-    """Generation stands still, and the trainer may write."""
+    """Generation is paused, and the trainer may write."""
 
     pause_s: float
 

@@ -30,7 +30,7 @@ class SyncReport:
     policy_version: int  # what vLLM serves now; behind the trainer's own between two restarts of mode none
     update_s: float  # the optimizer step; part of the stall only where trainer and vLLM share the weights
     stall_s: float  # generation stood still
-    transfer_s: float  # bytes travelled, generation going on
+    transfer_s: float  # bytes travelled, while generation continued
     apply_s: float  # part of the stall in which the weights changed
     bytes_moved: int  # to all servers
     servers: int = 1  # that serve this version now
@@ -57,7 +57,7 @@ class WeightBridge(Protocol):
         """Return if vLLM is there as far as is known; never waits."""
 
     def close(self) -> None:
-        """Leave in an orderly way; never raises for a peer that is gone."""
+        """End the session; never raises for a peer that is gone."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class ServerLink:
         self._release()
 
     def close(self) -> None:
-        """Leave in an orderly way."""
+        """End the session."""
         with told(f"Left session {self.session.id}, but could not notify its workers"):
             self._store.set(go_key(self.session.id, self._sequence), GOODBYE)
         self.session.close()
@@ -139,7 +139,7 @@ class ServerLink:
     def _reaching_workers(self, failed: str) -> Iterator[None]:
         try:
             yield
-        except AtroposError:  # of whoever reads the weights, such as a trainer rank that is gone
+        except AtroposError:  # from reading the weights, for example because a trainer rank is gone
             raise
         except RuntimeError as error:  # torch.distributed's, for a dead or silent peer
             raise BridgeError(

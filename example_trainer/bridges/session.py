@@ -50,7 +50,7 @@ class Session:
             raise BridgeError(f"the session with vLLM is lost: {self.heart.lost}")
 
     def close(self) -> None:
-        """Leave in an orderly way, once; a server that cannot be reached is logged."""
+        """End the session, once; a server that cannot be reached is logged."""
         if self._end(STOP_S):
             with told(f"Left session {self.id}, but could not notify vLLM"):
                 self.vllm.close_session(self.id, self._route)

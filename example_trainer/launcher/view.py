@@ -25,7 +25,7 @@ def parser() -> Parser:
     """For help and completion."""
     command = Parser(
         "view",
-        "Show runs in a browser: curves, every group, every token, logs. A run may be going on, finished or crashed."
+        "Show runs in a browser: curves, every group, every token, logs. The run may be running, finished or crashed."
         " Without RUN: every run.",
     )
     command.add_argument("run", nargs="*", metavar="RUN", help="names or directories of runs")

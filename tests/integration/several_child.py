@@ -1,8 +1,8 @@
 """A trainer without training that feeds several servers, as a process of its own: python several_child.py [trainer
 flags]
 
-For every line on stdin it makes a new version, syncs it, and prints {"version", "servers", "parity", "seconds"}; at
-the end of stdin it leaves in an orderly way. Looks for servers that were left out at every sync.
+For every line on stdin it makes a new version, syncs it, and prints {"version", "servers", "parity", "seconds"}; at the
+end of stdin it ends its session. Looks for servers that were left out at every sync.
 """
 
 import json

@@ -422,7 +422,7 @@ async def test_a_trainer_that_falls_silent_in_the_middle_of_a_step_poisons_the_w
     async def long_step() -> None:
         now[0] += 50
 
-    engine.during["pause"] = long_step  # the engine stands still after the step that is under way, a long prefill
+    engine.during["pause"] = long_step  # the engine pauses after the step in progress, a long prefill
     await paused(client, 0, deadline_s=1000.0)
     assert (await status(client))["lease_left_s"] == 60.0  # the wait is not the trainer's silence
     now[0] += 59

@@ -120,6 +120,7 @@ def test_the_project_uses_the_words_of_its_field() -> None:
         ("`a line a step` and `folder` are code.", 0),
         ("It was no longer there.", 0),
         ("Generation goes on.", 1),
+        ("The engine stands still; one instance a worker.", 2),
         ("One line per step, in a directory.", 0),
     ],
 )

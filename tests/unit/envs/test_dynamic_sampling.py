@@ -53,7 +53,7 @@ def test_on_policy_the_oldest_are_chosen_and_what_was_begun_for_a_full_batch_is_
     assert ended(filling, one, "a", 2) == (["B", "C"], ["a"])
     assert filling.may_begin() == 6
     five = filling.begin()
-    assert ended(filling, five, "E", 2) == (["E"], [])  # it does not wait for one of no use
+    assert ended(filling, five, "E", 2) == (["E"], [])  # it does not wait for one that cannot be used
     assert ended(filling, four, "D", 2) == ([], ["D"])
 
 

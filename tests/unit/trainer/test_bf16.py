@@ -1,4 +1,4 @@
-"""bfloat16 weights at RL learning rates: stepped as they are they stand still; through a master, or rounded by chance,
+"""bfloat16 weights at RL learning rates: stepped in place they do not change; through a master, or rounded by chance,
 they learn.
 """
 
