@@ -100,7 +100,7 @@ class Durations:
         self._by_name.setdefault(name, deque(maxlen=DURATIONS_KEPT)).append(seconds)
 
     def values(self, name: str) -> list[float]:
-        """Those of one name since the last `take`."""
+        """Those with the same name since the last `take`."""
         return list(self._by_name.get(name, ()))
 
     def take(self) -> dict[str, float]:
