@@ -69,6 +69,10 @@ class ViewConfig(Config):
     )
     interval: float = Field(default=2.0, gt=0, description="Seconds between two requests.")
     groups: int = Field(default=20, ge=1, description="Number of groups to show.")
+    group_size: int | None = Field(default=None, ge=1, description="Samples of each group to show; default: all.")
+    max_token_len: int | None = Field(
+        default=None, description="Accepted from 0.4.0 and not used: nothing is registered with the API."
+    )
 
 
 class Watcher:
@@ -119,8 +123,17 @@ class Watcher:
     def groups_after(self, number: int) -> str:
         """The sections of the groups after this one, newest first."""
         return "".join(
-            group_html(self._with_text(group), group["number"]) for group in self.groups if group["number"] > number
+            group_html(self._cut(self._with_text(group)), group["number"])
+            for group in self.groups
+            if group["number"] > number
         )
+
+    def _cut(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The first samples, as many as are asked for: of each list that has one entry per sample."""
+        size, count = self.config.group_size, len(group["scores"])
+        return group | {
+            name: values[:size] for name, values in group.items() if isinstance(values, list) and len(values) == count
+        }
 
     def _with_text(self, group: dict[str, Any]) -> dict[str, Any]:
         if group["messages"] or self._tokenizer is None:

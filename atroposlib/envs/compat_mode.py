@@ -33,7 +33,7 @@ def is_on(arguments: Sequence[str], content: Mapping[str, Any]) -> bool:
 
 def known_keys(content: Mapping[str, Any], kinds: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
     """`content` without the keys that are unknown. `kinds` are the classes by place: "" is the top, then "env", ..."""
-    known = _known(content, kinds[""], "")
+    known: dict[str, Any] = _known(content, kinds[""], "")
     return known | {key: _known(known[key], kinds[key], f"{key}.") for key in known.keys() & kinds.keys()}
 
 

@@ -5,19 +5,22 @@ reads them.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from atroposlib.envs.environment import Environment, EnvRun
+
+class HasRun(Protocol):
+    """An environment; `EnvRun` is in `environment.py`, which imports this module."""
+
+    _env_run: Any
 
 
 class Former:
     """An attribute of an environment whose value is `read` from its run. Without `__set__`, it can be assigned."""
 
-    def __init__(self, read: Callable[["EnvRun"], Any]) -> None:
+    def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
 
-    def __get__(self, env: "Environment | None", owner: type) -> Any:
+    def __get__(self, env: HasRun | None, owner: type) -> Any:
         return self if env is None else self._read(env._env_run)
 
 

@@ -23,6 +23,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-model-len")
+    parser.add_argument("--gpu-memory-utilization")
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--max-lora-rank", type=int)
     parser.add_argument("--lora-modules")

@@ -91,6 +91,23 @@ def test_command_of_the_ancestor_is_the_same_program() -> None:
     assert view_run_multimodal.main is view_run.main
 
 
+async def test_flags_of_the_ancestor_are_taken_and_the_group_size_limits_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[Watcher] = []
+    monkeypatch.setattr(view_run_module, "create_app", built.append)
+    monkeypatch.setattr("uvicorn.run", lambda app, **options: None)
+    view_run.main("--port 9123 --group-size 1 --max-token-len 64".split())
+    (watcher,) = built
+    assert (watcher.config.port, watcher.config.api_url) == (9123, "http://localhost:8000")
+    body = {"scores": [0.25, 0.75], "tokens": [[1], [2]], "messages": None, "images": None, "rollouts": None}
+    watcher.groups.appendleft({**body, "number": 1})
+    assert "score 0.25" in watcher.page()
+    assert "score 0.75" not in watcher.page()
+    watcher.config.group_size = None
+    assert "score 0.75" in watcher.page()
+
+
 async def test_api_that_is_away_is_said_on_the_page() -> None:
     async with httpx.AsyncClient(trust_env=False) as client:
         watcher = Watcher(ViewConfig(api_url="http://127.0.0.1:1"))

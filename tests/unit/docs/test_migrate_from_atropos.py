@@ -1,12 +1,16 @@
-"""docs/migrate_from_atropos.md: what it says of the flags of 0.4.0's trainer is so."""
+"""docs/migrate_from_atropos.md: flags, import paths, values and commands of 0.4.0 are what the page says."""
 
+import importlib
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from atroposlib.config import resolve_config
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.flags import ConfigError
+from atroposlib.old_paths import MOVED
 from example_trainer.config import TrainerConfig
 
 PAGE = (Path(__file__).parents[3] / "docs/migrate_from_atropos.md").read_text().split("## The trainer")[1]
@@ -50,3 +54,51 @@ def test_flags_that_are_gone_are_listed(flag: str) -> None:
 def test_shared_vllm_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match="single-copy"):
         resolve_config(TrainerConfig, "--model-name m --weight-bridge-mode shared_vllm".split(), prog="grpo", env={})
+
+
+# --- the rest of the page ---------------------------------------------------------------------------------------------
+
+WHOLE = (Path(__file__).parents[3] / "docs/migrate_from_atropos.md").read_text()
+
+
+def test_old_import_paths_of_the_page_lead_somewhere() -> None:
+    row = next(line for line in WHOLE.splitlines() if "leads to `atroposlib.compat`" in line)
+    named = {name.removeprefix("atroposlib.") for name in re.findall(r"`([\w.]+)`", row.split("|")[1])}
+    moved = {old.removeprefix("atroposlib.") for old in MOVED if ".cli." not in old}
+    assert named == moved - {"envs.server_handling.managed_server_proxy"}
+    for name in named:
+        importlib.import_module(f"atroposlib.{name}")
+
+
+def test_the_old_way_of_each_row_is_a_setting() -> None:
+    flags = re.findall(r"`--env\.(\w+) ([\w.]+)` \|$", WHOLE, re.MULTILINE)
+    assert len(flags) == 3
+    settings = BaseEnvConfig.model_validate(dict(flags))
+    assert {name: getattr(settings, name) for name, _ in flags} == {
+        "max_failed_items": 100,
+        "max_fruitless_items": 0,
+        "startup_timeout": 1e9,
+    }
+
+
+def test_values_that_had_a_meaning_are_accepted() -> None:
+    section = WHOLE.split("Values that had a meaning")[1].split("\n## ")[0]
+    for name, value in re.findall(r"`(\w+): ([^`]+)`", section):
+        if name == "base_url":
+            assert APIServerConfig(base_url=value).base_url == f"http://{value}"
+        else:
+            assert getattr(BaseEnvConfig.model_validate({name: value}), name) == -1
+    assert section.count("`: ") + section.count(": -1`") >= 7
+
+
+def test_every_command_of_the_ancestor_is_there_and_on_the_page() -> None:
+    scripts = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]["scripts"]
+    for name in ANCESTORS_COMMANDS:
+        assert name in scripts
+        assert f"`{name}`" in WHOLE
+
+
+ANCESTORS_COMMANDS = (
+    "run-api view-run view-run-multimodal atropos-sft-gen atropos-dpo-gen inference-node-wandb-watcher atropos-grpo"
+    " atropos-grpo-run"
+).split()
