@@ -89,10 +89,11 @@ def resolve_config(
 ) -> tuple[C, bool]:
     """The configuration and whether `--dry-run` was asked for. Raises ConfigError."""
     keys = keys_of(config_cls)
+    defaults = _merge(_preset(config_cls), defaults or {})
     values, typed = flags.parse(keys, argv, prog=prog, about=config_cls.__doc__ or "", epilog=epilog, defaults=defaults)
     tree: Tree = {}
     for layer in (
-        defaults or {},
+        defaults,
         _from_environment(keys, os.environ if env is None else env),
         read_config_file(argv) if content is None else content,
         _nested(values),
@@ -166,6 +167,18 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
         elif key.is_secret and key.field.default is None:
             raise ConfigError(f"{variable} is set, but empty: give it a value, or unset it")
     return _nested(found)
+
+
+def _preset(tree: type[BaseModel]) -> Tree:
+    """What a tree sets in its subtrees, `data: Data = Data(name="main")`: whoever sets another field keeps that."""
+    found: Tree = {}
+    for name, field in tree.model_fields.items():
+        below, default = subtrees(field), field.get_default(call_default_factory=True)
+        if len(below) == 1 and default is not None:
+            given = default.model_dump(exclude_unset=True) if isinstance(default, BaseModel) else {}
+            if values := _merge(_preset(below[0]), given):
+                found[name] = values
+    return found
 
 
 def _nested(values: Mapping[str, Any]) -> Tree:

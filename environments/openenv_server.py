@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 import orjson
@@ -147,16 +147,6 @@ class OpenEnvConfig(QuestionEnvConfig):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class Episode(Rollout):
-    """A rollout with the environment's word on it."""
-
-    score: float
-    outcome: str
-    turns: int
-    invalid: int
-
-
 @dataclass
 class Play:
     """An episode so far."""
@@ -185,7 +175,7 @@ class OpenEnv(QuestionEnv):
         self.openenv = OpenEnvClient(config.url, limits, token)
         self.observations = Observations(self.tokenizer, config.observation_fields, config.observation_limit)
         self.resets: list[Arguments] = []  # of the file to train on
-        self.played: list[Episode] = []  # since the last log
+        self.played: list[Mapping[str, Any]] = []  # the states of the episodes since the last log
         self._first: dict[str, str] = {}  # observation of a reset
         self._compared: deque[str] = deque()
         self._is_told = False
@@ -286,13 +276,9 @@ class OpenEnv(QuestionEnv):
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": self.config.task}]
 
-    async def score(self, item: Arguments, answer: str) -> NoReturn:
-        """The environment scores."""
-        raise NotImplementedError("the rewards are the environment's")
-
-    async def _score(self, item: Arguments, rollout: Rollout) -> Scored:
-        assert isinstance(rollout, Episode)
-        return Scored(rollout.score, rollout.outcome)
+    async def score(self, item: Arguments, answer: str, state: Mapping[str, Any]) -> Scored:
+        """As the environment scored the episode, and how it ended."""
+        return Scored(state["score"], state["outcome"])
 
     # --- an episode -----------------------------------------------------------------------------------------------
 
@@ -314,7 +300,7 @@ class OpenEnv(QuestionEnv):
             raise RolloutFailed(str(error), cause) from None
         self._failed_in_row = 0
         if split == "train":
-            self.played.append(episode)
+            self.played.append(episode.state)
         return episode
 
     async def _slow_down(self) -> None:
@@ -341,7 +327,7 @@ class OpenEnv(QuestionEnv):
             )
         return play
 
-    async def _play(self, session: Session, play: Play, split: Split, temperature: float, top_p: float) -> Episode:
+    async def _play(self, session: Session, play: Play, split: Split, temperature: float, top_p: float) -> Rollout:
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             while not play.outcome:
                 reply = await managed.chat_completion(
@@ -358,7 +344,8 @@ class OpenEnv(QuestionEnv):
                 await self._act(session, play)
             sequences = managed.get_state()["nodes"]
         score = await self._score_of(session, play)
-        return Episode(play.text, play.messages, sequences, score, play.outcome, play.turns, play.invalid)
+        state = {"score": score, "outcome": play.outcome, "turns": play.turns, "invalid": play.invalid}
+        return Rollout(play.text, play.messages, sequences, state=state)
 
     async def _act(self, session: Session, play: Play) -> None:
         """The answer as an action, and what the environment shows after it."""
@@ -482,9 +469,9 @@ class OpenEnv(QuestionEnv):
         played, self.played = self.played, []
         metrics = dict(wandb_metrics or {})
         if played:
-            turns = sum(episode.turns for episode in played)
+            turns = sum(state["turns"] for state in played)
             metrics["train/turns"] = turns / len(played)
-            metrics["train/actions_invalid"] = sum(episode.invalid for episode in played) / turns
+            metrics["train/actions_invalid"] = sum(state["invalid"] for state in played) / turns
         await super().wandb_log(metrics)
 
     async def close(self) -> None:

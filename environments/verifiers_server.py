@@ -105,11 +105,6 @@ class PlayedEpisode(Rollout):
     seats: Mapping[str, Seat]
     episode: Episode
 
-    @property
-    def score(self) -> float:
-        """The mean reward of the agents that train."""
-        return sum(seat.reward for seat in self.seats.values()) / len(self.seats)
-
 
 class VerifiersProcess:
     """The child that plays; started when it is first needed, and again after it has ended."""
@@ -230,12 +225,8 @@ class VerifiersEnv(QuestionEnv):
     def _prompt_of(self, item: Item) -> Messages | None:
         return None  # known once an episode was played
 
-    async def score(self, item: int, answer: str) -> float | None:
-        """verifiers scores; see `_score`."""
-        raise NotImplementedError("verifiers scores")
-
     async def rollouts(self, item: int, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
-        """`n` episodes of one task."""
+        """`n` episodes of one task, which verifiers scores."""
         return await gather_or_cancel([self._play(item, temperature, top_p) for _ in range(n)])
 
     async def _play(self, item: int, temperature: float, top_p: float) -> PlayedEpisode:
@@ -259,7 +250,8 @@ class VerifiersEnv(QuestionEnv):
             self.slots.release()
         trained = seats(episode, calls)
         first = next(iter(trained.values())).rollout
-        return PlayedEpisode(first.text, first.messages, first.sequences, trained, episode)
+        mean = sum(seat.reward for seat in trained.values()) / len(trained)  # of the agents that train
+        return PlayedEpisode(first.text, first.messages, first.sequences, trained, episode, own_score=mean)
 
     async def collect_trajectories(self, item: Item) -> tuple[Groups, list[Item]]:  # type: ignore[override]
         """A group for each agent that trains the policy; it compares what the same agent did."""
@@ -275,10 +267,6 @@ class VerifiersEnv(QuestionEnv):
             groups.append(with_failed(group, Counter(failed)))
         self._note(played)
         return (groups[0] if len(groups) == 1 else groups), []
-
-    async def _score(self, item: int, rollout: Rollout) -> Scored:
-        assert isinstance(rollout, PlayedEpisode)
-        return Scored(rollout.score)
 
     async def _evaluate_one(self, item: int, counter: Any) -> tuple[int, Rollout, Scored]:
         """An episode that fails has no score, and the evaluation continues."""

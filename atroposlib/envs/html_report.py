@@ -50,7 +50,10 @@ def group_html(group: Mapping[str, Any], number: int) -> str:
     images = group.get("images")  # an entry of a list as long as there are samples is one's own, all else everyone's
     if not isinstance(images, list) or len(images) != len(scores):
         images = [images] * len(scores)
-    samples = "".join(_sample_html(*sample) for sample in zip(_conversations(group), scores, images, strict=False))
+    rewards = group.get("rewards") or [None] * len(scores)
+    samples = "".join(
+        _sample_html(*sample) for sample in zip(_conversations(group), scores, images, rewards, strict=False)
+    )
     title = f"Group {number}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
     return f"<details><summary>{title}</summary>{samples}</details>\n"
 
@@ -79,16 +82,17 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
         yield messages if isinstance(messages, list) else [{"role": "text", "content": messages}]
 
 
-def _sample_html(messages: list[Mapping[str, Any]], score: float, images: Any) -> str:
+def _sample_html(
+    messages: list[Mapping[str, Any]], score: float, images: Any, rewards: Mapping[str, float] | None
+) -> str:
     parts = [
         f"<p class=role>{html.escape(str(message['role']).capitalize())}</p>{_content_html(message['content'])}"
         for message in messages
     ]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
-    return (
-        f"<details class={'good' if score > 0 else 'bad'}><summary>score {score:g}</summary>"
-        f"{shown}{''.join(parts)}</details>"
-    )
+    named = ", ".join(f"{name} {value:g}" for name, value in (rewards or {}).items())
+    told = f"score {score:g}{f' ({html.escape(named)})' if named else ''}"
+    return f"<details class={'good' if score > 0 else 'bad'}><summary>{told}</summary>{shown}{''.join(parts)}</details>"
 
 
 def _content_html(content: Any) -> str:

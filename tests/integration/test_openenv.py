@@ -164,7 +164,7 @@ async def test_the_game_of_the_page_is_won_in_its_turns(servers: dict[str, str],
     env, group = await group_of(tmp_path, servers["guess"], search)
     assert group["scores"] == [1.0] * 4
     assert "of your messages is one action, its number: a whole number. Reply" in group["messages"][0][0]["content"]
-    assert all(1 <= episode.turns <= 4 for episode in env.played)
+    assert all(1 <= state["turns"] <= 4 for state in env.played)
 
 
 async def test_a_server_of_one_session_plays_one_episode_after_another(servers: dict[str, str], tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ async def test_what_the_server_refuses_or_raises(
 
     env, group = await group_of(tmp_path, servers["validating"], model, action_format="json", **settings)
     assert group["scores"] == [score] * 4
-    assert [episode.invalid for episode in env.played] == [1] * 4
+    assert [state["invalid"] for state in env.played] == [1] * 4
 
 
 async def test_an_environment_that_raises_fails_its_rollouts(servers: dict[str, str], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
@@ -22,7 +23,7 @@ async def running_env(env_class: type[E], folder: Path, server: FakeInferenceSer
     )
     env = env_class(config, [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name="fake")])
     async with env._env_run:
-        await env.setup()
+        await settled(env.setup())
         yield env
 
 

@@ -68,7 +68,7 @@ async def test_observations_are_the_users_messages_and_every_turn_is_trained(tmp
     assert openenv.tokens == {"Bearer secret"}
     assert openenv.open == 0
     assert env.scored[0].outcome == "finished"
-    assert [episode.turns for episode in env.played] == [2] * 4
+    assert [state["turns"] for state in env.played] == [2] * 4
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ async def test_an_invalid_answer_is_told_to_the_model(tmp_path: Path) -> None:
         env, group = await group_of(tmp_path, openenv, model)
     assert openenv.steps == [{"number": 4}] * 4
     assert group["scores"] == [1.0] * 4
-    assert [episode.invalid for episode in env.played] == [1] * 4
+    assert [state["invalid"] for state in env.played] == [1] * 4
 
 
 async def test_an_action_that_the_server_refuses_is_told_with_its_reason(tmp_path: Path) -> None:

@@ -14,21 +14,24 @@ import time
 import tomllib
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 import requests
-from openai import AsyncOpenAI, OpenAIError
 
 from atroposlib.config import resolve_config
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.cli import build, load_tree
 from atroposlib.envs.errors import Unscored
+from atroposlib.envs.judge import Judge, JudgeConfig
 from atroposlib.envs.process import process
-from atroposlib.envs.question_env import Rollout
+from atroposlib.envs.question_env import QuestionEnv, Rollout, reward
+from atroposlib.envs.reward_fns import registry
+from atroposlib.grading import last_number
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
-from environments.template_server import LargerNumberEnv
+from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from example_trainer.config import TrainerConfig
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts
@@ -159,6 +162,8 @@ async def test_environment_without_arguments_serves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ONCE)
 async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command: str) -> None:
     (tmp_path / "colours.py").write_text(code(PAGE))
+    (tmp_path / "my_env.py").write_text(snippet("DatasetConfig", "cli"))
+    (tmp_path / "my.csv").write_text("prompt,result\n" + "".join(f"50 + {n}?,{50 + n}\n" for n in range(80)))
     tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
     arguments = python_arguments(command.replace("path/to/a/tokenizer", tokenizer))
     needs_none = "--env.tokenizer_name" in arguments or "--samples" in arguments
@@ -314,17 +319,25 @@ def test_the_settings_of_the_page_are_those_of_every_environment_with_their_defa
             assert shown.strip("`") == (words.lower() if isinstance(default, bool) else words), name
 
 
-def env_of(*words: str) -> type[LargerNumberEnv]:
+def snippet(*words: str) -> str:
+    """The guide's code in which `words` occur."""
+    return next(text for kind, text in BLOCK.findall(GUIDE) if kind == "python" and all(word in text for word in words))
+
+
+def defined_by(*words: str) -> dict[str, Any]:
+    """What such code defines."""
+    given: dict[str, Any] = {"json": json, "Rollout": Rollout, "last_number": last_number, "registry": registry}
+    given |= {each.__name__: each for each in (Judge, JudgeConfig, LargerNumberConfig, LargerNumberEnv, reward)}
+    names = dict(given)
+    exec(compile(snippet(*words), "docs/write_an_environment.md", "exec"), names)
+    return {name: value for name, value in names.items() if name not in given}
+
+
+def env_of(*words: str, **members: Any) -> type[LargerNumberEnv]:
     """The template with the methods of the guide's snippet in which `words` occur."""
-    snippet = next(
-        text for kind, text in BLOCK.findall(GUIDE) if kind == "python" and all(word in text for word in words)
-    )
-    names = {"json": json, "Rollout": Rollout, "AsyncOpenAI": AsyncOpenAI, "OpenAIError": OpenAIError}
-    names |= {"Unscored": Unscored}
-    exec(compile(snippet, "docs/write_an_environment.md", "exec"), names)
-    methods = {name: value for name, value in names.items() if inspect.isfunction(value)}
+    methods = {name: value for name, value in defined_by(*words).items() if inspect.isfunction(value)}
     assert methods
-    return type("SnippetEnv", (LargerNumberEnv,), methods)
+    return type("SnippetEnv", (LargerNumberEnv,), methods | members)
 
 
 async def test_the_tool_of_the_guide_is_called_and_its_result_is_not_trained_on(tmp_path: Path) -> None:
@@ -339,26 +352,47 @@ async def test_the_tool_of_the_guide_is_called_and_its_result_is_not_trained_on(
     assert sampled_texts(group) == [f"{call}<|im_end|>Done: 9.<|im_end|>"] * 4
 
 
-@pytest.mark.parametrize(("verdict", "scores"), [("Yes.", [1.0]), ("no", [0.0]), ("It depends", None)])
+@pytest.mark.parametrize(
+    ("verdict", "scores"), [("<score>8</score>", [0.8]), ("<score>0</score>", [0.0]), ("No", None)]
+)
 async def test_the_judge_of_the_guide_scores_and_what_it_does_not_answer_has_no_score(
-    verdict: str, scores: list[float] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verdict: str, scores: list[float] | None, tmp_path: Path
 ) -> None:
+    judged = defined_by("JudgeConfig", "Judge(")["JudgedEnv"]
     async with (
         FakeInferenceServer(lambda prompt: "It is 9.") as server,
         FakeInferenceServer(lambda _: verdict) as judge,
+        running_env(judged, tmp_path, server, judge={"base_url": judge.base_url, "model": "fake"}) as env,
     ):
-        judged = env_of("AsyncOpenAI", "judge")
-        monkeypatch.setitem(
-            judged.setup.__globals__, "AsyncOpenAI", lambda **named: AsyncOpenAI(**named | {"base_url": judge.base_url})
-        )
-        async with running_env(judged, tmp_path, server) as env:
-            if scores is None:
-                with pytest.raises(Unscored):
-                    await env.collect_trajectories([1, 9])
-                return
+        if scores is None:
+            with pytest.raises(Unscored):
+                await env.collect_trajectories([1, 9])
+        else:
             group, _ = await env.collect_trajectories([1, 9])
+            assert group["scores"] == scores * 4
+    (prompt,) = judge.requests[0][1]["messages"]
+    assert "why 9 is the larger number?\n\nIt is 9.\n\nEnd with" in prompt["content"]
+
+
+async def test_the_score_of_the_guide_gets_the_conversation_and_the_state(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: ["It is 9.", "1"]) as server,
+        running_env(env_of("messages, state"), tmp_path, server) as env,
+    ):
+        group, _ = await env.collect_trajectories([1, 9])
     assert group is not None
-    assert group["scores"] == scores * 4
+    assert group["scores"] == [1.0, 0.0] * 2
+
+
+async def test_the_rewards_of_the_guide_are_added_up(tmp_path: Path) -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: ["It is 9.", "1, please", "9", "1"]) as server,
+        running_env(env_of("@reward", score=QuestionEnv.score), tmp_path, server) as env,
+    ):
+        group, _ = await env.collect_trajectories([1, 9])
+    assert group is not None
+    assert group["scores"] == pytest.approx([1 + 0.1 * (1 - 3 / 40), 0.1 * (1 - 2 / 40), 1 + 0.1 * 0.975, 0.1 * 0.975])
+    assert [each["polite"] for each in group["rewards"]] == [0, 1, 0, 0]
 
 
 def test_training_commands_of_the_guide_fit_together() -> None:

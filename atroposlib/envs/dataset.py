@@ -1,0 +1,293 @@
+"""Rows to make questions of, from a file (.jsonl, .json, .csv, .parquet), a directory or the Hugging Face hub.
+
+    source ──▶ rows ──columns──▶ items to train on | held out, by a seed ──▶ ItemStream: item 0, 1, 2, ... without end
+
+An author's configuration has a field of `DatasetConfig`, whose settings are then flags (`--env.data.source`). Errors
+name the file, the line and the column, and the columns that there are. The hub is read by a child process
+(`hub_download.py`) that is killed at its deadline: the hub's client retries for minutes, and no thread can be stopped.
+"""
+
+import asyncio
+import contextlib
+import csv
+import io
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import orjson
+from pydantic import Field
+
+from atroposlib.config import Config
+from atroposlib.envs.errors import DataError
+from atroposlib.errors import reading
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+HUB_CHILD = Path(__file__).with_name("hub_download.py")
+TRAIN, TEST = "train", "test"
+
+
+class DatasetConfig(Config):
+    """Settings of a dataset."""
+
+    source: str = Field(
+        default="",
+        description="Name of a hub dataset, a .jsonl, .json, .csv or .parquet file, or a directory of train and test.",
+    )
+    test_source: str | None = Field(default=None, description="File to evaluate with; else part of source is held out.")
+    columns: dict[str, str] = Field(
+        default={}, description='The column of each value that the environment reads: {"question": "prompt"}.'
+    )
+    name: str = Field(default="default", description="Configuration of the hub dataset.")
+    split: str = Field(default=TRAIN, description="Split of the hub dataset to train on.")
+    test_split: str = Field(
+        default=TEST, description="Split of the hub dataset to evaluate with; without it part of split is held out."
+    )
+    hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
+
+    async def load(self, held_out: int, seed: int) -> "ItemSet[dict[str, Any]]":
+        """Items to train on and at most `held_out` to measure with, each a dictionary with the keys of `columns`, or
+        with every column if there are none. Raises DataError.
+        """
+        if not self.source:
+            raise DataError("no dataset is named: pass --env.data.source with a file or the name of a hub dataset")
+        remedy = "check the name and the network, or pass a local file"
+        if is_local(self.source):
+            tables = local_tables(Path(self.source), Path(self.test_source) if self.test_source else None)
+        else:
+            tables = await hub_tables(self.source, self.name, self.hub_timeout, remedy, (self.split, self.test_split))
+            if self.test_source:
+                tables = Tables(tables.source, tables.train, read_rows(Path(self.test_source)))
+        return tables.items(lambda row: row.picked(self.columns), held_out, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Values by column, and where they stand: the file and the line."""
+
+    where: str
+    values: dict[str, Any]
+
+    def picked(self, columns: Mapping[str, str]) -> dict[str, Any]:
+        """The values of the mapped columns by their new names; of all if there is no mapping. Raises DataError."""
+        return {name: self.value(column) for name, column in columns.items()} or self.values
+
+    def value(self, column: str) -> Any:
+        """Raises DataError for a column that is not there, or has no value here."""
+        if column not in self.values:
+            raise DataError(f"{self.where} has no column {column!r}; it has {', '.join(self.values) or 'none'}")
+        if self.values[column] is None:
+            raise DataError(f"{self.where} has no value in column {column!r}")
+        return self.values[column]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemSet(Generic[T]):
+    """Items to train on and, disjoint from them, to measure with."""
+
+    train: list[T]
+    held_out: list[T]
+
+    def stream(self, seed: int) -> "ItemStream[T]":
+        """Those to train on, without end."""
+        return ItemStream(self.train, seed)
+
+
+class ItemStream(Generic[T]):
+    """Items without end: all of them again and again, each time in another order that `seed` fixes."""
+
+    def __init__(self, items: Sequence[T], seed: int) -> None:
+        self._items = items
+        self._generator = random.Random(seed)
+        self._epochs: list[list[T]] = []
+
+    def __getitem__(self, number: int) -> T:
+        """Item `number`: 0, 1, 2, ..."""
+        epoch, place = divmod(number, len(self._items))
+        while len(self._epochs) <= epoch:
+            self._epochs.append(self._generator.sample(self._items, len(self._items)))
+        return self._epochs[epoch][place]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The rows of a source; `test` is None where part of `train` is to be held out."""
+
+    source: str
+    train: list[Row]
+    test: list[Row] | None
+
+    def items(self, item: Callable[[Row], T], held_out: int, seed: int) -> ItemSet[T]:
+        """Each row as an item, at most `held_out` of them held out, by `seed`. Raises DataError."""
+        train = [item(row) for row in self.train]
+        if self.test is None:
+            return split(train, held_out, seed, self.source)
+        test = [item(row) for row in self.test]
+        return ItemSet(train, random.Random(seed).sample(test, min(held_out, len(test))))
+
+
+def split(items: Sequence[T], held_out: int, seed: int, source: str) -> ItemSet[T]:
+    """`items` shuffled by `seed`, the first `held_out` of them held out. Raises DataError when none is left to train
+    on.
+    """
+    if held_out >= len(items):
+        raise DataError(
+            f"{source} has {len(items)} questions, and heldout_size {held_out} leaves none to train on; lower it"
+        )
+    shuffled = random.Random(seed).sample(list(items), len(items))
+    return ItemSet(train=shuffled[held_out:], held_out=shuffled[:held_out])
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def is_local(source: str) -> bool:
+    """Whether a source is a path rather than a name at the hub."""
+    path = Path(source)
+    return path.suffix in READERS or path.exists() or source.startswith((".", "/", "~"))
+
+
+def local_tables(path: Path, test_path: Path | None = None) -> Tables:
+    """A directory with a file `train` and perhaps one `test`, a file with another to measure with, or one file of which
+    part is held out. Raises DataError.
+    """
+    path = path.expanduser()
+    source = str(path)
+    if path.is_dir():
+        path, test_path = _in(path, TRAIN) or path / f"{TRAIN}.jsonl", test_path or _in(path, TEST)
+    return Tables(source, read_rows(path), None if test_path is None else read_rows(test_path.expanduser()))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file, by its ending; of any other ending than those of READERS, one JSON object per line. Raises
+    DataError.
+    """
+    with reading(f"cannot read {path}", DataError):
+        rows = list(READERS.get(path.suffix, _jsonl)(path))
+    if not rows:
+        raise DataError(f"{path} contains no rows")
+    return rows
+
+
+def _in(folder: Path, name: str) -> Path | None:
+    return next((path for ending in READERS if (path := folder / f"{name}{ending}").is_file()), None)
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        if line.strip():
+            with reading(f"{path}:{number} is not JSON", DataError, remedy="write one object per line"):
+                value = orjson.loads(line)
+            yield _row(f"{path}:{number}", value)
+
+
+def _json(path: Path) -> Iterator[Row]:
+    with reading(f"{path} is not JSON", DataError):
+        values = orjson.loads(path.read_bytes())
+    if not isinstance(values, list):
+        raise DataError(f"{path} is not a list of objects; write [{{...}}, {{...}}], or one object per line as .jsonl")
+    for number, value in enumerate(values, start=1):
+        yield _row(f"{path}, object {number}", value)
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    lines = csv.reader(io.StringIO(path.read_text(encoding="utf-8-sig"), newline=""), strict=True)
+    with reading(f"{path} is not CSV", DataError, also=(csv.Error,)):
+        names = next(lines, [])
+        for values in lines:
+            where = f"{path}:{lines.line_num}"
+            if values and len(values) != len(names):
+                raise DataError(f"{where} has {len(values)} values for the {len(names)} columns {', '.join(names)}")
+            if values:
+                yield Row(where, dict(zip(names, values, strict=True)))
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    path.open("rb").close()  # the library's own errors about files are long
+    from datasets import Dataset
+
+    with (
+        tempfile.TemporaryDirectory(prefix="atropos-parquet-") as cache,
+        _as_data_error(f"cannot read {path}"),
+    ):
+        values = Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True).to_list()
+    for number, value in enumerate(values, start=1):
+        yield _row(f"{path}, row {number}", value)
+
+
+READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+
+
+@contextlib.contextmanager
+def _as_data_error(what: str) -> Iterator[None]:
+    """What a library raises, of whatever kind, by its root cause."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{what}: {' '.join(str(cause).split())[:300] or type(cause).__name__}") from error
+
+
+def _row(where: str, value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is not an object with columns: found {' '.join(repr(value).split())[:120]}")
+    return Row(where, value)
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+async def hub_tables(
+    dataset: str, name: str, deadline_s: float, remedy: str, splits: tuple[str, str] = (TRAIN, TEST)
+) -> Tables:
+    """The splits of a hub dataset to train on and to measure with; of one that has only one of them part is held out.
+
+    Raises DataError when the hub does not give them within `deadline_s` seconds.
+    """
+    with tempfile.TemporaryDirectory(prefix="atropos-hub-") as folder:
+        log.info("Loading %s (%s) from the Hugging Face hub, at most %.0f s", dataset, name, deadline_s)
+        start = time.monotonic()
+        await _run_hub_child([dataset, name, folder, *splits], deadline_s, remedy)
+        found = [
+            [Row(f"{dataset}, {split} row {number}", row.values) for number, row in enumerate(_jsonl(path), start=1)]
+            for split, path in zip(splits, (Path(folder) / f"{kind}.jsonl" for kind in (TRAIN, TEST)), strict=True)
+            if path.exists()
+        ]
+        log.info("Loaded %d rows from %s in %.1f s", sum(map(len, found)), dataset, time.monotonic() - start)
+        return Tables(dataset, found[0], found[1] if len(found) == 2 else None)
+
+
+async def _run_hub_child(arguments: list[str], deadline_s: float, remedy: str) -> None:
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(HUB_CHILD), *arguments, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, said = await child.communicate()
+    except TimeoutError:
+        raise DataError(
+            f"the hub did not deliver {arguments[0]} within {deadline_s:.0f} s (hub_timeout); {remedy}"
+        ) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+    if child.returncode != 0:
+        reason = next(
+            (line for line in reversed(said.decode(errors="replace").splitlines()) if line.strip()), "no reason given"
+        )
+        raise DataError(f"the hub did not deliver {arguments[0]}: {reason.strip()[:300]}; {remedy}")
