@@ -1,12 +1,9 @@
 """Methods of an environment that its author writes as a coroutine or as a plain function."""
 
 import inspect
-from collections.abc import Awaitable
-from typing import TypeVar, cast
-
-T = TypeVar("T")
+from typing import Any
 
 
-async def settled(value: Awaitable[T] | T) -> T:
-    """What the method gives, once it is there."""
-    return await value if inspect.isawaitable(value) else cast(T, value)
+async def settled(value: Any) -> Any:
+    """What such a method gives: `await settled(env.setup())`."""
+    return await value if inspect.isawaitable(value) else value

@@ -90,7 +90,7 @@ class Row:
         return self.values[column]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # slots and a generic alias, such as ItemSet[str](...), exclude each other
 class ItemSet(Generic[T]):
     """Items to train on and, disjoint from them, to measure with."""
 
@@ -191,8 +191,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
+    text = path.read_bytes()
     with reading(f"{path} is not JSON", DataError):
-        values = orjson.loads(path.read_bytes())
+        values = orjson.loads(text)
     if not isinstance(values, list):
         raise DataError(f"{path} is not a list of objects; write [{{...}}, {{...}}], or one object per line as .jsonl")
     for number, value in enumerate(values, start=1):

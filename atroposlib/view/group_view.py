@@ -24,6 +24,7 @@ QUESTION, ANSWER = 200, 120  # characters in a list
 MAX_TOKENS = 200_000  # of one reply: the sequences after that come without their tokens
 MAX_FAILED = 1000  # rollouts without a score
 MAX_PART = 200  # characters of a message part that is not text
+MAX_REWARDS = 20  # named ones of one rollout
 
 
 def listed(row: Sample | HeldOut) -> dict[str, Any]:
@@ -67,6 +68,7 @@ def whole(
             {
                 "rollout": number,
                 "score": finite(scores[number]) if number < len(scores) else None,
+                "rewards": _rewards(_at(row.rewards, last)),
                 "advantage": _advantage(trained, last),
                 "failed": None,
                 "finish_reason": _at(row.finish_reasons, last),
@@ -100,6 +102,7 @@ def whole_held_out(row: HeldOut) -> dict[str, Any]:
     rollout = {
         "rollout": 0,
         "score": finite(row.score),
+        "rewards": _rewards(row.rewards),
         "advantage": None,
         "failed": None,
         "finish_reason": _word(row.finish_reason),
@@ -198,6 +201,13 @@ def _advantage(trained: Trained | None, place: int) -> float | None:
     return finite(value)
 
 
+def _rewards(raw: Raw | None) -> str:
+    """The named rewards of a rollout: `right 1, brief 0.4`."""
+    found = decoded(raw, dict[str, float | None]) or {}
+    numbers = [(name, finite(value)) for name, value in list(found.items())[:MAX_REWARDS]]
+    return ", ".join(f"{name} {'?' if value is None else f'{value:g}'}" for name, value in numbers)
+
+
 def _failures(row: Sample) -> list[FailedRollout]:
     """The rollouts without a score: what is known of each, or how many there were by cause."""
     if row.failures:
@@ -206,7 +216,7 @@ def _failures(row: Sample) -> list[FailedRollout]:
 
 
 def _failed(number: int, failure: FailedRollout) -> dict[str, Any]:
-    nothing: dict[str, Any] = {"score": None, "advantage": None, "finish_reason": None, "sequences": []}
+    nothing: dict[str, Any] = {"score": None, "rewards": "", "advantage": None, "finish_reason": None, "sequences": []}
     messages = _conversation(failure.messages)
     return {"rollout": number, "failed": failure.cause, "error": failure.error or None, "messages": messages, **nothing}
 

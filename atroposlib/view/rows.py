@@ -104,6 +104,7 @@ class SampleLine(SampleNumbers):
     texts: Raw = Raw()
     policy_versions: Raw = Raw()
     version_spans: Raw = Raw()
+    rewards: Raw = Raw()
     failures: Raw = Raw()
     prompt: Raw = Raw()
     reference: Any = None
@@ -125,6 +126,7 @@ class Sample:
     messages: list[Raw]
     policy_versions: list[Raw]
     version_spans: list[Raw]
+    rewards: list[Raw]
     failures: list[FailedRollout]
     prompt: Raw
     reference: Any
@@ -138,6 +140,7 @@ class HeldOut(HeldOutNumbers):
     messages: Raw = Raw()
     reference: Any = None
     outcome: Any = None
+    rewards: Raw = Raw()
     sample: Any = None  # what an author gave, if it is none of our kinds
 
 
@@ -204,6 +207,7 @@ def read_sample(line: bytes) -> Sample:
         messages=_each(row.messages) or _each(row.texts),
         policy_versions=_each(row.policy_versions),
         version_spans=_each(row.version_spans),
+        rewards=_each(row.rewards),
         failures=decoded(row.failures, list[FailedRollout]) or [],
         prompt=row.prompt,
         reference=row.reference,

@@ -24,7 +24,7 @@ function writtenCall(text) {
 	}
 }
 
-// Thoughts and tool calls are set apart. A prompt may open the thought, and a cut answer may not close it.
+// A prompt may open the thought, and a cut answer may not close it.
 function parts(text, open) {
 	if (text.includes("</think>") && !/<think>[^]*<\/think>/.test(text)) text = `<think>${text}`;
 	return text.split(/(<think>[^]*?(?:<\/think>|$)|<tool_call>[^]*?(?:<\/tool_call>|$))/).map((part) => {
@@ -61,9 +61,10 @@ function shared(rollouts) {
 	return n;
 }
 
-function marks({ score, advantage, failed, finish_reason: end }) {
+function marks({ score, rewards, advantage, failed, finish_reason: end }) {
 	return [
 		h("span.big", h("small.muted", "score "), num(score)),
+		h("small.muted", rewards),
 		advantage != null && h("span.advantage", h("span.muted", "advantage "), (advantage > 0 ? "+" : "") + num(advantage)),
 		failed && badge("bad", `failed: ${failed}`),
 		end && badge(end === "stop" ? "" : "warn", own(ENDS, end, end)),

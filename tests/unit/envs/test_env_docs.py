@@ -321,7 +321,9 @@ def test_the_settings_of_the_page_are_those_of_every_environment_with_their_defa
 
 def snippet(*words: str) -> str:
     """The guide's code in which `words` occur."""
-    return next(text for kind, text in BLOCK.findall(GUIDE) if kind == "python" and all(word in text for word in words))
+    return next(
+        str(text) for kind, text in BLOCK.findall(GUIDE) if kind == "python" and all(word in text for word in words)
+    )
 
 
 def defined_by(*words: str) -> dict[str, Any]:
@@ -392,6 +394,7 @@ async def test_the_rewards_of_the_guide_are_added_up(tmp_path: Path) -> None:
         group, _ = await env.collect_trajectories([1, 9])
     assert group is not None
     assert group["scores"] == pytest.approx([1 + 0.1 * (1 - 3 / 40), 0.1 * (1 - 2 / 40), 1 + 0.1 * 0.975, 0.1 * 0.975])
+    assert group["rewards"] is not None
     assert [each["polite"] for each in group["rewards"]] == [0, 1, 0, 0]
 
 

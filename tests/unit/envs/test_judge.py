@@ -122,18 +122,22 @@ async def test_a_judge_that_is_gone_gives_no_score() -> None:
         assert await judge.score(answer="x") is None
 
 
-async def test_a_late_judge_gives_no_score_and_waiting_for_a_turn_is_not_late() -> None:
-    async with FakeInferenceServer(lambda prompt: "<score>5</score>") as server:
-        async with judging(server, timeout=0.2) as judge:
-            server.delay_s = 5
-            start = time.monotonic()
-            assert await judge.score(answer="x") is None
-            assert time.monotonic() - start < 4
+async def test_a_late_judge_gives_no_score() -> None:
+    async with FakeInferenceServer() as server, judging(server, timeout=0.2) as judge:
+        server.delay_s = 5
+        start = time.monotonic()
+        assert await judge.score(answer="x") is None
+        assert time.monotonic() - start < 4
+
+
+async def test_a_judge_has_so_many_requests_at_once_and_waiting_for_a_turn_is_not_late() -> None:
+    async with (
+        FakeInferenceServer(lambda prompt: "<score>5</score>") as server,
+        judging(server, timeout=3, concurrency=2) as judge,
+    ):
         server.delay_s = 0.5
-        async with judging(server, timeout=3, concurrency=2) as judge:
-            server.peak_in_flight = 0
-            assert await asyncio.gather(*(judge.score(answer="x") for _ in range(16))) == [0.5] * 16
-            assert server.peak_in_flight == 2
+        assert await asyncio.gather(*(judge.score(answer="x") for _ in range(16))) == [0.5] * 16
+        assert server.peak_in_flight == 2
 
 
 async def test_an_error_that_would_be_repeated_ends_the_environment_unless_the_judge_has_answered() -> None:

@@ -193,6 +193,7 @@ async def test_a_reward_keeps_its_weight_in_a_subclass_that_overrides_it(tmp_pat
         group, _ = await env.collect_trajectories("7")
     assert group is not None
     assert group["scores"] == [3.0 + 0.25 + 2.0] * 4
+    assert group["rewards"] is not None
     assert list(group["rewards"][0]) == ["right", "short", "letters"]
 
 
@@ -261,4 +262,5 @@ async def test_the_rewards_of_a_group_stay_with_their_rollouts_of_several_sequen
         group, _ = await env.collect_trajectories("7")
     assert group is not None
     assert group["rollouts"] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group["rewards"] is not None
     assert len(group["rewards"]) == 8

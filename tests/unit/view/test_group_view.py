@@ -141,6 +141,17 @@ def test_a_group_that_is_too_large_comes_in_parts(run: Path, monkeypatch: pytest
     assert len(alone["rollouts"][1]["sequences"][0]["tokens"]) == 5
 
 
+def test_named_rewards_are_shown_with_each_score(run: Path) -> None:
+    write_rows(run / "samples.jsonl", [sample(0, 0, rewards=[{"right": 1, "brief": 0.5}, {"right": None}])])
+    write_rows(run / "held_out.jsonl", [held_out(0, 0, rewards={"right": 0})])
+    window = client(run)
+    assert [each["rewards"] for each in opened(window)["rollouts"]] == ["right 1, brief 0.5", "right ?"]
+    assert opened(window, source="held_out")["rollouts"][0]["rewards"] == "right 0"
+    write_rows(run / "samples.jsonl", [sample(0, 0, rewards="none"), sample(0, 0, rewards=[["right"]])])
+    for row in range(2):
+        assert [each["rewards"] for each in opened(client(run), row)["rollouts"]] == ["", ""]
+
+
 def test_a_held_out_answer_opens_as_a_group_of_one(run: Path) -> None:
     found = opened(client(run), source="held_out")
     (rollout,) = found["rollouts"]
