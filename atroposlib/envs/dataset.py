@@ -90,7 +90,7 @@ class Row:
         return self.values[column]
 
 
-@dataclass(frozen=True)  # slots and a generic alias, such as ItemSet[str](...), exclude each other
+@dataclass(frozen=True)  # without slots, which a generic alias cannot set: ItemSet[str](...)
 class ItemSet(Generic[T]):
     """Items to train on and, disjoint from them, to measure with."""
 

@@ -2,9 +2,9 @@
 
     values ──template──▶ prompt ──▶ judge's server ──▶ reply ──read──▶ number ──scale──▶ score, 0 to 1
 
-A judge that fails gives None, which is no score: unreachable or too slow after its retries, a reply in which no number
-can be read, or a number off its scale. An error that it would repeat, such as a wrong key, ends the environment if the
-judge has never answered. The settings are flags of an environment whose configuration has a field of `JudgeConfig`:
+The score is None if the judge is unreachable or too slow after its retries, if its reply has no number, or if the
+number is off the scale. An error that it would repeat, such as a wrong key, ends the environment if the judge has never
+answered. The settings are flags of an environment whose configuration has a field of `JudgeConfig`:
 `--env.judge.base_url`.
 """
 
@@ -96,7 +96,7 @@ class Judge:
     """Asks `config`'s model for scores. Raises EnvError for a config that names no judge.
 
     `template` is the prompt, with a place `{name}` for each value that `score` gets; other braces stay. `read` finds
-    the number in a reply; None is no score. `scale` is the worst number and the best one, which become 0 and 1.
+    the number in a reply, or gives None. `scale` is the worst number and the best one, which become 0 and 1.
     """
 
     def __init__(

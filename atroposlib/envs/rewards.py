@@ -2,7 +2,7 @@
 
     class MyEnv(QuestionEnv):
         @reward
-        def right(self, item, answer): ...                       any number; None if it cannot be computed
+        def right(self, item, answer): ...                       a number; None if it cannot be scored
 
         @reward(weight=0.2)
         async def polite(self, item, answer, messages, state): ...
@@ -53,7 +53,7 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
 
 
 def as_scored(value: Any, name: str) -> Scored:
-    """What the method `name` returned. Raises TypeError for anything else."""
+    """What the method `name` returned. Raises TypeError for what is not a number."""
     if value is None or isinstance(value, Scored):
         return Scored(None) if value is None else value
     return Scored(_number(value, name, "a number, a Scored"))
