@@ -33,6 +33,10 @@ class ConfigError(AtroposError):
     exit_status = 2
 
 
+class Repeated:
+    """Mark of a list whose flag is given once per item: `Annotated[list[str], Repeated]`. An item may have commas."""
+
+
 class Hoisted:
     """Mark of a tree whose aliases are keys of the tree above it: `--lora-r` for `bridge.r`."""
 
@@ -56,6 +60,10 @@ class Key:
         return self.field.repr is False or SecretStr in self.kinds
 
     @property
+    def is_repeated(self) -> bool:
+        return Repeated in self.field.metadata
+
+    @property
     def flags(self) -> list[str]:
         return [_flag(spelling) for spelling in self.spellings]
 
@@ -68,6 +76,8 @@ class Key:
 
     def value(self, texts: Sequence[str]) -> Any:
         """What was typed, repeated flags included, as pydantic takes it: the last text, a list or a mapping."""
+        if self.is_repeated:
+            return list(texts)
         text = texts[-1]
         if text == "None" and (NoneType in self.kinds or self.field.default is None):
             return None
@@ -257,6 +267,8 @@ def _shown(value: Any) -> str:
 
 def _placeholder(key: Key) -> str:
     kind = next((kind for kind in key.kinds if kind is not NoneType), str)
+    if key.is_repeated:
+        return "TEXT"
     if get_origin(kind) is Literal:
         return "{" + ",".join(map(str, get_args(kind))) + "}"
     if isinstance(kind, type) and issubclass(kind, Enum):

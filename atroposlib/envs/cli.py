@@ -90,8 +90,11 @@ class EvaluateTeacherTree(TeacherTree, SamplingFields):
 
 async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
+    from atroposlib.envs.fake_servers import fake_servers
+
     async with env._env_run as run:
         await run.wait_for_inference()
+        await (await fake_servers(env)).tell_tokenizer()
         await settled(env.setup())
         if isinstance(tree, SamplingFields) and tree.samples:
             await env._evaluate_samples(tree)

@@ -7,6 +7,7 @@ from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
+from atroposlib.envs.fake_servers import FakeServers, fake_servers
 from atroposlib.envs.html_report import write_html
 from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.logs import get_logger
@@ -28,17 +29,18 @@ async def process(env: Environment) -> None:
     env.process_mode = True
     async with env._env_run as run:
         await run.wait_for_inference()
+        fakes = await fake_servers(env)
         await settled(env.setup())
         budget = ErrorBudget(env.config.max_failed_items, giver(type(env)))
         for number in range(steps):
-            await _one_group(run, budget)
+            await _one_group(run, budget, fakes)
             log.info("Group %d of %d is done", number + 1, steps)
     page = env.jsonl_writer.path.with_suffix(".html")
     write_html(env.jsonl_writer.path, page)
     log.info("Wrote %s and %s", env.jsonl_writer.path, page)
 
 
-async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
+async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> None:
     env, accepted = run.env, run.counts["groups_accepted"]
     failed, limit = 0, env.config.max_fruitless_items
     for _ in range(limit) if limit else itertools.count():
@@ -48,6 +50,7 @@ async def _one_group(run: EnvRun, budget: ErrorBudget) -> None:
             if item is None:
                 raise ProcessError("the environment has no more items")
             named = shown(item)
+            await fakes.tell_item(item)
             await run.handle(item)
         except EnvError:
             raise

@@ -4,37 +4,46 @@ environments.
     async with FakeInferenceServer(answer=lambda prompt: "4") as server:   # a free loopback port
         config = APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)
 
-    python -m atroposlib.testing.fake_inference_server --port 9001 --answer "It is 4. | It is 5."
+    python -m atroposlib.testing.fake_inference_server --port 9001 --right 0.5
 
 Routes: POST /generate (and /v1/generate), /v1/chat/completions, /v1/completions; GET /v1/models, /health. The text
 of a reply comes from `answer(prompt_text)`, its ids from the tokenizer, its log-probabilities from `fake_logprob`.
-Tests steer the server while it runs: `policy_version`, `delay_s`, `healthy`, `heeds_n`, `fail_next`.
+By POST /fake an environment says which tokenizer it has and, under `process`, the reference answer of its current item
+(`atroposlib/wire/fake_server.py`). Tests steer the server while it runs: `policy_version`, `delay_s`, `healthy`,
+`heeds_n`, `fail_next`.
 """
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any, Self
 
+import msgspec
 from aiohttp import web
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from atroposlib.config import Config, load_config
+from atroposlib.errors import one_line_errors
+from atroposlib.flags import Repeated
 from atroposlib.logs import configure_logging, get_logger
+from atroposlib.testing.fake_answers import NO_ANSWER, REFERENCE, AtRandom, CannotAnswer, InTurn, Right, read_answers
 from atroposlib.testing.tiny_tokenizer import make_tiny_tokenizer, save_tiny_tokenizer
 from atroposlib.utils.tokenizers import chat_ids, load_tokenizer
+from atroposlib.wire.fake_server import FAKE, ROUTE, FakeModel, Told
 from atroposlib.wire.sessions import SESSION_HEADER
 
 log = get_logger(__name__)
 
 # One text for all n samples of a prompt, or one per sample (repeated if there are fewer than n).
-Answer = Callable[[str], str | Sequence[str]]
+Answer = Callable[[str], str | Sequence[str] | Iterator[str]]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 DEFAULT_MAX_TOKENS = 16
+PROG = "fake_inference_server"
 
 
 def fake_logprob(token_id: int, position: int) -> float:
@@ -47,7 +56,8 @@ class FakeInferenceServer:
 
     Requests are recorded in `requests` (path and JSON body) and counted by path in `hits`. A reply ends with the
     tokenizer's end-of-sequence token and "stop", or is cut at max_tokens with "length". With `api_key`, requests
-    without it get 401. /v1/models names `tokenizer_folder` as the model's, where environments find the tokenizer.
+    without it get 401. /v1/models names `tokenizer_folder` as the model's, where environments find the tokenizer. If
+    `answer` is a `Right`, it gets the reference answers that an environment tells.
     """
 
     def __init__(
@@ -99,6 +109,7 @@ class FakeInferenceServer:
                 web.post("/v1/generate", self._generate),
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completion),
+                web.post(ROUTE, self._told),
                 web.get("/v1/models", self._models),
                 web.get("/health", self._health),
             ]
@@ -131,10 +142,13 @@ class FakeInferenceServer:
         self.hits[request.path] += 1
         if request.method != "POST":
             return await handler(request)
-        self.requests.append((request.path, await request.json()))
-        self.sessions.append(request.headers.get(SESSION_HEADER))
+        if request.path != ROUTE:
+            self.requests.append((request.path, await request.json()))
+            self.sessions.append(request.headers.get(SESSION_HEADER))
         if self.api_key and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": {"message": "wrong API key"}}, status=401)
+        if request.path == ROUTE:
+            return await handler(request)
         if self._failures:
             status, headers = self._failures.popleft()
             if status == 0 and request.transport is not None:
@@ -147,6 +161,8 @@ class FakeInferenceServer:
         try:
             await asyncio.sleep(self.delay_s)
             return await handler(request)
+        except CannotAnswer as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
         finally:
             self.in_flight -= 1
 
@@ -161,7 +177,20 @@ class FakeInferenceServer:
         if not self.healthy:
             return web.Response(status=503)
         root = self.tokenizer_folder or self.model_name
-        return web.json_response({"object": "list", "data": [{"id": self.model_name, "root": root, "object": "model"}]})
+        shown = FakeModel(FAKE, isinstance(self.answer, Right))
+        model = {"id": self.model_name, "root": root, "object": "model", **msgspec.to_builtins(shown)}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _told(self, request: web.Request) -> web.Response:
+        told = msgspec.json.decode(await request.read(), type=Told)
+        if told.tokenizer is not None:
+            try:
+                self.tokenizer = await asyncio.to_thread(load_tokenizer, told.tokenizer)
+            except (OSError, ValueError) as error:
+                return web.Response(status=400, text=str(error))
+        if isinstance(self.answer, Right):
+            self.answer.reference = told.reference
+        return web.Response()
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -207,10 +236,10 @@ class FakeInferenceServer:
     def _sample(self, prompt_ids: list[int], body: dict[str, Any]) -> list[tuple[list[int], str]]:
         """(token ids, finish reason) of each of the n replies to a prompt."""
         answered = self.answer(self.tokenizer.decode(prompt_ids))
-        texts = [answered] if isinstance(answered, str) else list(answered)
         limit = body.get("max_tokens") or body.get("max_completion_tokens") or DEFAULT_MAX_TOKENS
         n = (body.get("n") or 1) if self.heeds_n else 1
-        return [self._tokens(texts[index % len(texts)], limit) for index in range(n)]
+        texts = islice(cycle([answered] if isinstance(answered, str) else answered), n)
+        return [self._tokens(text, limit) for text in texts]
 
     def _tokens(self, text: str, limit: int) -> tuple[list[int], str]:
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
@@ -245,28 +274,59 @@ class FakeInferenceServer:
 
 
 class FakeServerConfig(Config):
-    """A fake inference server that answers without a model, for trying environments."""
+    """A fake inference server: it answers without a model, so that you can try an environment."""
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    answer: str = Field(
-        default="ok", description="Reply to every prompt; several, with ' | ' between them, are given in turn."
+    answer: Annotated[list[str], Repeated] = Field(
+        default=[],
+        description="An answer. Repeat the flag for several: each sample gets the next one. Without any, the answer is"
+        f" '{NO_ANSWER}'",
     )
+    answers: Path | None = Field(
+        default=None, description="File with one answer per line; in a .jsonl file, each line is a JSON string."
+    )
+    random: bool = Field(default=False, description="Answer with random words, numbers and markup.")
+    right: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of right answers, for the `process` command of an environment with reference_answer(item)."
+        " The others are those of --answer, --answers or --random.",
+    )
+    right_answer: str = Field(
+        default=REFERENCE,
+        description=f"Text of a right answer, in which {REFERENCE} becomes the reference answer:"
+        f" '<answer>{REFERENCE}</answer>'.",
+    )
+    seed: int = Field(default=0, description="Seed of --random and --right.")
     tokenizer: str | None = Field(
-        default=None, description="Tokenizer directory or hub name; default: a tiny byte-level one."
+        default=None,
+        description="Tokenizer directory or hub name; default: a tiny byte-level one, until an environment names its"
+        " own.",
     )
     served_name: str = Field(default="fake", description="Name in /v1/models.")
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("answer", "answers", "random") if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"--{' and --'.join(given)} cannot be combined; choose one")
+        if self.right and REFERENCE not in self.right_answer:
+            raise ValueError(f"right_answer {self.right_answer!r} does not contain {REFERENCE}")
+        return self
 
-class InTurn:
-    """Gives `answers` one after the other: to the samples of one request, and from request to request."""
 
-    def __init__(self, answers: Sequence[str]) -> None:
-        self._answers = deque(answers)
-
-    def __call__(self, prompt: str) -> list[str]:
-        self._answers.rotate(-1)
-        return [self._answers[-1], *list(self._answers)[:-1]]
+def configured_answer(config: FakeServerConfig) -> Answer:
+    """Where the answers come from. Raises ConfigError for a file that has none."""
+    answer: Callable[[str], Iterator[str]]
+    if config.random:
+        answer = AtRandom(config.seed)
+    else:
+        answer = InTurn(read_answers(config.answers) if config.answers else config.answer or [NO_ANSWER])
+    if config.right:
+        answer = Right(config.right, answer, text=config.right_answer, seed=config.seed)
+    return answer
 
 
 def _wherever_it_is_read(tokenizer: str) -> str:
@@ -274,11 +334,11 @@ def _wherever_it_is_read(tokenizer: str) -> str:
     return str(Path(tokenizer).resolve()) if Path(tokenizer).is_dir() else tokenizer
 
 
-async def _serve(config: FakeServerConfig) -> None:
+async def _serve(config: FakeServerConfig, answer: Answer) -> None:
     with TemporaryDirectory(prefix="fake-inference-") as made:
         folder = _wherever_it_is_read(config.tokenizer) if config.tokenizer else str(save_tiny_tokenizer(Path(made)))
         async with FakeInferenceServer(
-            InTurn(config.answer.split(" | ")),
+            answer,
             load_tokenizer(folder),
             host=config.host,
             port=config.port,
@@ -291,16 +351,16 @@ async def _serve(config: FakeServerConfig) -> None:
 
 def main() -> None:
     """Serve until interrupted."""
-    config = load_config(FakeServerConfig, prog="fake_inference_server")
+    config = load_config(FakeServerConfig, prog=PROG)
+    with one_line_errors(PROG):
+        answer = configured_answer(config)
     configure_logging("fake-inference")
     try:
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(config, answer))
     except KeyboardInterrupt:
         log.info("Interrupted")
     except OSError as error:
-        raise SystemExit(
-            f"fake_inference_server: cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from None
+        raise SystemExit(f"{PROG}: cannot listen on {config.host}:{config.port}: {error.strerror}") from None
 
 
 if __name__ == "__main__":

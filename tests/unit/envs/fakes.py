@@ -4,6 +4,7 @@ environment.
 
 import asyncio
 import contextlib
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -212,3 +213,12 @@ def config(folder: Path, api_url: str, **fields: Any) -> BaseEnvConfig:
 def server_config(server: FakeInferenceServer) -> list[APIServerConfig]:
     """The client's side of `server`."""
     return [APIServerConfig(server_type="vllm", base_url=server.base_url, model_name=server.model_name)]
+
+
+def renumbered_tokenizer(folder: Path) -> str:
+    """The tiny tokenizer's symbols under other ids than the fake server's own has."""
+    file = save_tiny_tokenizer(folder) / "tokenizer.json"
+    backend = json.loads(file.read_text())
+    backend["model"]["vocab"] = {symbol: 255 - index for index, symbol in enumerate(backend["model"]["vocab"])}
+    file.write_text(json.dumps(backend))
+    return str(folder)
