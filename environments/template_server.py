@@ -1,4 +1,4 @@
-"""Which of two numbers is larger? A template: copy it, and put your own task in place of this one."""
+"""Which of two numbers is larger? Put your own task in place of this one."""
 
 from random import Random
 

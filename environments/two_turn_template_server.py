@@ -1,4 +1,4 @@
-"""A number is guessed in two turns. A template: copy it, and put your own conversation in place of this one.
+"""A number is guessed in two turns. Put your own conversation in place of this one.
 
     user: I am thinking of a number from 1 to 9. Which one?   ─▶ It is 3.
     user: It is higher. Which one?                            ─▶ It is 7.     this guess is scored
@@ -54,7 +54,7 @@ class GuessEnv(QuestionEnv):
         return f"It is {'higher' if float(guess) < item else 'lower'}. Which one?"
 
     async def rollouts(self, item: int, n: int, split: Split, temperature: float, top_p: float) -> list[Rollout]:
-        """One conversation: an environment that overrides this method is asked for one at a time, so `n` is 1."""
+        """One conversation. `n` is always 1: each conversation of a group is a call of its own."""
         messages = self.conversation(item)  # `prompt`, and with --env.thinking_mode the request to think first
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             for turn in range(1, TURNS + 1):

@@ -33,7 +33,7 @@ COMMANDS = {
     "view": Command("example_trainer.launcher.view", "runs in the browser: curves, every group, every token"),
     "evaluate": Command("example_trainer.launcher.evaluate", "measure a model on a recipe's held-out problems"),
     "plot": Command("example_trainer.launcher.plot", "plot a run so far, or compare several"),
-    "env": Command("example_trainer.launcher.env", "one environment's own commands: serve, process, evaluate"),
+    "env": Command("example_trainer.launcher.env", "write a new environment, or run one: serve, process, evaluate"),
     "doctor": Command("example_trainer.launcher.doctor", "check machine, ports and servers before a run"),
     "gpu-check": Command("example_trainer.launcher.gpu_check", "run every check that needs a GPU, and print a table"),
     "export": Command("example_trainer.launcher.export", "convert a sharded checkpoint to a Hugging Face model"),
@@ -61,6 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             Parser("", "").error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)}")
         status: int = import_module(COMMANDS[words[0]].module).main(words[1:])
         return status
+
+
+def env() -> int:
+    """`atropos-env` is `atropos env`."""
+    words = sys.argv[1:]
+    return main(words if words == ["--version"] else ["env", *words])
 
 
 def overview() -> str:

@@ -13,6 +13,7 @@ from atroposlib.flags import keys_of
 from example_trainer.launcher import folders
 from example_trainer.launcher.arguments import Parser
 from example_trainer.launcher.cli import COMMANDS
+from example_trainer.launcher.env import NEW
 from example_trainer.launcher.run_file import recipe_files
 from example_trainer.launcher.runs import RUNS
 from example_trainer.modes import MODES
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         import shtab
     words = {
         "recipes": " ".join(path.stem for path in recipe_files()),
-        "environments": " ".join(folders.environment_names()),
+        "environments": " ".join([NEW, *folders.environment_names()]),
         "runs": RUNS,
     }
     preamble = PREAMBLES[options.shell].format(**words)

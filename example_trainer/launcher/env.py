@@ -1,4 +1,7 @@
-"""`atropos env FILE COMMAND`: an environment's own commands, as `python FILE COMMAND` gives them."""
+"""`atropos env FILE COMMAND`: an environment's own commands, as `python FILE COMMAND` gives them.
+
+`atropos env new NAME` writes a new environment (`new_environment.py`).
+"""
 
 import os
 import sys
@@ -6,13 +9,20 @@ from argparse import REMAINDER, ArgumentParser
 from collections.abc import Sequence
 
 from atroposlib.flags import ConfigError
+from example_trainer.launcher import new_environment
 from example_trainer.launcher.arguments import Parser
 from example_trainer.launcher.sections import environment_program, no_program
+
+NEW = "new"  # in place of a FILE
 
 
 def parser() -> ArgumentParser:
     """For help and completion."""
-    command = Parser("env", "Run one environment: serve it, write groups to a file and a page, or evaluate once.")
+    command = Parser(
+        "env",
+        "Run one environment: serve it, write groups to a file and a page, or evaluate once.",
+        epilog="`atropos env new NAME` writes an environment and its test; `atropos env new --help` lists its flags.",
+    )
     command.add_argument("file", metavar="FILE", help="its .py file, a module, or one that comes with Atropos: gsm8k")
     command.add_argument(
         "arguments", nargs=REMAINDER, metavar="COMMAND ...", help="serve, process or evaluate, and flags: --help lists"
@@ -21,7 +31,9 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Become the environment. Raises ConfigError where there is none."""
+    """Become the environment, or write a new one. Raises ConfigError where there is none."""
+    if argv[:1] == [NEW]:
+        return new_environment.main(argv[1:])
     options = parser().parse_args(argv)
     program = environment_program(options.file)
     if program is None:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[3]
 HEAVY = ["torch", "vllm", "transformers", "datasets", "openai", "pandas", "scipy", "matplotlib"]
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 del SCRIPTS["atropos"]  # whose help is a list of commands
+del SCRIPTS["atropos-env"]  # one of them
 ENVIRONMENTS = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("environments/*_server.py"))
 PROGRAMS = ["example_trainer/grpo.py", "example_trainer/vllm_api_server.py", *ENVIRONMENTS]
 MODULES = ["atroposlib.cli.run_api", "example_trainer.quickstart_model"]

@@ -81,12 +81,20 @@ COMMANDS = list(commands())
 # --- what knows flags: each raises, or exits, for one that is wrong -------------------------------------------------
 
 
+# Files of the reader's, which are not there, and what is in their place.
+READERS = {
+    "my_run.yaml": "arithmetic",
+    "larger_number_server.py": "environments/template_server.py",
+    "guess_server.py": "environments/two_turn_template_server.py",
+}
+
+
 def train(argv: list[str]) -> None:
-    """`atropos train`, planned to the last flag of each service. Runs and files of the reader's are not there."""
+    """`atropos train`, planned to the last flag of each service."""
     if "--resume" in argv:
         known_in("example_trainer/launcher/command_line.py", argv)
         return
-    plan(*["arithmetic" if word == "my_run.yaml" else word for word in argv])
+    plan(*[READERS.get(word, word) for word in argv])
 
 
 def recipe(name: str) -> Callable[[list[str]], None]:
@@ -192,6 +200,8 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
         return lambda: recipe(command)(flags)
     if command == "doctor":
         return lambda: doctor(flags)
+    if command == "env" and flags[0] == "new":
+        return lambda: known_in("example_trainer/launcher/new_environment.py", flags)
     if command == "env":
         return lambda: environment(f"environments/{Path(flags[0]).stem.removesuffix('_server')}_server.py")(flags[1:])
     file = f"example_trainer/launcher/{command.replace('-', '_')}.py"
@@ -249,6 +259,7 @@ def test_what_is_said_to_be_run_is_in_the_page_and_in_the_test(page: str, part: 
     [
         "atropos train arithmetic --trainer.learning_rate 1e-5",
         "atropos plot NAME --colour red",
+        "atropos env new NAME --turn two",
         "atropos paint NAME",
         "scripts/run_gsm8k_broadcast.sh --dry-running",
         "scripts/bridge_doctor.sh --modes broadcast",

@@ -33,9 +33,10 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
 from example_trainer.config import TrainerConfig
+from example_trainer.launcher import new_environment
 from tests.unit.compat.test_generation import group
 from tests.unit.environments.support import env_class, running_env, sampled_texts
-from tests.unit.envs.fakes import running_api
+from tests.unit.envs.fakes import renumbered_tokenizer, running_api
 from tests.waiting import until
 
 pytestmark = pytest.mark.services
@@ -65,12 +66,16 @@ def code(page: str) -> str:
 
 
 COMMANDS = commands(PAGE) + commands(GUIDE)
-SAMPLING = [command for command in COMMANDS if re.match(r"python environments/\w+\.py( serve|$)", command)]
+SAMPLING = [command for command in COMMANDS if re.match(r"python \S+\.py( serve|$)", command)]
 ONCE = [command for command in COMMANDS if re.match(r"python \S+\.py (process|evaluate)", command)]
+NEW = [command for command in COMMANDS if command.startswith("atropos env new ")]
+TESTED = [command for command in COMMANDS if command.startswith("python -m pytest ")]
 GENERATORS = [command for command in COMMANDS if command.endswith("-gen FILE")]
 WATCHERS = [command for command in COMMANDS if command.startswith("inference-node")]
 PAGES = [command for command in COMMANDS if "jsonl2html" in command]
 LAUNCHED = [command for command in COMMANDS if command.startswith("atropos train ")]
+# What NEW writes, and of which template it is a copy.
+WRITTEN = {"larger_number_server": "template_server", "guess_server": "two_turn_template_server"}
 # Where a service answers.
 SERVICES = {
     command: health
@@ -93,7 +98,7 @@ WITH_MODEL = {
 
 def test_every_command_is_tried_below() -> None:
     assert sorted(COMMANDS) == sorted(
-        [*SAMPLING, *ONCE, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *SERVICES, *WITH_MODEL]
+        [*SAMPLING, *ONCE, *NEW, *TESTED, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *SERVICES, *WITH_MODEL]
     )
     for command, test in WITH_MODEL.items():
         assert (
@@ -125,6 +130,12 @@ async def run(*arguments: str, cwd: Path, code: int = 0) -> str:
     return printed.decode()
 
 
+def write_environments(folder: Path) -> None:
+    """What the guide's commands write."""
+    for command in NEW:
+        new_environment.main([*shlex.split(command)[3:], "--dir", str(folder)])
+
+
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -137,7 +148,7 @@ async def test_environment_served_by_a_command_samples_a_group(
     tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script, *arguments = shlex.split(command)[1:]
-    env_cls = env_class(Path(script).stem)
+    env_cls = env_class(WRITTEN.get(Path(script).stem, Path(script).stem))
     async with FakeInferenceServer(
         lambda prompt: [r"<answer>1</answer> \boxed{1}", r"<answer>2</answer> \boxed{2}"]
     ) as server:
@@ -161,15 +172,16 @@ async def test_environment_without_arguments_serves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ONCE)
 async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command: str) -> None:
+    write_environments(tmp_path)
     (tmp_path / "colours.py").write_text(code(PAGE))
     (tmp_path / "my_env.py").write_text(snippet("DatasetConfig", "cli"))
     (tmp_path / "my.csv").write_text("prompt,result\n" + "".join(f"50 + {n}?,{50 + n}\n" for n in range(80)))
     tokenizer = str(save_tiny_tokenizer(tmp_path / "tokenizer"))
-    arguments = python_arguments(command.replace("path/to/a/tokenizer", tokenizer))
-    needs_none = "--env.tokenizer_name" in arguments or "--samples" in arguments
-    own = [] if needs_none else ["--env.tokenizer_name", tokenizer]
-    async with FakeInferenceServer(lambda prompt: ["It is 50, and blue.", "No idea."]) as server:
-        await run(*arguments, *own, "--openai.base_url", server.base_url, cwd=tmp_path)
+    arguments = python_arguments(command)
+    async with FakeInferenceServer(
+        lambda prompt: ["It is 50, and blue.", "No idea."], tokenizer_folder=tokenizer
+    ) as server:
+        await run(*arguments, "--openai.base_url", server.base_url, cwd=tmp_path)
     if "--samples" in command:
         (samples,) = (tmp_path / "evaluations").glob("*.jsonl")
         assert (samples.name, samples.read_text().count("\n")) == ("gsm8k-my-model.jsonl", 1 + 4 * 64)
@@ -182,38 +194,36 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
     assert groups.read_text().count("\n") == count == groups.with_suffix(".html").read_text().count("Group ")
 
 
-def renumbered_tokenizer(folder: Path) -> str:
-    """The tiny tokenizer's symbols under other ids than the fake server's own has."""
-    file = save_tiny_tokenizer(folder) / "tokenizer.json"
-    backend = json.loads(file.read_text())
-    backend["model"]["vocab"] = {symbol: 255 - index for index, symbol in enumerate(backend["model"]["vocab"])}
-    file.write_text(json.dumps(backend))
-    return str(folder)
-
-
-@pytest.mark.parametrize("own_tokenizer", [False, True])
+@pytest.mark.parametrize("named_by", ["nobody", "server", "environment"])
 async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answers(
-    own_tokenizer: bool, tmp_path: Path
+    named_by: str, tmp_path: Path
 ) -> None:
-    """The server names its tokenizer, so the environment decodes what the server encoded, whichever it is."""
-    serve, process = (
+    """From an empty directory. Server and environment have one tokenizer, whoever names it."""
+    new, pytest_, serve, process = (
         next(command for command in commands(GUIDE) if word in command)
-        for word in ("fake_inference_server", "template_server.py process ")
+        for word in ("env new", "-m pytest", "fake_inference_server", "larger_number_server.py process ")
     )
+    await run(*python_arguments(new), cwd=tmp_path)
+    if named_by == "nobody":
+        assert "3 passed" in await run(*python_arguments(pytest_), cwd=tmp_path)
     port = str(free_port())
-    given = ["--tokenizer", renumbered_tokenizer(tmp_path / "tokenizer")] if own_tokenizer else []
-    child = await started(*python_arguments(serve), "--port", port, *given, cwd=tmp_path)
+    tokenizer = renumbered_tokenizer(tmp_path / "tokenizer")
+    of_server = ["--tokenizer", tokenizer] if named_by == "server" else []
+    of_environment = ["--env.tokenizer_name", tokenizer] if named_by == "environment" else []
+    child = await started(*python_arguments(serve), "--port", port, *of_server, cwd=tmp_path)
     try:
         async with aiohttp.ClientSession() as session:
             await answers(session, f"http://127.0.0.1:{port}/health", child)
-        await run(*python_arguments(process), "--openai.base_url", f"http://127.0.0.1:{port}/v1", cwd=tmp_path)
+        url = ["--openai.base_url", f"http://127.0.0.1:{port}/v1"]
+        await run(*python_arguments(process), *url, *of_environment, cwd=tmp_path)
     finally:
         child.terminate()
         await asyncio.wait_for(child.communicate(), 30)
+    groups = [json.loads(line) for line in (tmp_path / "data/larger_number.jsonl").read_text().splitlines()]
+    assert [sorted(group["scores"]) for group in groups] == [[0.0, 0.0, 1.0, 1.0]] * 2
     page = (tmp_path / "data/larger_number.html").read_text()
-    canned = shlex.split(serve)[shlex.split(serve).index("--answer") + 1].split(" | ")
-    assert sum(page.count(answer) for answer in canned) == page.count("score ") - 2 > 0
-    assert all(answer in page for answer in canned)
+    assert (page.count("score 1<"), page.count("score 0<")) == (4, 4)
+    assert all(page.count(f"{answer}<") == 2 for answer in ("It is 0.", "No idea."))
 
 
 @pytest.mark.parametrize("command", PAGES)
@@ -236,15 +246,15 @@ async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("command", LAUNCHED)
 async def test_a_run_would_start_with_that_environment(command: str, tmp_path: Path) -> None:
+    write_environments(tmp_path)
     shown = await run(*python_arguments(command), "--dry-run", cwd=tmp_path)
-    assert f"file: {command.split('--env.file ')[1].split()[0]}" in shown
+    assert f"file: {tmp_path / command.split('--env.file ')[1].split()[0]}" in shown
 
 
 @pytest.mark.parametrize("command", SERVICES)
 async def test_service_of_the_page_answers(tmp_path: Path, command: str) -> None:
     port = free_port()
-    tokenizer = str(save_tiny_tokenizer(tmp_path / "given"))
-    arguments = python_arguments(re.sub(r" --port \d+", "", command).replace("path/to/a/tokenizer", tokenizer))
+    arguments = python_arguments(re.sub(r" --port \d+", "", command))
     model = {"model_name": "m", "tokenizer_name": str(save_tiny_tokenizer(tmp_path / "tokenizer"))}
     server = {"base_url": "http://127.0.0.1:1/v1", "server_type": "vllm", "health_check": False}
     (tmp_path / "servers.json").write_text(json.dumps(model | {"servers": [server]}))
@@ -300,9 +310,11 @@ async def test_watcher_of_the_page_waits_for_the_trainer(tmp_path: Path, command
     assert "--wandb-project" in said
 
 
-def test_code_of_the_guide_is_the_templates_and_short() -> None:
-    for name, lines in {"template_server": 60, "two_turn_template_server": 90}.items():
+def test_code_of_the_guide_is_what_its_commands_write_and_short(tmp_path: Path) -> None:
+    write_environments(tmp_path)
+    for (written, name), lines in zip(WRITTEN.items(), (60, 90), strict=True):
         text = (ROOT / f"environments/{name}.py").read_text()
+        assert text == (tmp_path / f"{written}.py").read_text()
         assert f"<!-- environments/{name}.py -->\n```python\n{text}```" in GUIDE
         assert len(text.splitlines()) < lines
 
@@ -400,7 +412,7 @@ async def test_the_rewards_of_the_guide_are_added_up(tmp_path: Path) -> None:
 
 def test_training_commands_of_the_guide_fit_together() -> None:
     trainer = shlex.split(next(command for command in COMMANDS if "grpo.py" in command))
-    serve = shlex.split(next(command for command in COMMANDS if "template_server.py serve" in command))
+    serve = shlex.split(next(command for command in COMMANDS if "larger_number_server.py serve" in command))
     config, _ = resolve_config(TrainerConfig, trainer[3:], prog="grpo", env={})
     tree = load_tree(LargerNumberEnv, "serve", serve[3:], "template")
     assert tree.env.group_size == 8

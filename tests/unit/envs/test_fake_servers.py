@@ -18,7 +18,10 @@ from tests.unit.envs.fakes import renumbered_tokenizer
 
 
 def tree(env_cls: type[BaseEnv], folder: Path, server: FakeInferenceServer, command: str = "process") -> Any:
-    flags = {"env.tokenizer_name": renumbered_tokenizer(folder / "tokenizer"), "openai.base_url": server.base_url}
+    flags: dict[str, object] = {
+        "env.tokenizer_name": renumbered_tokenizer(folder / "tokenizer"),
+        "openai.base_url": server.base_url,
+    }
     flags |= {"env.data_path_to_save_groups": folder / "groups.jsonl", "env.total_steps": 4}
     flags |= {"openai.model_name": "fake", "openai.server_type": "vllm"}
     return cli.load_tree(env_cls, command, [f"--{name}={value}" for name, value in flags.items()], "test")
