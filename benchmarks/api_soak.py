@@ -47,8 +47,8 @@ class Settings(Config):
     seconds: float = Field(600.0, gt=0, description="Seconds of posting; draining comes after.")
     environments: int = Field(50, ge=1, description="Environments that post at the same time.")
     kill_every: float = Field(5.0, gt=0, description="Mean seconds between two kills of the API.")
-    trainer_dies: float = Field(0.05, ge=0, le=1, description="Chance, after each batch, that the trainer dies.")
-    seed: int = Field(0, ge=0, description="Seed of all chances.")
+    trainer_dies: float = Field(0.05, ge=0, le=1, description="Probability, after each batch, that the trainer dies.")
+    seed: int = Field(0, ge=0, description="Seed of all random choices.")
 
 
 @dataclass

@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 
 class Settings(Config):
-    """Measure the batching API's throughput beside the archived ancestor's server."""
+    """Measure the batching API's throughput, compared with the archived ancestor's server."""
 
     groups: int = Field(1000, ge=1, description="Groups posted and fetched in each run.")
     sequences: int = Field(8, ge=1, description="Sequences per group.")
@@ -60,9 +60,11 @@ class Settings(Config):
     groups_per_batch: int = Field(40, ge=1, description="Groups per fetched batch.")
     repeats: int = Field(3, ge=1, description="Runs of each server, in turn; the table shows medians.")
     accept_encoding: str = Field(
-        "gzip, deflate", description="What the client says it accepts; requests and aiohttp send this and more."
+        "gzip, deflate", description="The client's Accept-Encoding; requests and aiohttp send this and more."
     )
-    status_groups: int = Field(100_000, ge=1, description="Groups of two tokens that wait while /status-env is asked.")
+    status_groups: int = Field(
+        100_000, ge=1, description="Groups of two tokens in the queue while /status-env is measured."
+    )
     status_asks: int = Field(20, ge=1, description="Requests to /status-env.")
     writers: int = Field(64, ge=1, description="Connections that post at the same time.")
     writer_posts: int = Field(20, ge=1, description="Posts of each writer.")

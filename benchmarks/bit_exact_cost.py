@@ -37,7 +37,9 @@ class CostConfig(Config):
     rounds: int = Field(3, ge=1, description="rounds per arm")
     tokens: int = Field(32, ge=2, description="tokens to generate per prompt")
     trained: int = Field(1024, ge=64, description="tokens of the trainer's packed row, in sequences of 64")
-    arm: str | None = Field(None, pattern="^(stock|server|exact)$", description="be this arm; commands come on stdin")
+    arm: str | None = Field(
+        None, pattern="^(stock|server|exact)$", description="internal: run one arm, with commands on stdin"
+    )
 
 
 def serve_arm(config: CostConfig) -> None:

@@ -39,10 +39,13 @@ class Idle(Learner):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--format", choices=("hf", "sharded"), default="sharded")
-    parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "checkpoint_stall")
+    parser.add_argument("--format", choices=("hf", "sharded"), default="sharded", help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=30, help="of the model (default: %(default)s)")
+    parser.add_argument("--saves", type=int, default=5, help="checkpoints to write (default: %(default)s)")
+    place = Path(tempfile.gettempdir()) / "checkpoint_stall"
+    parser.add_argument(
+        "--folder", type=Path, default=place, metavar="DIR", help="where to write (default: %(default)s)"
+    )
     options = parser.parse_args()
     logging.disable()
     torch.set_num_threads(1)

@@ -1,11 +1,12 @@
 """The size of the code in a few counts, so that a refactoring can be compared with what it replaced.
 
-    python benchmarks/code_size.py [FOLDER]      a checkout of this project, by default the one that this file is in
+    python benchmarks/code_size.py [CHECKOUT]    of this project; default: the one that this file is in
 
 Product code is every tracked Python file outside tests/, benchmarks/ and docs/. Statements are counted by the parser,
 so wrapping a line changes nothing; a circle is a set of modules that import each other, directly or not.
 """
 
+import argparse
 import ast
 import re
 import subprocess
@@ -60,7 +61,9 @@ def _tracked(root: Path) -> Iterator[tuple[Path, str]]:
 
 def main() -> None:
     """Print one count per line."""
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1]).resolve()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", nargs="?", type=Path, default=Path(__file__).parents[1], metavar="CHECKOUT")
+    root = parser.parse_args().checkout.resolve()
     for name, value in counts(root):
         print(f"{name}: {value}")
     sys.path.insert(0, str(root))

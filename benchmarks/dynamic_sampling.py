@@ -146,10 +146,13 @@ def _cells(figures: list[float | None]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument("--steps", type=int, default=20, help="training steps per run (default: %(default)s)")
     parser.add_argument(
-        "--max-items", type=int, default=3 * GROUPS_PER_BATCH, help="groups sampled for a batch at most"
+        "--max-items",
+        type=int,
+        default=3 * GROUPS_PER_BATCH,
+        help="limit of groups sampled for one batch (default: %(default)s)",
     )
     parser.add_argument("--runs", type=Path, default=Path("runs/dynamic_sampling"), help="parent directory of the runs")
     parser.add_argument("--read", type=Path, metavar="DIR", help="run nothing; report on the runs in this directory")

@@ -1,6 +1,6 @@
 """GRPO steps of one trainer process against the same steps of several ranks that share the weights (FSDP2).
 
-    python benchmarks/trainer_scale.py [--model FOLDER] [--steps 3] [--ranks 2]
+    python benchmarks/trainer_scale.py [--model DIR] [--steps 3] [--ranks 2]
 
 Every rank computes with one thread, so the CPU time of all ranks together shows what sharing costs: gathering weights,
 summing gradients, and micro-batches that differ from those of one process. The arms take the same made-up batch one
@@ -135,12 +135,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(Path("~/.cache/atropos/SmolLM2-135M-Instruct").expanduser()))
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one warm-up")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--groups", type=int, default=2)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--micro-batch-tokens", type=int, default=768)
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="trainer processes of the arms with several (default: %(default)s)"
+    )
+    parser.add_argument("--groups", type=int, default=2, help="prompts of the batch (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="answers to each (default: %(default)s)")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, default=768, help="as the trainer's flag (default: %(default)s)"
+    )
     parser.add_argument("--only", default="", help="arms whose name contains this, beside one process")
-    parser.add_argument("--limit-s", type=float, default=3600, help="for one arm")
+    parser.add_argument("--limit-s", type=float, default=3600, help="seconds for one arm")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:

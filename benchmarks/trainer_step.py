@@ -1,7 +1,6 @@
-"""One GRPO step of this trainer against one of TRL's GRPOTrainer, on the same batch, model, threads and precision, in
-one run.
+"""One GRPO step of this trainer against one of TRL's GRPOTrainer: same batch, model, threads and precision, one run.
 
-    python benchmarks/trainer_step.py [--model FOLDER] [--steps 5] [--threads 2]
+    python benchmarks/trainer_step.py [--model DIR] [--steps 5] [--threads 2]
 
 A step is everything from sampled sequences to updated weights: batching, forward, loss, backward, gradient clipping,
 fused AdamW. Each arm is its own process. Both have their model in memory at the same time and take turns, so that a
@@ -370,9 +369,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory of the model; default is a random one of SmolLM2-135M's shape")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each arm in each comparison")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
+    parser.add_argument("--groups", type=int, default=4, help="prompts of the batch (default: %(default)s)")
+    parser.add_argument("--group-size", type=int, default=8, help="answers to each (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(50, 80), metavar=("MIN", "MAX"))
     parser.add_argument("--sequence-tokens", type=int, nargs=2, default=(100, 250), metavar=("MIN", "MAX"))
     parser.add_argument(

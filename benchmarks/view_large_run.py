@@ -156,7 +156,7 @@ def measure(folder: Path) -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=1.0, help="size of the run (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="make the run here (default: a temporary directory)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="make the run here (default: a temporary directory)")
     parser.add_argument("--keep", action="store_true", help="keep the files")
     options = parser.parse_args()
     parent = Path(tempfile.mkdtemp(dir=options.folder))

@@ -59,7 +59,7 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         ),
     )
     max_new_tokens: int | None = Field(  # type: ignore[assignment]  # settled by `setup`
-        default=None, ge=1, description="Most tokens of an answer; default 24 for plain prompts, 512 for boxed."
+        default=None, ge=1, description="Limit of tokens of an answer; default 24 for plain prompts, 512 for boxed."
     )
     max_eval_workers: int = Field(default=64, ge=1, description="Held-out problems to ask in parallel.")
     grader_processes: int = Field(default=1, ge=1, le=64, description="Number of grading processes.")

@@ -6,10 +6,10 @@
 # milliseconds, an interrupted one resumes, and a second one at the same time waits for the first.
 #
 #   --cpu, --gpu   choose instead of looking for a GPU: 0.8 GB to download and 3 GB on disk, or 4.2 GB and 10 GB
-#   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need a setup that is there
+#   --run COMMAND  then `atropos COMMAND ...`; commands that start no service need an existing setup
 #   --test ...     then the checks and tests, which scripts/test.sh describes
 #   ATROPOS_PYTHON with --run: a Python with torch and vllm to use as it is (a container's, a cluster's)
-#   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that is)
+#   PYTHON=...     the Python to build on, 3.11 or newer (default: the first of python3.11, 3.12, 3.13, python3 that exists)
 #   PIP_*          pip's own settings (index, proxy, certificates, cache) are honoured
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -176,7 +176,7 @@ make_venv() {
   fi
   python=$(choose_python)
   if [[ -f $venv/pyvenv.cfg && ! -d $work ]] && has_pip && suits "$venv/bin/python"; then
-    say "Using the virtual environment that is there, $venv"
+    say "Using the existing virtual environment $venv"
   else
     # A directory that was moved here, or whose making was killed: its scripts point elsewhere or are incomplete.
     rm -rf "$venv"

@@ -6,7 +6,7 @@
 # other versions of many packages. Run it as often as you like: what is there is not installed again.
 #
 #   PACKAGE ...  installs further packages, such as tasksets: a name, a directory or a wheel, as pip takes them
-#   PYTHON=...   the Python to build on, 3.11 to 3.14 (default: the first of python3.11 to python3.14, python3 that is)
+#   PYTHON=...   the Python to build on, 3.11 to 3.14 (default: the first of python3.11 to python3.14, python3 that exists)
 #   PIP_*        pip's own settings (index, proxy, certificates, cache) are honoured
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

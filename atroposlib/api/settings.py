@@ -82,7 +82,7 @@ class RunApiConfig(Config):
     max_environments: int = Field(100_000, ge=1, description="Registered environments; further ones get 429.")
     max_queued_groups: int = Field(200_000, ge=1, description="Queued and leased groups; further ones get 429.")
     max_queued_mb: int = Field(16_384, ge=1, description="MiB of all queued and leased groups; further ones get 429.")
-    max_sequences: int = Field(65_536, ge=1, description="Most sequences in one group.")
+    max_sequences: int = Field(65_536, ge=1, description="Limit of sequences in one group.")
     vocab_size: int | None = Field(None, ge=1, description="Upper bound of token ids; a trainer can register it too.")
 
     # --- patience ----------------------------------------------------------------------------------------------------

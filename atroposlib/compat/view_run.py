@@ -55,7 +55,9 @@ setTimeout(look, INTERVAL);
 
 
 class ViewConfig(Config):
-    """Show the latest groups of a batching API in the browser."""
+    """Show the latest groups of a batching API in the browser; `view-run RUN_DIRECTORY...` opens the window of `atropos
+    view`.
+    """
 
     api_url: str = Field(default="http://localhost:8000", description="Address of the batching API.")
     token: str = Field(default="", repr=False, description="Bearer token of the API, if it has one.")

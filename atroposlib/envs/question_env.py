@@ -70,7 +70,7 @@ class QuestionEnvConfig(BaseEnvConfig):
     """Settings of a `QuestionEnv`, besides those of every environment."""
 
     seed: int = Field(default=0, description="Seed that decides which questions are asked, and in what order.")
-    heldout_size: int = Field(default=64, ge=1, description="Most held-out questions to evaluate with.")
+    heldout_size: int = Field(default=64, ge=1, description="Limit of held-out questions to evaluate with.")
     max_new_tokens: int = Field(default=512, ge=1, description="Most tokens of one answer.")
     temperature: float = Field(default=1.0, gt=0, description="Temperature of training samples; evaluation is greedy.")
     top_p: float = Field(

@@ -44,7 +44,11 @@ ABOUT = {
     PROG: "Start a training run from one file.",
     "atropos evaluate": "Evaluate a model on the held-out problems of a recipe's environments, without training.",
 }
-USAGE = "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]"
+USAGE = {
+    PROG: "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]",
+    "atropos evaluate": "%(prog)s RECIPE|FILE.yaml [MODEL] [--FLAG VALUE ...]",
+    "atropos quickstart": "%(prog)s [MODEL] [--FLAG VALUE ...]",
+}
 SECTIONS = ("trainer", "api", "bridge", "vllm", "layout", "env", "environments")
 PLANNED_GB = 80  # of a GPU that --gpus asks for
 BOOLEANS = ("true", "false")  # what may follow a switch: any other word is a MODEL
@@ -154,7 +158,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     words = _sort(argv)
     values, typed = flag_parser.parse(
-        keys_of(RunFlags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE
+        keys_of(RunFlags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE[prog]
     )
     given = _checked(values)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
@@ -189,7 +193,7 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
 
 def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:
     """The flags, for help and completion."""
-    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv), prog), MORE, usage=USAGE)
+    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv), prog), MORE, usage=USAGE[prog])
 
 
 def _sort(argv: Sequence[str]) -> _Words:

@@ -25,7 +25,10 @@ def parser() -> ArgumentParser:
     )
     command.add_argument("file", metavar="FILE", help="its .py file, a module, or one that comes with Atropos: gsm8k")
     command.add_argument(
-        "arguments", nargs=REMAINDER, metavar="COMMAND ...", help="serve, process or evaluate, and flags: --help lists"
+        "arguments",
+        nargs=REMAINDER,
+        metavar="COMMAND ...",
+        help="serve, process or evaluate, with flags; COMMAND --help lists them",
     )
     return command
 

@@ -18,7 +18,9 @@ def parser() -> arguments.Parser:
     )
     command.add_argument("names", nargs="*", metavar="RUN SERVICE", help="a run, one of its services, or both")
     command.add_argument("-f", "--follow", action="store_true", help="keep printing new lines until the run ends")
-    command.add_argument("-n", "--lines", type=arguments.whole_number, default=20, metavar="N", help="default: 20")
+    command.add_argument(
+        "-n", "--lines", type=arguments.whole_number, default=20, metavar="N", help="number of lines (default: 20)"
+    )
     arguments.add_runs(command)
     return command
 

@@ -80,7 +80,7 @@ class AdapterEngine(Engine):
         compat.add_base_names(models, [DEFAULT, BASE])
         self._table = models.lora_requests = PolicyTable(models.lora_requests, aliases - {BASE})
         started_with = {name: int(match[1]) for name in self._table if (match := re.match(r"policy-v(\d+)", name))}
-        if started_with:  # --lora-modules policy-v7=FOLDER: a server restarted in the middle of a run
+        if started_with:  # --lora-modules policy-v7=DIR: a server restarted in the middle of a run
             self._versions.update(started_with)
             self._table.current = self._table[max(started_with, key=lambda name: started_with[name])]
             serving.served_model = self._table.current.lora_name

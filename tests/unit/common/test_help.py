@@ -90,3 +90,15 @@ def test_an_environment_s_help_names_its_commands(command: str) -> None:
     for name in ("serve", "process", "evaluate"):
         assert f"  {name} " in shown
     assert "--env.no-use-wandb" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "benchmark", sorted(path.stem for path in ROOT.glob("benchmarks/*.py") if path.stem != "__init__")
+)
+def test_a_benchmark_says_what_it_measures(benchmark: str) -> None:
+    """Each imports torch or a server first, so this is all that is tried of it here."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert done.stdout.startswith("usage: ")

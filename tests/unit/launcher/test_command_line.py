@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import cli, train
+from example_trainer.launcher import cli, quickstart, train
 from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.runs import NoSuchRun
 from example_trainer.modes import Broadcast
@@ -61,6 +61,13 @@ def test_help_says_what_the_recipe_does_and_every_flag(recipe: str, capsys: pyte
         assert f"\n  {flag}" in shown, flag
     for flag in ("--dtype", "--api-port", "--vllm-port", "--resume", "--dry-run", "--trainer.X", "--env.X"):
         assert f"\n  {flag}" in shown, flag
+
+
+def test_help_of_the_quickstart_asks_for_no_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        quickstart.main(["--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: atropos quickstart [MODEL] [--FLAG VALUE ...]\n")
 
 
 def test_a_model_may_stand_alone() -> None:
