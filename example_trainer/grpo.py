@@ -151,13 +151,13 @@ class Run:
         resources.push(self.saves.leave)
         watched.append(self.saves)
         self.vocab_size = self.trained.model.config.get_text_config().vocab_size
-        self.proven = False  # vLLM's weights by the parity probe, after an update
+        self.proven = False  # vLLM's weights by the probes, after an update
 
     def start(self) -> None:
         """Have vLLM serve the start weights, and register with the API."""
         progress = self.progress
         self.bridge.sync(progress.policy_version, keep_weights)
-        check_parity(self.bridge, self.config)
+        check_served(self.bridge, progress.policy_version, self.config)
         self.api.register(
             starting_step=progress.step,
             run=progress.run,
@@ -302,7 +302,7 @@ class Run:
         sync = self.bridge.sync(self.progress.policy_version, updates.make)
         self.progress = replace(self.progress, updates=self.progress.updates + updates.made)
         if sync.policy_version == self.progress.policy_version and not self.proven:
-            check_parity(self.bridge, self.config)
+            check_served(self.bridge, self.progress.policy_version, self.config)
             self.proven = True
         return sync
 
@@ -388,10 +388,23 @@ def registration(config: TrainerConfig) -> Registration:
     )
 
 
-def check_parity(bridge: WeightBridge, config: TrainerConfig) -> None:
-    """Raise TrainerError if vLLM and the trainer disagree about a fixed prompt: then vLLM does not serve these
-    weights.
+def check_served(bridge: WeightBridge, policy_version: int, config: TrainerConfig) -> None:
+    """Raise TrainerError if vLLM computes with other weights than the trainer's, by their words, or by the
+    log-probabilities of a fixed prompt.
     """
+    start = time.perf_counter()
+    differing = bridge.differing_tensors(policy_version)
+    if differing:
+        raise TrainerError(
+            f"{len(differing)} of the tensors that vLLM computes with are not the trainer's right after the sync of"
+            f" policy version {policy_version}, among them {differing[0]}: start the vLLM server again, and report it"
+        )
+    if differing is not None:
+        log.info(
+            "Digest: every word of vLLM's weights is the trainer's, policy version %d (%.2f s)",
+            policy_version,
+            time.perf_counter() - start,
+        )
     difference = bridge.parity_probe()
     limit = config.parity_tolerance or PARITY_LIMITS[bridge.served_dtype]
     if not difference <= limit:

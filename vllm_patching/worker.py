@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from atroposlib.files import write_whole
-from atroposlib.wire.bridge import AnyOffer, Manifest, Offer, SharedRank, WorkerStatus
+from atroposlib.wire.bridge import AnyOffer, LiveShard, Manifest, Offer, SharedRank, WorkerStatus
 from atroposlib.wire.processes import this_process
 from vllm_patching import adapter_rows, compat
 from vllm_patching.engines import RECEIVERS
@@ -115,6 +115,10 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
     @_answered
     def bridge_manifest(self) -> Manifest:
         return self._manifest
+
+    @_answered
+    def bridge_digest(self) -> list[LiveShard]:
+        return self._arena.digests()
 
     @_answered
     def bridge_status(self) -> WorkerStatus:

@@ -222,6 +222,16 @@ class Shard(Struct, frozen=True):
         return self.length == self.full_shape[self.dim]
 
 
+class LiveShard(Struct, frozen=True):
+    """The checksum of what one rank computes with, of one Hugging Face tensor."""
+
+    name: str
+    dim: int  # it is `length` rows (0) or columns (1) from `start` of the whole tensor
+    start: int
+    length: int
+    digest: int  # vllm_patching/memory/digest.py
+
+
 class IpcHandle(Struct, frozen=True):
     """What `UntypedStorage._share_cuda_` gives; bytes are base64 in JSON."""
 
@@ -269,6 +279,12 @@ class Attached(Served):
     """A session of single copy is accepted."""
 
     workers: list[SharedRank]
+
+
+class LiveWeights(Served):
+    """GET /v1/bridge/digest: every rank's live weights, rank by rank."""
+
+    ranks: list[list[LiveShard]]
 
 
 class Paused(Served):

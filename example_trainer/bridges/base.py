@@ -5,6 +5,7 @@ prepare(source, device)     ─▶ Prepared: before there is a model; says where
 prepared.connect(trained)   ─▶ WeightBridge: connected, and agreed with vLLM on every parameter
     sync(version, update)        with the start weights, and then once per step
     parity_probe()               when the trainer wants proof
+    differing_tensors(version)   the same, of every word
     check()                      while the trainer waits for a batch
     close()                      at the end
 """
@@ -52,6 +53,12 @@ class WeightBridge(Protocol):
         """How far vLLM's log-probabilities of a fixed prompt are from the trainer's, root mean square in nats; after a
         sync that served.
         """
+
+    def differing_tensors(self, policy_version: int) -> list[str] | None:
+        """Names of the tensors of which vLLM computes with other words than the trainer's, cast to its dtype; after a
+        sync that served `policy_version`. None where vLLM loads files by itself and offers no checksums.
+        """
+        return None
 
     def check(self) -> None:
         """Return if vLLM is there as far as is known; never waits."""

@@ -25,6 +25,7 @@ from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest
 from example_trainer.bridges.base import BridgeError, Prepared, SyncReport, WeightBridge
+from example_trainer.bridges.digest import differing
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.server_link import Rendezvous, ServerLink
 from example_trainer.bridges.session import matching_manifest
@@ -119,6 +120,12 @@ class BroadcastBridge(WeightBridge):
 
     def parity_probe(self) -> float:
         return max(self._on_each(lambda link: parity(self._trained, link.vllm), at_once=False))
+
+    def differing_tensors(self, policy_version: int) -> list[str] | None:
+        found = self._on_each(
+            lambda link: differing(self._source, self._manifest, link.vllm, policy_version), at_once=False
+        )
+        return sorted({name for names in found for name in names})
 
     def check(self) -> None:
         lost = [link.session.heart.lost for link in self._links if link.session.heart.lost is not None]

@@ -45,7 +45,8 @@ class ReloadBridge(SessionBridge):
             process=this_process(),
         )
         vllm.open_session(offer)
-        super().__init__(Session(vllm, offer), trained, manifest.tensors[0].dtype)
+        handed_over = trained.source(manifest), manifest
+        super().__init__(Session(vllm, offer), trained, manifest.tensors[0].dtype, handed_over)
         self._folder = config.save_path.resolve() / "reload"
         remove_leftovers(self._folder)
 

@@ -19,8 +19,10 @@ from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.wire.bridge import Manifest, Offer, compare
 from example_trainer.bridges.base import BridgeError, WeightBridge
+from example_trainer.bridges.digest import differing
 from example_trainer.bridges.parity import parity
 from example_trainer.bridges.vllm_client import SESSIONS, VllmClient
+from example_trainer.weights.source import WeightSource
 from example_trainer.weights.written import CheckpointError, TrainedModel
 
 log = get_logger(__name__)
@@ -72,8 +74,15 @@ class Session:
 class SessionBridge(WeightBridge):
     """What the bridges with one session have in common: all but `sync`."""
 
-    def __init__(self, session: Session, trained: TrainedModel, served_dtype: str) -> None:
+    def __init__(
+        self,
+        session: Session,
+        trained: TrainedModel,
+        served_dtype: str,
+        handed_over: tuple[WeightSource, Manifest] | None = None,
+    ) -> None:
         self.served_dtype = served_dtype
+        self._handed_over = handed_over  # the whole weights, if these are
         self._session = session
         self._vllm = session.vllm
         self._trained = trained
@@ -93,6 +102,9 @@ class SessionBridge(WeightBridge):
 
     def parity_probe(self) -> float:
         return parity(self._trained, self._vllm)
+
+    def differing_tensors(self, policy_version: int) -> list[str] | None:
+        return None if self._handed_over is None else differing(*self._handed_over, self._vllm, policy_version)
 
     def check(self) -> None:
         self._session.check()

@@ -65,7 +65,7 @@ def prepare(config: TrainerConfig, source: str, device: torch.device) -> Prepare
         storage = SharedWeights(shared_tensors(workers, buffers, partial(_as_parameter, mode.bf16_update)))
         start = StartWeights(source, storage.tensors.values())
         undo.pop_all()
-    return Prepared(partial(SingleCopyBridge, config, session, manifest, start), session.close, storage)
+    return Prepared(partial(SingleCopyBridge, config, session, manifest, storage, start), session.close, storage)
 
 
 class SingleCopyBridge(SessionBridge):
@@ -76,10 +76,11 @@ class SingleCopyBridge(SessionBridge):
         config: TrainerConfig,
         session: Session,
         manifest: Manifest,
+        storage: SharedWeights,
         start: StartWeights,
         trained: TrainedModel,
     ) -> None:
-        super().__init__(session, trained, manifest.tensors[0].dtype)
+        super().__init__(session, trained, manifest.tensors[0].dtype, (storage, manifest))
         self._timeout_s = config.bridge_timeout_s
         self._first_s = manifest.nbytes / DISK_BYTES_PER_S
         self._tensors = start.tensors

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from atroposlib.logs import configure_logging
 from example_trainer.bridges import WeightBridge, make_bridge
+from example_trainer.bridges.vllm_client import VllmClient
 from example_trainer.config import TrainerConfig
 from example_trainer.weights.load import load_trained
 
@@ -43,8 +44,14 @@ def main(model_name: str, port: int, act: str, timeout_s: str = "120") -> None:
         _link(bridge).vllm.commit = partial(_send_commit_and_die, port)
     if act != "many":
         bridge.sync(1, _die if act == "kill-before-transfer" else lambda: change(model))
-    print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
+    prove(bridge, _link(bridge).vllm)
     bridge.close()
+
+
+def prove(bridge: WeightBridge, vllm: VllmClient) -> None:
+    """Every word that vLLM computes with is the trainer's; print how far the log-probabilities are."""
+    assert bridge.differing_tensors(vllm.status().policy_version) == []
+    print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
 
 
 def joined(model_name: str, port: int, **settings: Any) -> tuple[WeightBridge, PreTrainedModel]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from example_trainer.bridges.reload import ReloadBridge
-from tests.integration.bridge_child import change, joined, sync_many
+from tests.integration.bridge_child import change, joined, prove, sync_many
 
 
 def main(model_name: str, port: int, save_path: Path, act: str) -> None:
@@ -34,7 +34,7 @@ def main(model_name: str, port: int, save_path: Path, act: str) -> None:
         sync_many(bridge, model)
     else:
         bridge.sync(2 if act == "skip" else 1, lambda: change(model))
-    print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
+    prove(bridge, bridge._vllm)
     bridge.close()
 
 

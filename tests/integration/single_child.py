@@ -16,14 +16,16 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
+from example_trainer.bridges.single_copy import SingleCopyBridge
 from example_trainer.config import TrainerConfig
 from example_trainer.optimizer import make_optimizer
-from tests.integration.bridge_child import change, joined, sync_many
+from tests.integration.bridge_child import change, joined, prove, sync_many
 
 
 def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> None:
     lease_s = 4 if act == "freeze-mid-update" else 20
     bridge, model = joined(model_name, port, single_copy=True, bridge_lease_s=lease_s, bf16_update=bf16_update)
+    assert isinstance(bridge, SingleCopyBridge)
     if act == "idle":
         time.sleep(300)
     if act == "many":
@@ -36,9 +38,9 @@ def main(model_name: str, port: int, act: str, bf16_update: str = "master") -> N
     for version in (1, 2, 3) if act in ("sync", "train") else ():
         report = bridge.sync(version, update)
         print(f"BYTES {report.bytes_moved}", flush=True)
-        print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
+        prove(bridge, bridge._vllm)
     if act == "many":
-        print(f"PARITY {bridge.parity_probe():.3e}", flush=True)
+        prove(bridge, bridge._vllm)
     bridge.close()
 
 

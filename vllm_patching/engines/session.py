@@ -10,11 +10,14 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from msgspec import Meta, Struct
 
 from atroposlib.wire.bridge import (
     AdapterOffer,
     BroadcastOffer,
+    LiveShard,
+    LiveWeights,
     Manifest,
     Offer,
     Renewed,
@@ -86,6 +89,13 @@ class Sessions:
     async def manifest(self) -> Manifest:
         """The weights that the workers have, in wire order. Raises Refused on a server that takes no whole weights."""
         return await self.engine_for(BroadcastOffer).serving.manifest()
+
+    async def live(self) -> LiveWeights:
+        """Checksums of what the workers compute with, of one policy version. Raises Refused, as `manifest`."""
+        serving = self.engine_for(BroadcastOffer).serving
+        async with self.lock:
+            ranks = await serving.rpc("bridge_digest")
+            return LiveWeights(serving.policy_version, msgspec.convert(ranks, list[list[LiveShard]]))
 
     async def open(self, offer: Offer) -> Served:
         """Begin the session that a trainer offers. If it raises Refused, nothing has changed."""

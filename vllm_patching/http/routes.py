@@ -2,6 +2,7 @@
 
     GET    /v1/bridge/status                  policy version, session, lease, every worker's updater
     GET    /v1/bridge/manifest                the weights that vLLM has, in wire order
+    GET    /v1/bridge/digest                  a checksum of every live tensor, rank by rank
     POST   /v1/bridge/session                 a trainer offers a session           409 if another one is open
     POST   /v1/bridge/session/{id}/heartbeat  renews the lease                     404 if it is not the current one
     DELETE /v1/bridge/session/{id}            ends the session
@@ -75,6 +76,11 @@ async def status(sessions: Server) -> Response:
 @bridge.get("/v1/bridge/manifest")
 async def manifest(sessions: Server) -> Response:
     return _json(await sessions.manifest())
+
+
+@bridge.get("/v1/bridge/digest")
+async def digest(sessions: Server) -> Response:
+    return _json(await sessions.live())
 
 
 @bridge.post("/v1/bridge/session/{session}/heartbeat")

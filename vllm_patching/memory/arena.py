@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from atroposlib.wire.bridge import Bucket, Manifest, Shard, align
+from atroposlib.wire.bridge import Bucket, LiveShard, Manifest, Shard, align
+from vllm_patching.memory.digest import digest
 from vllm_patching.memory.shared_buffer import SharedBuffer
 
 DEVICE_RESERVE = 256 << 20  # bytes that stay free on a GPU when the arena is made
@@ -89,6 +90,15 @@ class Arena:
             name: (self.offsets[name], tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
             for name, parameter in self._parameters.items()
         }
+
+    def digests(self) -> list[LiveShard]:
+        """The checksum of each Hugging Face tensor's live part."""
+        found = []
+        for shard in self.shards.values():
+            live = self._parameters[shard.vllm_name].data
+            part = live.narrow(shard.dim, shard.start, shard.length) if live.dim() else live
+            found.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, digest(part)))
+        return found
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each parameter of this rank, by vLLM's name, as a view into `buffer` (flat uint8 [nbytes])."""

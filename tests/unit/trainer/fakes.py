@@ -117,6 +117,7 @@ class RecordingBridge(WeightBridge):
         self._fail_at = fail_at
         self._serves_every = serves_every
         self.lost = False
+        self.differing: list[str] | None = []  # tensors that vLLM has of its own
 
     def __call__(self, source: str, device: torch.device) -> Prepared:
         return Prepared(self.connect, self.close)
@@ -140,6 +141,10 @@ class RecordingBridge(WeightBridge):
         if self.versions[-1] % self._serves_every == 0 or len(self.versions) == 1:
             self._served = policy_version
         return SyncReport(self._served, update_s=0.0, stall_s=0.001, transfer_s=0.002, apply_s=0.0005, bytes_moved=10)
+
+    def differing_tensors(self, policy_version: int) -> list[str] | None:
+        assert policy_version == self._served
+        return self.differing
 
     def parity_probe(self) -> float:
         self.probes += 1

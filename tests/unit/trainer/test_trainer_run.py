@@ -312,6 +312,22 @@ def test_a_parity_above_the_tolerance_stops_the_run(model: str, tmp_path: Path) 
     assert bridge.closed
 
 
+def test_a_tensor_that_vllm_was_not_given_stops_the_run(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bridge = RecordingBridge()
+    bridge.differing = ["lm_head.weight", "model.norm.weight"]
+    with pytest.raises(
+        TrainerError, match=r"2 of the tensors .* policy version 0, among them lm_head.weight: start the"
+    ):
+        train(model, tmp_path, bridge=bridge)
+    assert bridge.closed
+    bridge = RecordingBridge()
+    caplog.set_level("INFO")
+    train(model, tmp_path / "equal", bridge=bridge)
+    assert caplog.text.count("Digest: every word of vLLM's weights is the trainer's") == bridge.probes == 2
+
+
 def test_an_unknown_model_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
