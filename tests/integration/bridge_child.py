@@ -28,7 +28,7 @@ from example_trainer.config import TrainerConfig
 from example_trainer.weights.load import load_trained
 
 
-def main(model_name: str, port: int, act: str, timeout_s: str = "120") -> None:
+def main(model_name: str, port: int, act: str, timeout_s: str = "40") -> None:
     bridge, model = joined(
         model_name, port, use_shared_memory=True, bridge_bucket_mb=1, bridge_timeout_s=float(timeout_s)
     )

@@ -72,7 +72,7 @@ def finish(child: subprocess.Popen[str], timeout_s: float = 180) -> tuple[int, s
 
 
 def sync_and_probe(server: Server) -> float:
-    code, out, err = finish(start_child(server, "sync"))
+    code, out, err = finish(start_child(server, "sync 120"))  # seconds for an answer: the machine may be busy
     assert code == 0, err[-2000:]
     return float(out.split("PARITY ")[1])
 
