@@ -317,9 +317,7 @@ def test_a_tensor_that_vllm_was_not_given_stops_the_run(
 ) -> None:
     bridge = RecordingBridge()
     bridge.differing = ["lm_head.weight", "model.norm.weight"]
-    with pytest.raises(
-        TrainerError, match=r"2 of the tensors .* policy version 0, among them lm_head.weight"
-    ):
+    with pytest.raises(TrainerError, match=r"2 of the tensors .* policy version 0, among them lm_head.weight"):
         train(model, tmp_path, bridge=bridge)
     assert bridge.closed
     bridge = RecordingBridge()
