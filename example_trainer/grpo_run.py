@@ -30,7 +30,7 @@ log = get_logger(__name__)
 PROG = "atropos-grpo-run"
 LAUNCHER = Path(__file__).with_name("vllm_api_server.py")
 MODE = ["--weight-bridge-mode", "shared_vllm", "--single-copy"]
-GRACE_S = 3.0  # from TERM to KILL
+GRACE_S = 10.0  # from TERM to KILL
 POLL_S = 0.5
 SERVER_FLAGS = """\
 vLLM server that this command starts:
@@ -38,7 +38,7 @@ vLLM server that this command starts:
                         share of the GPU's memory for vLLM (default: 0.45)
   --max-model-len TOKENS
                         longest sequence that vLLM serves (default: 4096)
-  --dtype DTYPE         dtype that vLLM serves: bfloat16, float32 or auto (default: auto)
+  --dtype DTYPE         dtype that vLLM serves: bfloat16, float32 or auto (default: float32 on CPUs, else auto)
 """
 
 
@@ -62,7 +62,7 @@ def split(argv: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(prog=PROG, add_help=False, allow_abbrev=False)
     parser.add_argument("--gpu-memory-utilization", "--vllm-gpu-memory-utilization", type=float, default=0.45)
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--dtype")
     server, words = parser.parse_known_args(list(argv))
     return server, [*MODE, *words]
 
@@ -81,9 +81,10 @@ def one_gpu(device: str, environment: Mapping[str, str]) -> list[str]:
 
 def command(launcher: Path, server: Namespace, config: TrainerConfig) -> list[str]:
     """What starts the server."""
-    words = ["--model", config.model_name, "--port", str(config.vllm_port), "--dtype", server.dtype]
+    words = ["--model", config.model_name, "--port", str(config.vllm_port)]
     words += ["--max-model-len", str(server.max_model_len)]
-    return ["-u", str(launcher), *words, "--gpu-memory-utilization", str(server.gpu_memory_utilization)]
+    words += ["--gpu-memory-utilization", str(server.gpu_memory_utilization)]
+    return ["-u", str(launcher), *words, *(["--dtype", server.dtype] if server.dtype else [])]
 
 
 @contextmanager

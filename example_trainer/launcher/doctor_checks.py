@@ -87,7 +87,7 @@ def check_plugins(found: Mapping[str, Sequence[str]]) -> Finding:
             "fail",
             "vLLM plugins",
             f"declared by {DISTRIBUTION} and by {', '.join(twice)}",
-            f"pip uninstall {twice[0]}, and remove {twice[0]}.egg-info from the checkout",
+            f"pip uninstall {' '.join(twice)} {DISTRIBUTION}, then install again: they share files",
         )
     return Finding("ok", "vLLM plugins", ", ".join(found))
 

@@ -54,9 +54,10 @@ async def test_a_server_without_log_probabilities_is_an_error_with_the_remedy() 
 
 
 def test_tokens_are_drawn_by_their_probability_at_the_temperature() -> None:
-    counts: Counter[str] = Counter()
-    for _ in range(4000):
-        counts.update(draw({"a": math.log(0.8), "b": math.log(0.2)}, 1, temperature=1.0))
-    assert 0.77 < counts["a"] / 4000 < 0.83  # the standard deviation is 0.006
+    expected = {"a": 0.6, "b": 0.3, "c": 0.1}
+    logprobs = {key: math.log(probability) for key, probability in expected.items()}
+    counts = Counter(draw(logprobs, 1, temperature=1.0)[0] for _ in range(20_000))
+    for key, probability in expected.items():
+        assert abs(counts[key] / 20_000 - probability) < 0.02  # the standard deviation is at most 0.0035
     cold = Counter(draw({"a": math.log(0.8), "b": math.log(0.2)}, 1, temperature=0.1)[0] for _ in range(500))
     assert cold["a"] > 495  # its probability is 1 - 1e-6

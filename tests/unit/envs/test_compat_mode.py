@@ -64,13 +64,14 @@ def test_minus_one_is_no_limit_wherever_it_was() -> None:
 
 
 class SeldomEnv(CountingEnv):
-    """The first `fruitless` items give no group."""
+    """The first `fruitless` items give no group; the others give one with the required keys alone."""
 
     fruitless = 0
 
     async def collect_trajectories(self, item: Any) -> Any:
         type(self).fruitless -= 1
-        return await super().collect_trajectories(item) if self.fruitless < 0 else (None, [])
+        group, more = await super().collect_trajectories(item)
+        return {key: group[key] for key in ("tokens", "masks", "scores")} if self.fruitless < 0 else None, more
 
 
 async def test_process_ends_after_as_many_items_without_a_group_as_are_allowed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
         (doctor_checks.check_package("vllm", "0.34.0", "0.26", "0.34"), "0.34.0, needs 0.26 or newer, below 0.34"),
         (
             doctor_checks.check_plugins({"one": ["atroposlib", "atropos"], "two": ["atropos", "atroposlib"]}),
-            "declared by atroposlib and by atropos: pip uninstall atropos,",
+            "declared by atroposlib and by atropos: pip uninstall atropos atroposlib, then install",
         ),
         (doctor_checks.check_plugins({"one": ["atroposlib"], "two": []}), "two not installed: run scripts/setup.sh"),
         (doctor_checks.check_driver("12.4", "13.0"), "the driver supports CUDA 12.4, but PyTorch is built for 13.0"),

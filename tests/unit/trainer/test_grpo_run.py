@@ -32,9 +32,9 @@ def test_flags_of_the_ancestor_go_to_the_server_or_the_trainer() -> None:
     assert words[:3] == ["--weight-bridge-mode", "shared_vllm", "--single-copy"]
     config = configured(*words[3:])
     assert (config.bridge.kind, config.training_steps) == ("single_copy", 20)
-    expected = "--model M --port 9005 --dtype float32 --max-model-len 512 --gpu-memory-utilization 0.3"
+    expected = "--model M --port 9005 --max-model-len 512 --gpu-memory-utilization 0.3 --dtype float32"
     assert grpo_run.command(Path("launcher.py"), server, config) == ["-u", "launcher.py", *expected.split()]
-    assert vars(grpo_run.split([])[0]) == {"gpu_memory_utilization": 0.45, "max_model_len": 4096, "dtype": "auto"}
+    assert vars(grpo_run.split([])[0]) == {"gpu_memory_utilization": 0.45, "max_model_len": 4096, "dtype": None}
 
 
 @pytest.mark.parametrize(
