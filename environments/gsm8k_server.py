@@ -45,10 +45,11 @@ class GSM8kEnvConfig(QuestionEnvConfig):
         description="Problems: the hub's GSM8K, generated ones, or 'auto': the hub's if it is reachable.",
     )
     dataset_path: str | None = Field(
-        default=None, description="JSONL file, or directory with train.jsonl and test.jsonl; replaces dataset."
+        default=None,
+        description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )
     dataset_test_path: str | None = Field(
-        default=None, description="JSONL file to evaluate with; otherwise part of dataset_path is held out."
+        default=None, description="File to evaluate with; otherwise part of dataset_path is held out."
     )
     hub_timeout: float = Field(default=60.0, gt=0, description="Seconds to wait for the hub.")
     prompt_style: Literal["auto", "boxed", "plain"] = Field(

@@ -43,10 +43,11 @@ class MathConfig(QuestionEnvConfig):
     dataset: str = Field(default=GENERATED, description="'generated', or the name of a hub dataset.")
     dataset_config: str = Field(default="default", description="Configuration of the hub dataset.")
     dataset_path: str | None = Field(
-        default=None, description="JSONL file, or directory with train.jsonl and test.jsonl; replaces dataset."
+        default=None,
+        description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces dataset.",
     )
     dataset_test_path: str | None = Field(
-        default=None, description="JSONL file to evaluate with; otherwise part of dataset_path is held out."
+        default=None, description="File to evaluate with; otherwise part of dataset_path is held out."
     )
     question_field: str = Field(default="question", description="Field of a record that holds the question.")
     answer_field: str = Field(default="answer", description="Field of a record that holds the answer.")

@@ -34,7 +34,7 @@ class SelfCheckConfig(QuestionEnvConfig):
     max_new_tokens: int = Field(default=32, ge=1, description="Most tokens of one turn.")
     dataset_path: str | None = Field(
         default=None,
-        description="JSONL file, or directory with train.jsonl and test.jsonl; replaces the generated set.",
+        description="File (.jsonl, .json, .csv, .parquet) or directory of train, test; replaces the generated set.",
     )
     check_prompt: str = Field(
         default="Check that. {question}", description="Question of the second turn; {question} is the problem."

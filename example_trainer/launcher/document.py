@@ -41,7 +41,8 @@ def _environment(section: EnvironmentSection, resolved: Tree, typed: Sequence[st
     if file.is_relative_to(folders.environments()):
         kept["file"] = f"{folders.ENVIRONMENTS}/{file.relative_to(folders.environments())}"
     words = {word[2:].partition("=")[0].replace("-", "_") for word in typed if word.startswith("--")}
-    chosen = {*section.own, *section.inherited, *(word[4:] for word in words if word.startswith("env."))}
+    typed_keys = (word[4:].partition(".")[0] for word in words if word.startswith("env."))  # of a tree, its name
+    chosen = {*section.own, *section.inherited, *typed_keys}
     kept |= {key: value for key, value in resolved["env"].items() if key in chosen}
     server = resolved["openai"][0] if isinstance(resolved["openai"], list) else resolved["openai"]
     connection = {*section.openai, *(word[7:] for word in words if word.startswith("openai."))}

@@ -7,6 +7,7 @@ import pytest
 
 from atroposlib.envs.errors import DataError
 from atroposlib.envs.problems import (
+    Fields,
     Problem,
     ProblemStream,
     arithmetic_problems,
@@ -58,6 +59,11 @@ def test_one_file_is_split_and_the_parts_are_disjoint(tmp_path: Path) -> None:
     assert len(problems.train) == 7
     assert len(problems.held_out) == 3
     assert not set(problems.train) & set(problems.held_out)
+
+
+def test_problems_come_from_a_table_too(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text('prompt,result\n"1, 2?","#### 3"\n')
+    assert read_problems(tmp_path / "p.csv", Fields("prompt", "result")) == [Problem("1, 2?", "#### 3")]
 
 
 def test_folder_has_its_own_test_file(tmp_path: Path) -> None:

@@ -115,6 +115,20 @@ def test_the_kept_run_repeats_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_processes")
+def test_a_setting_in_a_tree_of_an_environment_is_kept_with_the_run(tmp_path: Path) -> None:
+    text = (ROOT / "environments/template_server.py").read_text()
+    text = text.replace("    largest: int", "    data: DatasetConfig = DatasetConfig(name='main')\n    largest: int")
+    mine = tmp_path / "my_server.py"
+    mine.write_text(text.replace("from pydantic", "from atroposlib.envs.dataset import DatasetConfig\nfrom pydantic"))
+    made = plan("arithmetic", "--env.file", str(mine), "--env.data.source", "my.csv")
+    (tmp_path / "run.yaml").write_text(made.files["run.yaml"])
+    again = plan(str(tmp_path / "run.yaml"))
+    for environment in (made.environments["env"], again.environments["env"]):
+        assert environment.resolved["env"]["data"]["source"] == "my.csv"
+        assert environment.resolved["env"]["data"]["name"] == "main"
+
+
+@pytest.mark.usefixtures("no_processes")
 def test_an_environment_of_ones_own_takes_what_it_knows_of_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
