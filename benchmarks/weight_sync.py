@@ -76,9 +76,10 @@ Median (worst) in ms; under load {clients} generations are in flight:
 |---|---|---|---|---|---|---|---|
 {times}
 
-Update: the optimizer step, part of the stall for single copy only. Transfer: bytes travel, or files are written, and
-generation continues. Stall: generation is paused. Apply: the part of it in which the weights change. Served after:
-from the end of update and transfer until the trainer knows that the new version is served.
+`legacy` is the mode `none`, also called restart. Update: the optimizer step, part of the stall for single copy only.
+Transfer: bytes travel, or files are written, and generation continues. Stall: generation is paused. Apply: the part of
+it in which the weights change. Served after: from the end of update and transfer until the trainer knows that the new
+version is served.
 
 | mode | server alone | both | at the end | weights in memory files | peak extra | files, threads | requests, failed |
 |---|---|---|---|---|---|---|---|

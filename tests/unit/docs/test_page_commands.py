@@ -281,6 +281,12 @@ def test_a_wrong_flag_is_noticed(wrong: str) -> None:
         judge()
 
 
+def test_each_row_of_a_table_is_one_line() -> None:
+    """A row that continues on the next line is a row cut off, and a paragraph."""
+    text = {page: re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S) for page in PAGES}
+    assert [(page.name, row) for page in PAGES for row in re.findall(r"^\|.*[^|\s]\s*$", text[page], re.M)] == []
+
+
 def test_there_are_commands() -> None:
     assert len(COMMANDS) > 60
     assert {"README.md", "docs/quickstart.md", "docs/install.md"} < {command.page for command in COMMANDS}
