@@ -142,3 +142,13 @@ def test_the_launcher_finds_what_was_installed_with_it(installed: Path, tmp_path
         str(installed / "example_trainer/recipes"),
         str(installed / "atropos_environments/gsm8k_server.py"),
     ]
+
+
+@pytest.mark.parametrize("kind", [[], ["--turns", "two"]])
+def test_an_environment_is_written_and_its_test_passes_from_an_empty_directory(
+    kind: list[str], installed: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(installed / "bin/atropos-env"), "new", "mine", *kind]
+    run(*command, cwd=tmp_path, PYTHONPATH=str(installed))
+    passed = run(sys.executable, "-m", "pytest", "-q", "test_mine_server.py", cwd=tmp_path, PYTHONPATH=str(installed))
+    assert "3 passed" in passed.stdout
