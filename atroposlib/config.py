@@ -170,7 +170,7 @@ def _from_environment(keys: Sequence[Key], env: Mapping[str, str]) -> Tree:
 
 
 def _preset(tree: type[BaseModel]) -> Tree:
-    """What a tree sets in its subtrees, `data: Data = Data(name="main")`: whoever sets another field keeps that."""
+    """What a tree sets in its subtrees, `data: Data = Data(name="main")`: setting another field keeps that."""
     found: Tree = {}
     for name, field in tree.model_fields.items():
         below, default = subtrees(field), field.get_default(call_default_factory=True)

@@ -152,7 +152,7 @@ class LineHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             written = self._repeats.thinned(record)
-        except Exception:  # arguments that do not fit the message, which must not fail whoever logs
+        except Exception:  # arguments that do not fit the message: logging must not fail the caller
             self.handleError(record)
         else:
             if written is not None:
@@ -182,7 +182,7 @@ def configure_logging(process: str, json_lines: bool = False, level: int = loggi
 
 
 def say(line: str) -> None:
-    """A line on stdout for whoever looks at it: as it is on a terminal, in the log's format in a file or a pipe."""
+    """A line on stdout: as it is on a terminal, in the log's format in a file or a pipe."""
     handler = next((each for each in logging.getLogger().handlers if isinstance(each, LineHandler)), None)
     if handler is not None and not sys.stdout.isatty():
         line = handler.format(logging.makeLogRecord({"levelname": "INFO", "name": __name__, "msg": line}))

@@ -344,8 +344,8 @@ def keep_weights() -> None:
 
 
 def sleep_beside(watched: Sequence[Watched], seconds: float) -> None:
-    """A pause of whoever waits for the API: without vLLM no batch will ever come, and without the other ranks none can
-    be trained on, so their errors come first. A checkpoint that is written meanwhile gets its name.
+    """Pause a wait for the API. Without vLLM no batch will ever come, and without the other ranks none can be trained
+    on, so their errors are raised first. A checkpoint that is written meanwhile gets its name.
     """
     for each in watched:
         each.check()

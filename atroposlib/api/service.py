@@ -533,7 +533,7 @@ class RolloutService:
             if error is not None:
                 raise error
             result = self._apply(change, bodies)
-        except Exception as failure:  # whoever awaits it answers for it
+        except Exception as failure:  # raised where it is awaited
             if not applied.cancelled():
                 applied.set_exception(failure)
         else:

@@ -160,7 +160,7 @@ class LineChild:
             future.set_exception(ChildRefused(str(error["message"]), bool(error["is_wrong"])))
 
     async def _await_end(self, process: asyncio.subprocess.Process) -> None:
-        # `wait` also waits for whoever else holds the pipes, such as a grandchild
+        # `wait` also waits for every other process that has the pipes open, such as a grandchild
         while process.returncode is None:  # noqa: ASYNC110
             await asyncio.sleep(POLLED_EVERY_S)
         await asyncio.sleep(POLLED_EVERY_S)  # what it wrote last is read meanwhile
@@ -186,7 +186,7 @@ class LineChild:
                 await self._fail(str(error))
 
     async def _fail(self, reason: str) -> None:
-        """Kill the process and all that it started, and then tell whoever waits."""
+        """Kill the process and all that it started, and then fail all that wait."""
         if self._ending is None:
             self._failure = f"{reason}{f'; its last words: {self._words[-1]}' if self._words else ''}"
             self._ending = asyncio.create_task(self._end(self._failure))

@@ -31,7 +31,7 @@ Fields = dict[str, Any]
 
 
 class Wrong(Exception):
-    """What was asked for cannot be; the message is for whoever configured it."""
+    """The configuration cannot be used; the message names what to change."""
 
 
 class Player:

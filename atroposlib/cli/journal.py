@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> None:
             arguments.run(reader, replayed, arguments)
             sys.stdout.flush()
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read it has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has closed the pipe
 
 
 @contextlib.contextmanager

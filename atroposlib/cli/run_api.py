@@ -43,7 +43,7 @@ _REMEDIES: dict[int | None, str] = {
 
 
 class AddressError(AtroposError):
-    """The API cannot listen on the address; the message is one line for whoever chose it."""
+    """The API cannot listen on the address; the message is one line with the remedy."""
 
 
 def listen(host: str, port: int) -> list[socket.socket]:

@@ -413,7 +413,7 @@ IF_POSTED = ("policy_versions", "version_spans", "rollouts", "finish_reasons", "
 class PostedData(ScoredData, omit_defaults=True):
     """A group as it is posted: a post that is repeated with the same `idempotency_key` is stored once.
 
-    The API checks the range of each id once, here; whoever reads an item need not pay for that again.
+    The API checks the range of each id once, here; readers of an item need not pay for that again.
     """
 
     tokens: list[list[Integer]]

@@ -30,9 +30,9 @@ Invariants
 - A session is one trainer's hold on one server: a random id that no other process can guess. A worker joins it once;
   a failure ends the session; the trainer must open a new one. vLLM keeps serving the last committed weights.
 - Nothing is applied before every byte arrived on every rank, and all ranks apply between the same two forward steps.
-- Only single copy writes live weights, and only between pause and resume. Whoever dies, falls silent or oversteps
-  its deadline in between leaves weights that are half stepped: they are poisoned, and generation is refused until a
-  trainer completes a sync.
+- Only single copy writes live weights, and only between pause and resume. A trainer that dies, falls silent or
+  oversteps its deadline in between leaves weights that are half stepped: they are poisoned, and generation is refused
+  until a trainer completes a sync.
 - The first commit of a session may set any policy version (a resumed trainer); after that it rises by exactly one.
 - A trainer that feeds several servers holds one session with each and commits once all have staged. One that fails
   is fenced off (POST /v1/bridge/fence): its session ends and it refuses to generate until a trainer has committed a

@@ -90,8 +90,8 @@ class Silence:
         self._since = self._told = 0.0
 
     def lasts(self, steps: object, patient: bool = False) -> float | None:
-        """Seconds without a step, where that is to be told now; `steps` is what the API reports about steps. Whoever is
-        `patient` is told nothing.
+        """Seconds without a step, if a line about it is due now; `steps` is what the API reports about steps. None if
+        not due, and for `patient`.
         """
         now = self._now()
         if not self.has_begun or steps != self.steps:

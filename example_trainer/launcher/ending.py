@@ -17,7 +17,7 @@ POLL_S = 0.1
 
 
 def end(records: Records, services: Sequence[Record], memory: SharedMemory, tell: Listener) -> None:
-    """At most 7 s, then every group is gone, and so are the records. Whoever ends a second time finds nothing."""
+    """At most 7 s, then every group is gone, and so are the records. A second call finds nothing."""
     running = _signal(services, signal.SIGTERM)
     if running:
         _try(tell, Ending(_names(running), GRACE_S + KILL_S))

@@ -198,7 +198,7 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
 async def test_the_guide_tries_its_environment_as_typed_and_reads_the_servers_answers(
     named_by: str, tmp_path: Path
 ) -> None:
-    """From an empty directory. Server and environment have one tokenizer, whoever names it."""
+    """From an empty directory. Server and environment have one tokenizer, whichever of the two names it."""
     new, pytest_, serve, process = (
         next(command for command in commands(GUIDE) if word in command)
         for word in ("env new", "-m pytest", "fake_inference_server", "larger_number_server.py process ")

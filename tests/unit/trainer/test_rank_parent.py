@@ -1,5 +1,5 @@
-"""The parent of trainer ranks, with ranks that load no torch: whoever ends, and however, all end, with the right exit
-status and one line.
+"""The parent of trainer ranks, with ranks that load no torch: whichever process ends, and however, all end, with the
+right exit status and one line.
 """
 
 import os
