@@ -28,11 +28,12 @@ from typing import Any, NoReturn
 from pydantic import BaseModel, Field, create_model
 
 from atroposlib.config import Config, config_yaml, load_config, read_config_file
-from atroposlib.envs import compat_mode
-from atroposlib.envs.author_methods import settled
+from atroposlib.envs import author_checks, compat_mode
+from atroposlib.envs.author_errors import needed
 from atroposlib.envs.environment import Environment
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.sampling_fields import SamplingFields
+from atroposlib.envs.server_handling.errors import ServerError
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.errors import one_line_errors
 from atroposlib.files import write_whole
@@ -95,11 +96,13 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     async with env._env_run as run:
         await run.wait_for_inference()
         await (await fake_servers(env)).tell_tokenizer()
-        await settled(env.setup())
+        await run.set_up()
         if isinstance(tree, SamplingFields) and tree.samples:
-            await env._evaluate_samples(tree)
+            with needed("evaluate --samples", env.evaluate):
+                await env._evaluate_samples(tree)
             return
-        returned = await env.evaluate()
+        with needed("evaluate", env.evaluate):
+            returned = await author_checks.metrics(env.evaluate)
         run.write_held_out(None)
         if returned is not None:
             log.info("Evaluation: %s", dict(returned))
@@ -118,6 +121,7 @@ def main(env_cls: type[Environment], argv: Sequence[str] | None = None, default_
         command = _command(arguments, default_command)
     tree = load_tree(env_cls, command, arguments, prog)
     with one_line_errors(prog):
+        author_checks.check_class(env_cls, command)
         env_cls._check_installed()
     configure_logging(env_cls.name or env_cls.__name__)
     raise SystemExit(_run_until_stopped(lambda: run(env_cls, command, tree)))
@@ -150,7 +154,7 @@ async def run(env_cls: type[Environment], command: str, tree: EnvTree) -> int:
             case _:
                 _need_no_tokens(tree)
                 await run_evaluate(await built(StartUp(name)), tree)
-    except EnvError as error:
+    except (EnvError, ServerError) as error:
         log.error("%s", error)
         return 1
     return 0
@@ -177,11 +181,12 @@ def build(env_cls: type[Environment], tree: EnvTree) -> Environment:
             (env_cls,),
             {"teacher_servers": tree.teacher, "__module__": env_cls.__module__, "__doc__": env_cls.__doc__},
         )
-    try:
-        # By position: environments out there have other names for the third.
-        env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
-    except (OSError, ValueError, NotImplementedError) as error:
-        raise EnvError(f"cannot build {env_cls.__name__}: {error}") from error
+    with needed("__init__", env_cls.__init__):
+        try:
+            # By position: environments out there have other names for the third.
+            env = env_cls(tree.env, tree.openai, tree.slurm, tree.testing)
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise EnvError(f"cannot build {author_checks.class_location(env_cls)}: {error}") from error
     env.server.max_n_completions = tree.max_n_completions
     env.server.allows_text_only = isinstance(tree, SamplingFields)
     env.server.proxy_url = tree.proxy_url or env.server.proxy_url
@@ -216,14 +221,13 @@ def load_tree(env_cls: type[Environment], command: str, arguments: Sequence[str]
         }
         fields: dict[str, Any] = {"env": type(env_config)} | {name: group.annotation for name, group in groups.items()}
         tree_cls = create_model("EnvTree", __base__=base, __doc__=_about(env_cls), **fields)
+        kinds: dict[str, type[BaseModel]] = {"": tree_cls, "env": type(env_config)}
+        kinds |= {name: group.kind for name, group in groups.items()}
         accepts_former = compat_mode.is_on(arguments, content)
         if accepts_former:
-            kinds = {"": tree_cls, "env": type(env_config)} | {name: group.kind for name, group in groups.items()}
             content = compat_mode.known_keys(content, kinds)
-        content = _own_keys(content, tree_cls)
-        for name, kind in ({"env": type(env_config)} | {name: group.kind for name, group in groups.items()}).items():
-            if name in content:
-                content[name] = _own_keys(content[name], kind, f"{name}.")
+        content = _own_keys(content, kinds)
+        content |= {name: _own_keys(content[name], kinds, name) for name in ("env", *groups) if name in content}
     env_defaults = (compat_mode.DEFAULTS if accepts_former else {}) | env_config.model_dump(exclude_unset=True)
     if command == "process":
         env_defaults |= {
@@ -284,23 +288,34 @@ def _server_group(name: str, servers: Any, in_yaml: Any, arguments: Sequence[str
     return ServerGroup(kind, kind, values[0] if values else {})
 
 
-def _own_keys(values: Any, tree: type[BaseModel], place: str = "") -> Any:
-    """`values` without the keys that YAML files out there hold for other programs, a warning each.
+def _own_keys(content: Any, kinds: Mapping[str, type[BaseModel]], place: str = "") -> Any:
+    """What YAML has at `place` ("env") without the keys that files out there hold for other programs, a warning each.
+    `kinds` are the trees by place.
 
-    A key that resembles a known one is a mistyped one: raises ConfigError.
+    Raises ConfigError for a key that is known elsewhere, and for one that resembles a known one.
     """
-    if isinstance(values, list):
-        return [_own_keys(each, tree, place) for each in values]
-    if not isinstance(values, Mapping):
-        return values
-    known = [spelling for name, field in tree.model_fields.items() for spelling in names(name, field)]
-    for key in values:
-        if key in known:
+    if isinstance(content, list):
+        return [_own_keys(each, kinds, place) for each in content]
+    if not isinstance(content, Mapping):
+        return content
+    known = {
+        where: [name for each in kind.model_fields.items() for name in names(*each)] for where, kind in kinds.items()
+    }
+    for key in content:
+        if key in known[place]:
             continue
-        if nearest(str(key), known):
-            raise ConfigError(f"unknown key '{place}{key}'{nearest(place + key, [place + name for name in known])}")
-        log.warning("Ignoring the key '%s', which %s does not know", key, tree.__name__)
-    return {key: value for key, value in values.items() if key in known}
+        for where in (where for where, keys in known.items() if key in keys):
+            raise ConfigError(f"the key '{key}' belongs {_level(where)} in the --config file, not {_level(place)}")
+        if nearest(str(key), known[place]):
+            above = f"{place}." if place else ""
+            likely = nearest(f"{above}{key}", [above + name for name in known[place]])
+            raise ConfigError(f"unknown key '{above}{key}'{likely}")
+        log.warning("Ignoring the unknown key '%s' %s of the --config file", key, _level(place))
+    return {key: value for key, value in content.items() if key in known[place]}
+
+
+def _level(place: str) -> str:
+    return f"under {place}:" if place else "at the top"
 
 
 # --- signals --------------------------------------------------------------------------------------------------------

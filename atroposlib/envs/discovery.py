@@ -7,7 +7,7 @@ from atroposlib.clients.waiting import NotYet
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import PeerError
 from atroposlib.envs.reporting import OWN_SET_UP, StartUp
-from atroposlib.envs.server_handling.errors import hint
+from atroposlib.envs.server_handling.errors import NOT_FOUND, hint
 from atroposlib.envs.server_handling.server_config import APIServerConfig, ServerBaseline
 from atroposlib.envs.waits import wait_for_peer
 from atroposlib.logs import get_logger
@@ -70,8 +70,9 @@ async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp
             async with session.get(url, headers=headers, allow_redirects=False) as reply:
                 if redirected := refused_redirect(url, reply.status, reply.headers.get("Location")):
                     raise NotYet(redirected)
-                if wrong := hint(url, reply.status):
-                    raise PeerError(f"{url} replied {reply.status}{wrong}")
+                if reply.status == NOT_FOUND:
+                    remedy = hint(url, reply.status) or "; correct --openai.base_url: no server of models answers there"
+                    raise PeerError(f"{url} replied {reply.status}{remedy}")
                 if reply.status != 200:
                     raise NotYet(f"it replied {reply.status}")
                 return ServedModel.model_validate((await reply.json())["data"][0])

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -25,8 +26,9 @@ from msgspec import to_builtins
 
 from atroposlib.clients.activity import GRADER_FAILED
 from atroposlib.clients.waiting import NotYet
-from atroposlib.envs import checkpoints
-from atroposlib.envs.author_errors import MalformedGroup, shown
+from atroposlib.envs import author_checks, checkpoints
+from atroposlib.envs.author_errors import ErrorLog, MalformedGroup, needed, shown, written_by_author
+from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.dynamic_sampling import BatchFilling, Chosen
 from atroposlib.envs.errors import EnvError, GroupTooLargeError, PeerError, RecordError, Unscored
@@ -53,6 +55,7 @@ from atroposlib.envs.records import JsonlWriter, append_jsonl, markdown_table, w
 from atroposlib.envs.sample_rows import Sampled, SampleRows
 from atroposlib.envs.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import gather_or_cancel
+from atroposlib.envs.server_handling.errors import WrongAddress
 from atroposlib.envs.server_handling.reasoning import ReasoningConfig
 from atroposlib.envs.server_handling.server_baseline import APIServer, APIServerConfig, ServerBaseline
 from atroposlib.envs.time_limit import time_limit
@@ -162,7 +165,10 @@ class Environment(FormerAttributes, ABC):
         """
         limit_s = self.config.rollout_limit_s
         results = await gather_or_cancel(
-            [attempt(self.collect_trajectory(item), limit_s) for _ in range(self.config.group_size)]
+            [
+                attempt(author_checks.trajectory(self.collect_trajectory, item), limit_s)
+                for _ in range(self.config.group_size)
+            ]
         )
         left, failed = self._env_run.survivors(results, item)
         backlog = [later for _, more in left for later in more or []]
@@ -411,7 +417,8 @@ class EnvRun:
 
         # What has been since the start, or since the last log.
         self.counts: Counter[str] = Counter()
-        self.outcomes = Outcomes()
+        self.errors = ErrorLog(written_by_author(type(env)))
+        self.outcomes = Outcomes(self.errors.origin)
         self.waits_for = ""  # empty while groups are sampled
         self.in_flight = 0  # groups
         self.running_items: dict[str, RunningItem] = {}
@@ -455,6 +462,11 @@ class EnvRun:
     def display_name(self) -> str:
         """How the environment presents itself."""
         return self.env.config.wandb_name or self.env.name or type(self.env).__name__
+
+    async def set_up(self) -> None:
+        """Call the author's `setup`. Raises AuthorError when it fails."""
+        with needed("setup", self.env.setup):
+            await settled(self.env.setup())
 
     # --- one item -------------------------------------------------------------------------------------------------
 
@@ -522,6 +534,10 @@ class EnvRun:
         except EnvError as error:  # ends the environment; perhaps no row can be written
             self.outcomes.note_failed(error)
             raise
+        except WrongAddress as error:
+            if self.counts["groups_accepted"] or self.counts["items_rejected"]:  # it was right once
+                raise
+            raise PeerError(str(error)) from error
         except Exception as error:
             self.outcomes.note_failed(error)
             self.samples.write_lost(item, self.outcomes.last_drop)
@@ -616,9 +632,10 @@ class EnvRun:
         self._unsaid_drops[rejected.kind] += 1
         if self._rejected_in_row == REJECTIONS_REPORTED:
             log.warning(
-                "%d groups in a row were dropped and nothing was sent, the last because %s",
+                "%d groups in a row were dropped and nothing was sent, the last because %s%s",
                 self._rejected_in_row,
                 rejected.reason,
+                f" ({self.errors.giver})" if self.errors.giver else "",
             )
         now = time.monotonic()
         if now - self._drops_said_at < DROPS_REPORTED_EVERY_S:
@@ -653,7 +670,7 @@ class EnvRun:
         limit_s = self.env.config.rollout_limit_s
         try:
             async with time_limit(limit_s) as limit:
-                return await self.env.collect_trajectories(item)
+                return await author_checks.groups(self.env.collect_trajectories, item)
         except TimeoutError as error:
             if not limit.ran_out:
                 raise
@@ -671,14 +688,11 @@ class EnvRun:
             self.note_failed_rollouts(Counter(failure.cause for failure in failures))
             raise
         for failure in failures:
-            if str(failure):
-                log.warning(
-                    "A rollout of the item %s failed (%s); its siblings continue: %s",
-                    shown(item),
-                    failure.cause,
-                    failure,
-                    exc_info=None if failure.is_expected else failure.error,
-                )
+            text = f"A rollout of the item {shown(item)} failed ({failure.cause}); its siblings continue"
+            if not failure.is_expected:
+                self.errors.note(failure.error, text, WARNING)
+            elif str(failure):
+                log.warning("%s: %s", text, failure)
         return left, failed
 
     def note_failed_rollouts(self, failed: Mapping[str, int]) -> None:

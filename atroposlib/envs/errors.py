@@ -23,6 +23,10 @@ class DataError(EnvError):
     """Problems to sample for are missing, unreadable or malformed."""
 
 
+class NoTokenIds(EnvError, NotImplementedError):
+    """Tokens to train on were to be sampled from a server that gives none."""
+
+
 class NotReplayed(EnvError, ValueError):
     """Tokens to train on were to be sampled with a parameter that the trainer does not replay."""
 

@@ -3,6 +3,7 @@ it."""
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from atroposlib.clients.activity import CODE_FAILED, SERVER_FAILED
 from atroposlib.envs.author_errors import MalformedGroup, origin
@@ -19,10 +20,11 @@ LONGEST_PAUSE_S = 10.0
 class Outcomes:
     """Counts of groups: `dropped` by reason since the last one that was posted, of which `last_drop` is the last; since
     the start, those that were `posted` and those whose samples were `thrown_away`, and the rollouts that `failed`, by
-    cause.
+    cause. `origin` says what an error was, and where.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Callable[[BaseException], str] = origin) -> None:
+        self._origin = origin
         self.posted = 0
         self.thrown_away = 0
         self.failed: Counter[str] = Counter()  # rollouts
@@ -45,7 +47,7 @@ class Outcomes:
         if isinstance(error, MalformedGroup):
             self.note_dropped("that cannot be trained on", str(error))
         else:
-            self.note_dropped(SERVER_FAILED if isinstance(error, ServerError) else CODE_FAILED, origin(error))
+            self.note_dropped(SERVER_FAILED if isinstance(error, ServerError) else CODE_FAILED, self._origin(error))
 
     @property
     def pause_s(self) -> float:

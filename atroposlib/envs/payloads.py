@@ -181,7 +181,7 @@ def rejection(
     expected = (group.get("group_overrides") or {}).get("group_size", group_size)
     count = size_of(group)
     if count != expected:
-        return Rejection("of the wrong size", f"{count} rollouts instead of {expected}")
+        return Rejection("of the wrong size", f"{count} rollouts instead of {expected} (group_size)")
     if scores_must_differ and count > 1 and len(set(group["scores"])) == 1:
         return Rejection(EQUAL_SCORES, f"all scores are {group['scores'][0]:g}")
     longest = max((len(tokens) for tokens in group["tokens"]), default=0)

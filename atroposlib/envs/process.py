@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 
-from atroposlib.envs.author_errors import ErrorBudget, giver, origin, shown
+from atroposlib.envs.author_errors import ErrorBudget, shown
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.environment import Environment, EnvRun
 from atroposlib.envs.errors import EnvError, ProcessError
@@ -27,17 +27,18 @@ async def process(env: Environment) -> None:
             "process needs --env.data_path_to_save_groups and --env.total_steps, the number of groups, above 0"
         )
     env.process_mode = True
+    page = env.jsonl_writer.path.with_suffix(".html")
+    log.info("Sampling %d groups; the page to read will be %s", steps, page)
     async with env._env_run as run:
         await run.wait_for_inference()
         fakes = await fake_servers(env)
-        await settled(env.setup())
-        budget = ErrorBudget(env.config.max_failed_items, giver(type(env)))
+        await run.set_up()
+        budget = ErrorBudget(env.config.max_failed_items, run.errors)
         for number in range(steps):
             await _one_group(run, budget, fakes)
             log.info("Group %d of %d is done", number + 1, steps)
-    page = env.jsonl_writer.path.with_suffix(".html")
     write_html(env.jsonl_writer.path, page)
-    log.info("Wrote %s and %s", env.jsonl_writer.path, page)
+    log.info("Wrote the groups to %s and the page to %s", env.jsonl_writer.path, page)
 
 
 async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> None:
@@ -46,7 +47,7 @@ async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> No
     for _ in range(limit) if limit else itertools.count():
         named = "that get_next_item was to give"
         try:
-            item = env.backlog.pop() if env.backlog else await env.get_next_item()
+            item = env.backlog.pop() if env.backlog else await settled(env.get_next_item())
             if item is None:
                 raise ProcessError("the environment has no more items")
             named = shown(item)
@@ -55,7 +56,6 @@ async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> No
         except EnvError:
             raise
         except Exception as error:
-            log.exception("%s. Dropped the item %s", origin(error, budget.given_at), named)
             budget.note_failure(error, named)
             if isinstance(error, ServerError):
                 await asyncio.sleep(min(LONGEST_PAUSE_S, 0.1 * 2**failed))
@@ -64,8 +64,9 @@ async def _one_group(run: EnvRun, budget: ErrorBudget, fakes: FakeServers) -> No
             budget.note_success()
         if run.counts["groups_accepted"] > accepted:
             return
+    last, giver = run.outcomes.last_drop, run.errors.giver
     raise ProcessError(
-        f"{limit} items in a row gave no group (limit --env.max_fruitless_items): "
-        f"{run.counts['items_without_group']} had none,"
-        f" {run.counts['items_rejected']} groups were dropped for the reasons above"
+        f"{limit} items in a row gave no group (limit --env.max_fruitless_items):"
+        f" {run.counts['items_without_group']} had none, {run.counts['items_rejected']} groups were dropped."
+        f" The last one: {last}{f' ({giver})' if giver and giver not in last else ''}"
     )

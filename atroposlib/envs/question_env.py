@@ -19,6 +19,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
+from atroposlib.envs import author_checks
+from atroposlib.envs.author_errors import location
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig
 from atroposlib.envs.errors import Unscored
@@ -102,14 +104,15 @@ class QuestionEnv(BaseEnv):
     def __init__(
         self, config: QuestionEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
     ) -> None:
-        super().__init__(config, server_configs, slurm, testing)
         if config.overlong_buffer and not self._is_of_one_answer:
             raise ValueError("overlong_buffer is for one answer a rollout; lower the reward in `score` instead")
         self._rewards = rewards_of(self, QuestionEnv, brings_its_own=not self._is_of_one_answer)
+        super().__init__(config, server_configs, slurm, testing)
         self.right_from = 1.0  # the score from which an answer counts as right in `accuracy`
         self.held_out: Sequence[Item] = []
         self.taken = 0
         self.scored: list[Scored] = []  # training answers since the last log
+        self._may_lack_return = True
         self._eval_slots = asyncio.Semaphore(config.max_eval_workers)
 
     @classmethod
@@ -165,7 +168,7 @@ class QuestionEnv(BaseEnv):
 
     def conversation(self, item: Item) -> Messages:
         """`prompt(item)`, under `thinking_mode` with the request to think first."""
-        messages = self.prompt(item)
+        messages: Messages = author_checks.messages(self.prompt, item)
         if not self.config.thinking_mode:
             return messages
         request = self.config.custom_thinking_prompt or THINKING_PROMPT
@@ -218,8 +221,9 @@ class QuestionEnv(BaseEnv):
     def _is_of_one_answer(self) -> bool:
         return type(self).rollouts is QuestionEnv.rollouts
 
-    async def _sampled(self, item: Item, n: int) -> list[Rollout]:
-        return await self.rollouts(item, n, "train", self.config.temperature, self.config.top_p)
+    async def _sampled(self, item: Item, n: int) -> Sequence[Rollout]:
+        found = await self.rollouts(item, n, "train", self.config.temperature, self.config.top_p)
+        return author_checks.answers(self.rollouts, found, n)
 
     async def _judged_answer(self, item: Item) -> tuple[Rollout, Scored] | Failure:
         answers = await attempt(self._sampled(item, 1), self.config.rollout_limit_s)
@@ -232,8 +236,15 @@ class QuestionEnv(BaseEnv):
         if isinstance(scored, Failure):
             return replace(scored, messages=rollout.messages)
         if scored.reward is None:
-            return Failure("scorer", Unscored("", self.unscored_count), rollout.messages)
+            return Failure("scorer", Unscored(self._why_none(), self.unscored_count), rollout.messages)
+        self._may_lack_return = False
         return rollout, replace(scored, reward=scored.reward + self._length_reward(rollout))
+
+    def _why_none(self) -> str:
+        """A question to the author while there was no other score yet; empty from then on."""
+        if not self._may_lack_return:
+            return ""
+        return f"score has returned None for every answer so far; does it return anything? ({location(self.score)})"
 
     def _length_reward(self, rollout: Rollout) -> float:
         """Beside the score, which alone is measured."""
@@ -248,6 +259,7 @@ class QuestionEnv(BaseEnv):
             return await self._rewards.scored(self, item, answer, rollout)
         except Unscored as error:
             log.warning("An answer could not be scored: %s", error)
+            self._may_lack_return = False
             return Scored(None)
 
     # --- evaluation and metrics -----------------------------------------------------------------------------------
@@ -255,6 +267,8 @@ class QuestionEnv(BaseEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
         counter = _Evaluated(len(self.held_out))
+        if not self.held_out:
+            log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
         results = await gather_or_cancel([self._evaluate_one(item, counter) for item in self.held_out])
         metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
@@ -265,7 +279,7 @@ class QuestionEnv(BaseEnv):
 
     async def _evaluate_one(self, item: Item, counter: "_Evaluated") -> tuple[Item, Rollout, Scored]:
         async with self._eval_slots:
-            rollout = (await self.rollouts(item, 1, "eval", 0.0, 1.0))[0]
+            rollout = author_checks.answers(self.rollouts, await self.rollouts(item, 1, "eval", 0.0, 1.0), 1)[0]
             scored = await self._score(item, rollout)
         counter.count()
         return item, rollout, scored

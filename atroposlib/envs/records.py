@@ -29,14 +29,16 @@ class JsonlWriter:
             number += 1
             self.path = path.with_name(f"{path.stem}_{number}{path.suffix}")
         self._file = open_regular(self.path, "xb", buffering=0)
-        log.info("Writing groups to %s", self.path)
+        log.info("Writing groups to %s%s", self.path, f", as there is a {path} already" if number else "")
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append `record`. Raises RecordError, with the file as it was, when the disk takes no more."""
         append_line(self._file, record)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; one without a line is removed."""
+        if not self._file.closed and not self._file.seek(0, os.SEEK_END):
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsFloat, TypeVar, overload
 
+from atroposlib.envs.author_errors import WrongReturn
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.errors import Unscored
 from atroposlib.envs.rollouts import Rollout, Scored
@@ -29,7 +30,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 SCORE = "score"  # the method's name
 WEIGHT = "__reward_weight__"  # on a method with `@reward`
 BY_NAME = ("messages", "state")  # attributes of a Rollout
-SHOWN_CHARS = 80
 
 
 @overload
@@ -52,18 +52,16 @@ def reward(method: F | None = None, *, weight: float = 1.0) -> F | Callable[[F],
     return mark if method is None else mark(method)
 
 
-def as_scored(value: Any, name: str) -> Scored:
-    """What the method `name` returned. Raises TypeError for what is not a number."""
+def as_scored(value: Any, method: Callable[..., Any]) -> Scored:
+    """What `method` returned. Raises WrongReturn for what is not a number."""
     if value is None or isinstance(value, Scored):
         return Scored(None) if value is None else value
-    return Scored(_number(value, name, "a number, a Scored"))
+    return Scored(_number(value, method, "a number, a Scored"))
 
 
-def _number(value: Any, name: str, wanted: str) -> float:
+def _number(value: Any, method: Callable[..., Any], wanted: str) -> float:
     if not isinstance(value, SupportsFloat):
-        raise TypeError(
-            f"{name} returned {value!r:.{SHOWN_CHARS}}: return {wanted}, or None if the answer cannot be scored"
-        )
+        raise WrongReturn(method, value, f"{wanted}, or None if the answer cannot be scored")
     return float(value)
 
 
@@ -93,7 +91,7 @@ class Rewards:
         if self.named:
             return await self._sum(env, item, answer, rollout)
         if self.score is not None:
-            return as_scored(await self.score.value(env, item, answer, rollout), self.score.name)
+            return as_scored(await self.score.value(env, item, answer, rollout), getattr(env, self.score.name))
         if rollout.own_score is None:
             raise Unscored("the rollout has no own_score")
         return Scored(rollout.own_score)
@@ -104,7 +102,7 @@ class Rewards:
         for each, value in zip(self.named, values, strict=True):
             if value is None:
                 raise Unscored(f"the reward {each.name} is None")
-            found[each.name] = _number(value, each.name, "a number")
+            found[each.name] = _number(value, getattr(env, each.name), "a number")
         return Scored(sum(each.weight * found[each.name] for each in self.named), rewards=found)
 
 

@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable
 
 from atroposlib.clients.batching_api import AsyncBatchingApi, Flags
 from atroposlib.clients.waiting import NotYet
+from atroposlib.envs import author_checks
 from atroposlib.envs.api_link import ApiLink
-from atroposlib.envs.author_errors import ErrorBudget, giver
+from atroposlib.envs.author_errors import ErrorBudget
 from atroposlib.envs.author_methods import settled
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.environment import Environment, EnvRun
@@ -97,7 +98,7 @@ class ServeLoop:
             self._joined,
         )
         self.pool = WorkerPool(
-            env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, giver(type(env)))
+            env.handle_env, env.workers, self._note_end, ErrorBudget(env.config.max_failed_items, run.errors)
         )
         run.running_items = self.pool.running
         self._reporting = reporting
@@ -119,7 +120,7 @@ class ServeLoop:
         log.info("Setting up %s", self.run.display_name)
         self.run.waits_for = OWN_SET_UP
         await self._reporting.send()  # an author's setup may block everything else
-        await settled(self.env.setup())
+        await self.run.set_up()
         log.info("Set up %s in %.1f s", self.run.display_name, time.monotonic() - start)
         self.run.waits_for = "a trainer that asks for a batch"
         await self.link.wait_until_up()
@@ -267,7 +268,7 @@ class ServeLoop:
     async def _next_item(self) -> Item:
         """The next thing to sample for; None when there is nothing now, or when `get_next_item` failed."""
         try:
-            return self.env.backlog.pop() if self.env.backlog else await self.env.get_next_item()
+            return self.env.backlog.pop() if self.env.backlog else await settled(self.env.get_next_item())
         except EnvError:
             raise
         except Exception as error:
@@ -352,18 +353,20 @@ class ServeLoop:
             except EnvError:
                 raise
             # whatever an author's evaluate() raises: tried again here, at last reported to the trainer as no accuracy
-            except Exception:
-                log.exception(
-                    "The evaluation of policy version %d failed (try %d of %d)", version, attempt, EVALUATION_TRIES
+            except Exception as error:
+                self.run.errors.note(
+                    error, f"The evaluation of policy version {version} failed (try {attempt} of {EVALUATION_TRIES})"
                 )
                 self.run.counts["evaluations_failed"] += 1
+                last = f"{self.run.errors.origin(error)}{self.run.errors.again(error)}"
             else:
                 log.info("%s", evaluation.line())
                 return evaluation
             await asyncio.sleep(EVALUATION_PAUSE_S)
+        log.error("The evaluation of policy version %d failed for good, and has no accuracy: %s", version, last)
         return Evaluation(version, self.run.policy_version, None, {}, 0.0)
 
     async def _evaluate_env(self) -> dict[str, float]:
         self.run.eval_results, self.run.held_out = {}, []
-        returned = await self.env.evaluate()
+        returned = await author_checks.metrics(self.env.evaluate)
         return dict(returned if returned is not None else self.run.eval_results)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypedDict
 
-from atroposlib.envs.author_errors import ErrorBudget, origin, shown
+from atroposlib.envs.author_errors import ErrorBudget, shown
 from atroposlib.envs.errors import EnvError
 from atroposlib.envs.payloads import Item
 from atroposlib.logs import get_logger
@@ -104,15 +104,8 @@ class WorkerPool:
         self._failures_in_row += 1
         pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (self._failures_in_row - 1))
         self._not_before = time.monotonic() + pause_s
-        log.error(
-            "%s. Failed %d time(s) in a row, pausing %.1f s; dropped the item %s",
-            origin(error, self._budget.given_at),
-            self._failures_in_row,
-            pause_s,
-            item,
-            exc_info=error,
-        )
-        self._budget.note_failure(error, item)
+        then = f" ({self._failures_in_row} failure(s) in a row, pausing {pause_s:.1f} s)"
+        self._budget.note_failure(error, item, then)
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._workers.discard(task)

@@ -1,6 +1,7 @@
 """Errors between an environment and an inference server, by what the caller can do about them."""
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -8,6 +9,8 @@ from atroposlib.redirects import refused_redirect
 
 RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
 UNAVAILABLE = 503
+NOT_FOUND = 404
+_API_PATH = re.compile(r"(/v\d+)?(/models|/chat/completions|/completions)?$")  # what follows the right base_url's root
 
 
 class ServerError(RuntimeError):
@@ -16,6 +19,10 @@ class ServerError(RuntimeError):
 
 class PermanentServerError(ServerError):
     """The same request would fail again: a 4xx reply, or one that cannot be understood."""
+
+
+class WrongAddress(PermanentServerError):
+    """A server answers that does not have what is asked there, for a reason that the message names."""
 
 
 class RetryableServerError(ServerError):
@@ -52,8 +59,17 @@ def reason_of(body: bytes) -> str:
 
 
 def hint(url: str, status: int) -> str:
-    """What is probably wrong where a living server does not know an address of OpenAI's API."""
-    return "; did you forget /v1 at the end of --openai.base_url?" if status == 404 and "/v1" not in url else ""
+    """What is probably wrong where a living server does not know an address that is asked of it; empty if unknown."""
+    if status != NOT_FOUND:
+        return ""
+    if url.endswith("/generate"):
+        return (
+            "; that server gives no token ids: start example_trainer/vllm_api_server.py there, or evaluate with"
+            " --openai.server_type openai"
+        )
+    if "/v1" in url:
+        return ""
+    return f"; did you forget /v1? Try --openai.base_url {_API_PATH.sub('', url)}/v1"
 
 
 def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -> ServerError:
@@ -68,4 +84,4 @@ def status_error(url: str, status: int, body: str, headers: Mapping[str, str]) -
         return ServerUnreachableError(message, retry_after_s)
     if status in RETRYABLE_STATUS or status >= 500:
         return RetryableServerError(message, retry_after_s)
-    return PermanentServerError(message)
+    return WrongAddress(message) if hint(url, status) else PermanentServerError(message)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from atroposlib.envs.errors import NoTokenIds
 from atroposlib.envs.metrics import Metrics
 from atroposlib.envs.server_handling.affinity import session
 from atroposlib.envs.server_handling.dispatch import SPLITS, Dispatcher, RetryPolicy, Split, run_with_retries
@@ -166,7 +167,7 @@ class ServerManager(InferenceCalls):
         """A client that keeps token ids and log-probabilities of all it samples; see `ManagedServer`.
 
         Its requests stay with the server that took the first one while that is live. `base_url` pins one server.
-        Raises NotImplementedError when no server gives token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
+        Raises NoTokenIds when no server gives token ids, unless ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
         """
         if self.proxy_url:
             async with await create_proxy_session(
@@ -180,10 +181,10 @@ class ServerManager(InferenceCalls):
             yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree)
             return
         if not able:
-            raise NotImplementedError(
+            raise NoTokenIds(
                 f"{', '.join(server.name for server in servers)} returns no token ids, which ManagedServer needs: use"
-                " server_type 'vllm', or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that must"
-                " not be trained on"
+                " --openai.server_type vllm, or set ATROPOS_ALLOW_DUMMY_MANAGED_SERVER=1 to get placeholder tokens that"
+                " must not be trained on"
             )
         route = StickyRoute(self, able)
         tokenizer = tokenizer or await asyncio.to_thread(load_tokenizer, route.tokenizer_id)

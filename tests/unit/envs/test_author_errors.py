@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.author_errors import ErrorBudget, TooManyFailures, giver, origin
+from atroposlib.envs.author_errors import ErrorBudget, ErrorLog, TooManyFailures, origin, written_by_author
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.errors import ProcessError
 from atroposlib.envs.payloads import ScoredDataGroup
@@ -100,7 +100,8 @@ async def test_process_counts_a_get_next_item_that_raises_and_gives_up_on_an_env
         env.backlog = list(range(100))
         with pytest.raises(
             ProcessError,
-            match=r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped",
+            match=r"100 items in a row gave no group \(.*max_fruitless_items\): 100 had none, 0 groups were dropped\."
+            r" The last one: the environment gave none \(.* in collect_tr",
         ):
             await process(env)
 
@@ -145,7 +146,8 @@ async def test_method_that_returns_nothing_is_named(tmp_path: Path) -> None:
         )
         env.taken = 2
         with pytest.raises(
-            TooManyFailures, match=r"3: TypeError: .* at .*test_author_errors.py:\d+ in collect_trajectories"
+            TooManyFailures,
+            match=r"3: WrongReturn: collect_trajectories returned None .*errors.py:\d+ in collect_trajectories",
         ):
             await process(env)
 
@@ -180,9 +182,40 @@ def test_giver_is_the_last_method_that_the_author_wrote() -> None:
         async def score(self, item: Any, answer: str) -> float:
             return 1.0
 
+    def giver(env_cls: type) -> str:
+        return ErrorLog(written_by_author(env_cls)).giver
+
     assert giver(Asked).endswith("in score")
     assert giver(FailingEnv).endswith("in collect_trajectory")
     assert giver(QuestionEnv) == ""
+
+
+def test_an_error_is_logged_in_full_once_and_then_counted(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    errors = ErrorLog(now=lambda: clock[0])
+    budget = ErrorBudget(allowed=200, errors=errors)
+
+    def fail(item: str, index: int = 9) -> None:
+        try:
+            [].pop(index)
+        except IndexError as error:
+            budget.note_failure(error, item)
+
+    for number in range(40):
+        fail(str(number))
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert re.search(rf"Dropped the item 0: IndexError: .* at {re.escape(__file__)}:\d+ in fail$", caplog.messages[0])
+    clock[0] = 61.0
+    fail("40")
+    assert len(caplog.records) == 2
+    assert caplog.records[1].exc_info is None
+    assert caplog.messages[1].startswith("Dropped the item 40: ")
+    assert caplog.messages[1].endswith("(the same error 39 more times before)")
+    budget.note_failure(ValueError("another"), "41")
+    assert "Dropped the item 41: ValueError: another" in caplog.messages[2]
+    strict = ErrorBudget(allowed=0, errors=errors)
+    with pytest.raises(TooManyFailures, match=r"ValueError: another \(the same error 1 more times\)"):
+        strict.note_failure(ValueError("another"), "42")
 
 
 # --- what the registered trainer cannot use -------------------------------------------------------------------

@@ -159,6 +159,27 @@ def test_unknown_yaml_key_is_an_error(
     assert f"unknown key '{said.strip(chr(39))}'" in refused(capsys, "--config", str(tmp_path / "c.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("group_size: 3", "the key 'group_size' belongs under env: in the --config file, not at the top"),
+        ("api_key: secret", "the key 'api_key' belongs under openai: in the --config file, not at the top"),
+        ("env: {slurm: true}", "the key 'slurm' belongs at the top in the --config file, not under env:"),
+        (
+            "openai: [{total_steps: 3}]",
+            "the key 'total_steps' belongs under env: in the --config file, not under openai:",
+        ),
+    ],
+)
+def test_yaml_key_at_the_wrong_level_is_an_error(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, said: str
+) -> None:
+    (tmp_path / "c.yaml").write_text(content)
+    line = refused(capsys, "--config", str(tmp_path / "c.yaml"))
+    assert said in line
+    assert "secret" not in line
+
+
 def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(
         "env: {quorum: 1, group_size: 3}\nopenai: [{base_url: http://a/v1, weight: 1.0}]\ntinker: {x: 1}\n"
@@ -167,9 +188,9 @@ def test_foreign_yaml_keys_are_ignored_with_a_warning(caplog: pytest.LogCaptureF
     assert tree.env.group_size == 3
     assert tree.openai[0].base_url == "http://a/v1"
     assert [record.getMessage() for record in caplog.records] == [
-        "Ignoring the key 'tinker', which EnvTree does not know",
-        "Ignoring the key 'quorum', which LooseConfig does not know",
-        "Ignoring the key 'weight', which APIServerConfig does not know",
+        "Ignoring the unknown key 'tinker' at the top of the --config file",
+        "Ignoring the unknown key 'quorum' under env: of the --config file",
+        "Ignoring the unknown key 'weight' under openai: of the --config file",
     ]
 
 

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -209,7 +210,7 @@ async def test_failing_items_are_logged_with_traceback_and_counted_and_the_next_
     assert env._env_run.counts["items_failed"] == 1
     assert "the first item is bad" in caplog.text
     assert "raise ZeroDivisionError" in caplog.text
-    assert "dropped the item 1" in caplog.text
+    assert "Dropped the item 1 (1 failure(s) in a row, pausing 0.5 s): ZeroDivisionError" in caplog.text
 
 
 async def test_a_group_of_which_a_sample_is_dropped_is_dropped_whole_and_its_later_items_stay(
@@ -346,8 +347,12 @@ async def test_new_trainer_during_a_run_is_followed(tmp_path: Path, api: Api, in
     assert second.accuracies[2] == 0.5
 
 
-async def test_failed_evaluation_is_reported_without_accuracy(
-    tmp_path: Path, api: Api, inference: FakeInferenceServer, monkeypatch: pytest.MonkeyPatch
+async def test_failed_evaluation_is_reported_without_accuracy_and_logged_in_full_once(
+    tmp_path: Path,
+    api: Api,
+    inference: FakeInferenceServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(CountingEnv):
         async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,6 +367,11 @@ async def test_failed_evaluation_is_reported_without_accuracy(
     await asyncio.wait_for(serving, 10)
     assert trainer.accuracies[2] is None
     assert env._env_run.counts["evaluations_failed"] == 3
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.exc_info is not None for record in errors] == [True, False]
+    where = rf"ValueError: cannot evaluate at {re.escape(__file__)}:\d+ in evaluate"
+    assert re.fullmatch(rf"The evaluation of policy version 2 failed \(try 1 of 3\): {where}", errors[0].getMessage())
+    assert re.search(rf"no accuracy: {where} \(the same error 2 more times\)$", errors[1].getMessage())
 
 
 async def test_ancestor_style_evaluation_reports_what_it_logged(

@@ -73,7 +73,8 @@ def test_malformed_group_is_named_with_its_figures(candidate: dict[str, Any], re
 
 
 @pytest.mark.parametrize(
-    ("candidate", "reason"), [(group(3), "3 rollouts instead of 2"), (group(scores=[1.0, 1.0]), "all scores are 1")]
+    ("candidate", "reason"),
+    [(group(3), "3 rollouts instead of 2 (group_size)"), (group(scores=[1.0, 1.0]), "all scores are 1")],
 )
 def test_whole_group_of_no_use_is_rejected(candidate: dict[str, Any], reason: str) -> None:
     assert defect(candidate, Needs()) is None

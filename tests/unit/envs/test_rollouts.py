@@ -58,7 +58,7 @@ def test_equal_scores_are_those_of_rollouts() -> None:
     assert rejection(group, group_size=1, max_token_len=-1, scores_must_differ=True) is None
     wrong = rejection(group, group_size=2, max_token_len=-1, scores_must_differ=True)
     assert wrong is not None
-    assert wrong.reason == "1 rollouts instead of 2"
+    assert wrong.reason == "1 rollouts instead of 2 (group_size)"
 
 
 def test_the_trainer_gives_each_sequence_its_rollouts_advantage() -> None:

@@ -1,12 +1,14 @@
 """A base_url that was given without /v1 is an error at once, which says so."""
 
+import re
+
 import pytest
 from aiohttp.test_utils import unused_port
 
 from atroposlib.envs.discovery import served_model
 from atroposlib.envs.errors import PeerError
 from atroposlib.envs.reporting import StartUp
-from atroposlib.envs.server_handling.errors import PermanentServerError, status_error
+from atroposlib.envs.server_handling.errors import PermanentServerError, WrongAddress, status_error
 from atroposlib.envs.server_handling.server_config import APIServerConfig
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 
@@ -14,9 +16,17 @@ from atroposlib.testing.fake_inference_server import FakeInferenceServer
 async def test_a_living_server_that_does_not_know_the_address_is_not_waited_for() -> None:
     async with FakeInferenceServer() as server:
         config = APIServerConfig(server_type="vllm", base_url=server.base_url.removesuffix("/v1"))
-        with pytest.raises(PeerError, match=r"/models replied 404; did you forget /v1 at the end of --openai.base_url"):
+        right = re.escape(f"did you forget /v1? Try --openai.base_url {server.base_url}") + "$"
+        with pytest.raises(PeerError, match=rf"/models replied 404; {right}"):
             await served_model(config, timeout_s=60, start=StartUp("env"))
         assert server.hits["/models"] == 1
+
+
+async def test_nor_is_one_that_has_no_models() -> None:
+    async with FakeInferenceServer() as server:
+        config = APIServerConfig(server_type="vllm", base_url=server.base_url.replace("/v1", "/llm/v1"))
+        with pytest.raises(PeerError, match=r"/llm/v1/models replied 404; correct --openai.base_url"):
+            await served_model(config, timeout_s=60, start=StartUp("env"))
 
 
 async def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
@@ -25,8 +35,17 @@ async def test_a_server_that_is_not_there_yet_is_waited_for() -> None:
         await served_model(config, timeout_s=0.2, start=StartUp("env"))
 
 
-@pytest.mark.parametrize(("url", "hinted"), [("http://a/chat/completions", True), ("http://a/v1/completions", False)])
-def test_so_is_a_request_that_is_answered_404(url: str, hinted: bool) -> None:
+@pytest.mark.parametrize(
+    ("url", "hinted"),
+    [
+        ("http://a/chat/completions", "did you forget /v1? Try --openai.base_url http://a/v1"),
+        ("http://a/v2/models", "did you forget /v1? Try --openai.base_url http://a/v1"),
+        ("http://a/generate", "gives no token ids"),
+        ("http://a/v1/completions", ""),
+    ],
+)
+def test_so_is_a_request_that_is_answered_404(url: str, hinted: str) -> None:
     error = status_error(url, 404, "Not Found", {})
-    assert isinstance(error, PermanentServerError)
-    assert ("did you forget /v1" in str(error)) == hinted
+    assert isinstance(error, WrongAddress if hinted else PermanentServerError)
+    assert hinted in str(error)
+    assert isinstance(error, WrongAddress) == bool(hinted)

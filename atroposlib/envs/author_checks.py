@@ -1,0 +1,144 @@
+"""Checks of an author's class before it runs, and of what its methods return. Each mistake is one line with the file,
+the line, the method, the rule and the remedy.
+
+    check_class(env_cls, command)        before anything is waited for ──▶ AuthorError
+    messages, answers, trajectory, ...   around each call of a method ──▶ WrongReturn, which the error budget counts
+"""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from atroposlib.envs.author_errors import AuthorError, WrongReturn, is_authors, location
+from atroposlib.envs.author_methods import settled
+from atroposlib.envs.rollouts import Rollout
+
+# How the framework calls what an author writes, and what it gives.
+METHODS = {
+    "setup": ("async def setup(self)", "nothing"),
+    "get_next_item": ("async def get_next_item(self)", "the next item to sample for, or None"),
+    "training_item": ("async def training_item(self, number)", "question 0, 1, 2, ..."),
+    "prompt": ("def prompt(self, item)", 'a list of messages, such as [{"role": "user", "content": "..."}]'),
+    "score": ("async def score(self, item, answer)", "the reward of an answer, a number"),
+    "rollouts": ("async def rollouts(self, item, n, split, temperature, top_p)", "a list of n Rollout"),
+    "collect_trajectory": (
+        "async def collect_trajectory(self, item)",
+        "one scored rollout and a list of items for later: `return rollout, []`",
+    ),
+    "collect_trajectories": (
+        "async def collect_trajectories(self, item)",
+        "a group of scored rollouts and a list of items for later: `return group, []`",
+    ),
+    "evaluate": ("async def evaluate(self)", 'metrics, such as {"accuracy": 0.5}'),
+}
+# An author who overrides one of these makes groups, or sends them, by it.
+MAKE_GROUPS = ("collect_trajectory", "collect_trajectories", "handle_env", "add_train_workers", "env_manager")
+MAKE_NONE = ("atroposlib.envs.environment", "atroposlib.envs.base")  # modules whose methods of these names do not
+PLAIN = ("prompt",)  # called without `await`, by authors too
+CHECK_THEMSELVES = ("score",)  # its parameters may be more
+REQUIRED = ("tokens", "masks", "scores")
+
+
+def check_class(env_cls: type, command: str) -> None:
+    """Raise AuthorError for a class of which a method is missing, or cannot be called as `command` calls it."""
+    abstract: frozenset[str] = getattr(env_cls, "__abstractmethods__", frozenset())
+    missing = [*(name for name in METHODS if name in abstract), *sorted(abstract - METHODS.keys())]
+    if not missing and command != "evaluate" and all(_module_of(env_cls, name) in MAKE_NONE for name in MAKE_GROUPS):
+        missing = ["collect_trajectory"]
+    if missing:
+        raise AuthorError(
+            f"{class_location(env_cls)} has no {' and no '.join(missing)}; write {' and '.join(map(_rule, missing))}"
+        )
+    for name, (signature, _) in METHODS.items():
+        method = inspect.unwrap(getattr(env_cls, name, env_cls))
+        where = location(method)
+        if where and name in PLAIN and inspect.iscoroutinefunction(method):
+            raise AuthorError(f"{where} is a coroutine, but is called without await; write `{signature}`")
+        if where and name not in CHECK_THEMSELVES and not _takes(method, signature):
+            raise AuthorError(
+                f"{where} has the parameters {inspect.signature(method)}, but is called with others; write"
+                f" {_rule(name)}"
+            )
+
+
+def _module_of(env_cls: type, name: str) -> str:
+    """The module whose class has the method `name` of `env_cls`."""
+    return next((owner.__module__ for owner in env_cls.__mro__ if name in vars(owner)), MAKE_NONE[0])
+
+
+def _rule(name: str) -> str:
+    signature, gives = METHODS.get(name, (f"def {name}(self)", "what its base class wants"))
+    return f"`{signature}`, which returns {gives}"
+
+
+def class_location(env_cls: type) -> str:
+    """`MyEnv (my_env.py:4)`."""
+    try:
+        file, line = inspect.getsourcefile(env_cls) or "", inspect.getsourcelines(env_cls)[1]
+    except (OSError, TypeError):  # no source: a class that was made by a call
+        return env_cls.__name__
+    return f"{env_cls.__name__} ({file}:{line})" if is_authors(file) else env_cls.__name__
+
+
+def _takes(method: Callable[..., Any], signature: str) -> bool:
+    """Whether `method` can be called with as many arguments as `signature` has."""
+    try:
+        inspect.signature(method).bind(*signature.partition("(")[2].split(","))
+    except TypeError:
+        return False
+    return True
+
+
+def messages(prompt: Callable[[Any], Any], item: Any) -> Any:
+    """What `prompt` gives for `item`. Raises WrongReturn."""
+    found: Any = prompt(item)
+    if not _is_list_of(Mapping, found) or not found or not all("role" in message for message in found):
+        raise WrongReturn(prompt, found, METHODS["prompt"][1])
+    return found
+
+
+def answers(rollouts: Callable[..., Any], found: Any, n: int) -> Sequence[Rollout]:
+    """What `rollouts` gave, which was asked for `n`. Raises WrongReturn."""
+    if not _is_list_of(Rollout, found) or len(found) != n:
+        raise WrongReturn(rollouts, found, f"a list of {n} Rollout")
+    return list(found)
+
+
+async def trajectory(collect_trajectory: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
+    """What `collect_trajectory` gives for `item`. Raises WrongReturn."""
+    rollout, later = _pair("collect_trajectory", collect_trajectory, await settled(collect_trajectory(item)))
+    for sequence in rollout if isinstance(rollout, list) else [rollout] if rollout else []:
+        if not isinstance(sequence, Mapping) or any(sequence.get(key) is None for key in REQUIRED):
+            raise WrongReturn(collect_trajectory, sequence, f"a dict with {', '.join(REQUIRED)}")
+    return rollout, later
+
+
+async def groups(collect_trajectories: Callable[[Any], Awaitable[Any]], item: Any) -> tuple[Any, Any]:
+    """What `collect_trajectories` gives for `item`. Raises WrongReturn."""
+    found, later = _pair("collect_trajectories", collect_trajectories, await settled(collect_trajectories(item)))
+    for group in found if isinstance(found, list) else [found]:
+        if group and not isinstance(group, Mapping):
+            raise WrongReturn(collect_trajectories, group, f"a dict with the lists {', '.join(REQUIRED)}")
+    return found, later
+
+
+async def metrics(evaluate: Callable[[], Awaitable[Any]]) -> Mapping[str, Any] | None:
+    """What `evaluate` gives. Raises WrongReturn."""
+    found: Mapping[str, Any] | None = await settled(evaluate())
+    if found is not None and not isinstance(found, Mapping):
+        raise WrongReturn(evaluate, found, METHODS["evaluate"][1])
+    return found
+
+
+def _pair(name: str, method: Callable[..., Any], found: Any) -> tuple[Any, Any]:
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or isinstance(found[1], Mapping):
+        raise WrongReturn(method, found, METHODS[name][1])
+    return found[0], found[1]
+
+
+def _is_list(found: Any) -> bool:
+    return isinstance(found, Sequence) and not isinstance(found, (str, bytes))
+
+
+def _is_list_of(kind: type, found: Any) -> bool:
+    return _is_list(found) and all(isinstance(each, kind) for each in found)
