@@ -70,6 +70,7 @@ class SeldomEnv(CountingEnv):
 
     async def collect_trajectories(self, item: Any) -> Any:
         type(self).fruitless -= 1
+        group: Any
         group, more = await super().collect_trajectories(item)
         return {key: group[key] for key in ("tokens", "masks", "scores")} if self.fruitless < 0 else None, more
 

@@ -36,8 +36,9 @@ def scorer(env_class: type[QuestionEnv], item: Any, config: Any = None) -> Score
     env.config = config
 
     def score(answer: str) -> float:
+        scoring: Any = env.score(item, answer)
         try:
-            env.score(item, answer).send(None)  # it waits for nothing, so one step is all of it
+            scoring.send(None)  # it waits for nothing, so one step is all of it
         except StopIteration as ended:
             return float(ended.value)
         raise AssertionError("the score waits for something")
