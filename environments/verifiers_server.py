@@ -193,7 +193,7 @@ class VerifiersEnv(QuestionEnv):
             )
         self.slots = asyncio.Semaphore(config.rollouts_at_once)
         self.rewards: defaultdict[str, list[float]] = defaultdict(list)
-        keys = [server.config.api_key for server in self.server.servers]
+        keys = [server.config.key for server in self.server.servers]
         self.keys = {server: f"{KEY_VARIABLE}_{number}" for number, server in enumerate(self.server.servers)}
         environment = child_environment(config, dict(zip(self.keys.values(), keys, strict=True)))
         lengths = [await self._longest(server) for server in self.server.servers]

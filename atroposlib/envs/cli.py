@@ -91,6 +91,7 @@ class EvaluateTeacherTree(TeacherTree, SamplingFields):
 
 async def run_evaluate(env: Environment, tree: EnvTree) -> None:
     """Evaluate once; the configuration is kept beside the results, keys masked."""
+    from atroposlib.envs.evaluation_report import evaluate_once  # `--help` does not need it
     from atroposlib.envs.fake_servers import fake_servers
 
     async with env._env_run as run:
@@ -100,12 +101,9 @@ async def run_evaluate(env: Environment, tree: EnvTree) -> None:
         if isinstance(tree, SamplingFields) and tree.samples:
             with needed("evaluate --samples", env.evaluate):
                 await env._evaluate_samples(tree)
-            return
-        with needed("evaluate", env.evaluate):
-            returned = await author_checks.metrics(env.evaluate)
-        run.write_held_out(None)
-        if returned is not None:
-            log.info("Evaluation: %s", dict(returned))
+        else:
+            with needed("evaluate", env.evaluate):
+                await evaluate_once(env, run)
         if env.config.data_dir_to_save_evals is not None:
             write_whole(Path(env.config.data_dir_to_save_evals) / "evaluate_config.yaml", config_yaml(tree).encode())
 

@@ -56,7 +56,7 @@ async def served_model(server: APIServerConfig, timeout_s: float, start: StartUp
     wrong.
     """
     url = f"{server.base_url.rstrip('/')}/models"
-    headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
+    headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
 
     async def attempt() -> ServedModel:
         try:

@@ -1,13 +1,16 @@
-"""Turns a JSONL file of groups into a page: every sample's messages, images and score. All text is escaped, and nothing
-is fetched.
+"""Turns a JSONL file of groups, or of an evaluation's samples, into a page: every sample's messages, images and score.
+All text is escaped, and nothing is fetched.
+
+    groups.jsonl   {"messages": [...], "scores": [...]}                    a section for each line
+    samples.jsonl  {"question": 3, "messages": [...], "score": 1.0, ...}   a section for each question
 """
 
 import html
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from atroposlib.files import open_regular
 
@@ -25,37 +28,105 @@ IMAGE_URL = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=]+")
 IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 
 
-def write_html(jsonl: Path, page: Path) -> None:
-    """Render the groups of `jsonl`, one at a time, to `page`."""
+def write_html(jsonl: Path, page: Path, head: str = "") -> None:
+    """Render the groups of `jsonl`, one at a time, or its samples by question, to `page`, below `head`. Raises
+    ValueError for a line that is neither.
+    """
+    with jsonl.open(encoding="utf-8") as lines:
+        of_samples = _is_sample(lines.readline())
+        lines.seek(0)
+        sections = _questions(_rows(jsonl, lines)) if of_samples else _rows(jsonl, lines)
+        with open_regular(page, "w", encoding="utf-8") as out:
+            _write_page(out, jsonl.name, head, jsonl, sections)
+
+
+def write_samples_html(samples: Iterable[Mapping[str, Any]], page: Path, title: str, head: str = "") -> None:
+    """Render an evaluation's samples, a section for each question. Raises OSError."""
     with open_regular(page, "w", encoding="utf-8") as out:
-        out.write(f"<!doctype html><meta charset=utf-8><title>{html.escape(jsonl.name)}</title><style>{STYLE}</style>")
-        out.write(f"<h1>{html.escape(jsonl.stem)}</h1>")
-        with jsonl.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines):
-                try:
-                    out.write(group_html(json.loads(line), number))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(
-                        f"{jsonl}:{number + 1} is not a group with messages and scores ({error!r})"
-                    ) from error
+        _write_page(out, title, head, page, _questions(enumerate(samples)))
+
+
+Numbered = Iterable[tuple[int, Mapping[str, Any]]]  # lines from 0 on, and what they hold
+
+
+def _write_page(out: IO[str], title: str, head: str, source: Path, groups: Numbered) -> None:
+    out.write(f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>")
+    out.write(f"<h1>{html.escape(title)}</h1>")
+    if head:
+        out.write(f"<pre>{html.escape(head)}</pre>")
+    for number, group in groups:
+        try:
+            out.write(group_html(group, number))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{source}:{number + 1} is not a group with messages and scores ({error!r})") from error
+
+
+def _rows(jsonl: Path, lines: Iterable[str]) -> Numbered:
+    for number, line in enumerate(lines):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{jsonl}:{number + 1} is not a group with messages and scores ({error!r})") from error
+
+
+def _is_sample(line: str) -> bool:
+    """Whether a file that begins with this line holds samples: `evaluate --samples` writes what was asked first."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and "scores" not in row and bool({"evaluation", "score"} & row.keys())
+
+
+def _questions(rows: Numbered) -> Numbered:
+    """A group for each question. Of a sample that was taken again, the last line counts. Samples without a question are
+    one each.
+    """
+    questions: dict[Any, dict[Any, tuple[int, Mapping[str, Any]]]] = {}
+    for number, row in rows:
+        if "evaluation" in row and "score" not in row:
+            continue
+        question = row.get("question", row.get("index", number))
+        questions.setdefault(question, {})[row.get("sample", 0)] = (number, row)
+    for question, samples in sorted(questions.items(), key=lambda each: each[0] if isinstance(each[0], int) else -1):
+        found = [row for _, row in samples.values()]
+        yield (
+            next(iter(samples.values()))[0],
+            {
+                "name": f"Question {question}",
+                "reference": found[0].get("reference"),
+                "messages": [row.get("messages") or [] for row in found],
+                "scores": [row["score"] for row in found],
+                "rewards": [row.get("rewards") for row in found],
+                "errors": [row.get("error") for row in found],
+            },
+        )
 
 
 def group_html(group: Mapping[str, Any], number: int) -> str:
     """One collapsible section for `group`."""
     group = _rollouts_once(group)
     scores = group["scores"] or []  # null: the group was dropped before it had any
+    known = [score for score in scores if score is not None]
     dropped = f", dropped: {html.escape(str(group['dropped']))}" if group.get("dropped") else ""
-    mean = sum(scores) / len(scores) if scores else 0.0
+    mean = sum(known) / len(known) if known else 0.0
     # A file may hold fewer messages than scores, or more: what has both is shown.
     images = group.get("images")  # an entry of a list as long as there are samples is one's own, all else everyone's
     if not isinstance(images, list) or len(images) != len(scores):
         images = [images] * len(scores)
     rewards = group.get("rewards") or [None] * len(scores)
+    errors = group.get("errors") or [None] * len(scores)
     samples = "".join(
-        _sample_html(*sample) for sample in zip(_conversations(group), scores, images, rewards, strict=False)
+        _sample_html(*sample) for sample in zip(_conversations(group), scores, images, rewards, errors, strict=False)
     )
-    title = f"Group {number}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
-    return f"<details><summary>{title}</summary>{samples}</details>\n"
+    name = html.escape(str(group.get("name") or f"Group {number}"))
+    title = f"{name}: {len(scores)} samples, mean score {mean:.3f}{dropped}"
+    return f"<details><summary>{title}</summary>{_reference_html(group)}{samples}</details>\n"
+
+
+def _reference_html(group: Mapping[str, Any]) -> str:
+    reference = group.get("reference")
+    return "" if reference is None else f"<p class=role>Reference</p>{_content_html(reference)}"
 
 
 def _rollouts_once(group: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -83,16 +154,27 @@ def _conversations(group: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]
 
 
 def _sample_html(
-    messages: list[Mapping[str, Any]], score: float, images: Any, rewards: Mapping[str, float] | None
+    messages: list[Mapping[str, Any]],
+    score: float | None,
+    images: Any,
+    rewards: Mapping[str, float] | None,
+    error: str | None,
 ) -> str:
-    parts = [
-        f"<p class=role>{html.escape(str(message['role']).capitalize())}</p>{_content_html(message['content'])}"
-        for message in messages
-    ]
+    parts = [_message_html(message) for message in messages]
     shown = "".join(_image_html(image) for image in (images if isinstance(images, list) else [images]))
     named = ", ".join(f"{name} {value:g}" for name, value in (rewards or {}).items())
-    told = f"score {score:g}{f' ({html.escape(named)})' if named else ''}"
-    return f"<details class={'good' if score > 0 else 'bad'}><summary>{told}</summary>{shown}{''.join(parts)}</details>"
+    told = f"score {score:g}{f' ({html.escape(named)})' if named else ''}" if score is not None else "no score"
+    told += f": {html.escape(error or 'not scored')}" if score is None else ""
+    kind = "good" if score is not None and score > 0 else "bad"
+    return f"<details class={kind}><summary>{told}</summary>{shown}{''.join(parts)}</details>"
+
+
+def _message_html(message: Mapping[str, Any]) -> str:
+    """One with tool calls may be without content."""
+    calls = message.get("tool_calls")
+    content = message.get("content") if calls else message["content"]
+    parts = [_content_html(part) for part in (content, calls) if part is not None]
+    return f"<p class=role>{html.escape(str(message['role']).capitalize())}</p>{''.join(parts)}"
 
 
 def _content_html(content: Any) -> str:

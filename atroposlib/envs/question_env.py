@@ -266,13 +266,20 @@ class QuestionEnv(BaseEnv):
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         """Greedy accuracy on the held-out questions; an answer that could not be scored is left out, and counted."""
-        counter = _Evaluated(len(self.held_out))
+        counter, started = _Evaluated(len(self.held_out)), time.time()
         if not self.held_out:
             log.warning("Nothing is evaluated: held_out is empty; set it in `setup` (%s)", location(self.setup))
         results = await gather_or_cancel([self._evaluate_one(item, counter) for item in self.held_out])
         metrics = self._summary([scored for _, _, scored in results]) | {"temperature": 0.0}
         if self.config.data_dir_to_save_evals is not None:
-            await self.evaluate_log(metrics, samples=[self.sample_record(*result) for result in results], verbose=False)
+            await self.evaluate_log(
+                metrics,
+                start_time=started,
+                end_time=time.time(),
+                generation_parameters={"temperature": 0.0, "top_p": 1.0, "max_new_tokens": self.config.max_new_tokens},
+                samples=[self.sample_record(*result) for result in results],
+                verbose=False,
+            )
         # in place of the samples of `evaluate_log`, which are the author's choice
         self._env_run.held_out = [self._held_out_row(index, *result) for index, result in enumerate(results)]
         return metrics

@@ -3,7 +3,7 @@ token ids nor a tokenizer.
 
     held-out questions x samples ──▶ rollouts, at most `concurrency` at once ──▶ score ──▶ one line of FILE.jsonl each
                                                                                           │
-            a table: mean score, solved, pass@k, tokens, seconds  ◀───────────────────────┘
+          a table: mean score, avg@N, pass@k, tokens, cost, seconds; FILE.html ◀──────────┘
 
 The environment is the one that trains. A sample that fails is a line with its error and has no score; the same command
 samples only what is missing or failed. The first line of the file has what was asked, and a file of other questions or
@@ -13,10 +13,9 @@ settings is refused.
 import asyncio
 import hashlib
 import json
-import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,13 +23,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from atroposlib.envs.errors import DataError, EnvError
+from atroposlib.envs.evaluation_metrics import TABLE, Prices, Sample, sampled_table, summary
 from atroposlib.envs.failures import Failure, attempt
+from atroposlib.envs.html_report import write_html
 from atroposlib.envs.payloads import Item
-from atroposlib.envs.records import append_jsonl
+from atroposlib.envs.records import append_jsonl, write_eval_results
 from atroposlib.envs.rollouts import Rollout, Scored
 from atroposlib.envs.sampling_fields import SamplingFields
 from atroposlib.envs.server_handling.dispatch import Split, gather_or_cancel
 from atroposlib.errors import reading
+from atroposlib.files import write_whole
 from atroposlib.logs import get_logger
 from atroposlib.type_definitions import Messages
 
@@ -59,17 +61,6 @@ class Questions(Protocol):
     async def _score(self, item: Item, rollout: Rollout) -> Scored: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A line of the file."""
-
-    index: int  # of the question
-    number: int  # of the sample
-    score: float | None
-    tokens: tuple[int, int] = (0, 0)  # of prompts and of answers
-    error: str | None = None
-
-
 @dataclass
 class Progress:
     """Tells the log every few seconds how far the evaluation is."""
@@ -89,11 +80,8 @@ class Progress:
 
 
 async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, float]:
-    """Sample what the file lacks, print the table, and return its numbers. Raises EnvError."""
-    path = (
-        asked.output
-        or Path("evaluations") / f"{_plain(env.name or 'environment')}-{_plain(env.server.model_name)}.jsonl"
-    )
+    """Sample what the file lacks, print the table and the page's path, and return the metrics. Raises EnvError."""
+    path = _file(env, asked)
     header = _header(env, asked)
     kept = read_samples(path, header)
     if not path.exists():
@@ -111,15 +99,50 @@ async def evaluate_samples(env: Questions, asked: SamplingFields) -> dict[str, f
         return sample
 
     env.server.managed_server = counted(env.server.managed_server)
-    started = time.monotonic()
+    started = time.time()
     fresh = await gather_or_cancel([one(*each) for each in missing])
+    ended = time.time()
     samples = [*kept.values(), *fresh]
-    numbers = summary(samples, asked.samples, env.right_from) | {"seconds": time.monotonic() - started}
-    print(table(env.name or "environment", env.server.model_name, numbers), flush=True)
-    log.info("Every sample is a line of %s", path)
+    metrics = summary(samples, asked.samples, env.right_from, Prices(asked.price_in, asked.price_out))
+    metrics["seconds"] = ended - started
+    _report(env, asked, path, metrics, (started, ended))
     if not any(sample.error is None for sample in samples):
         raise EnvError(f"every sample failed, the last with: {samples[-1].error if samples else 'no question'}")
-    return numbers
+    return metrics
+
+
+def _file(env: Questions, asked: SamplingFields) -> Path:
+    """Where the samples are."""
+    if asked.output is not None:
+        return asked.output
+    if env.config.data_dir_to_save_evals is not None:
+        return Path(env.config.data_dir_to_save_evals) / "samples.jsonl"
+    return Path("evaluations") / f"{_plain(env.name or 'environment')}-{_plain(env.server.model_name)}.jsonl"
+
+
+def _report(
+    env: Questions, asked: SamplingFields, path: Path, metrics: dict[str, float], times: tuple[float, float]
+) -> None:
+    """Print the table, write the page beside the file of samples, and metrics.json where evaluations are saved."""
+    name = env.name or "environment"
+    shown = sampled_table(f"{name}, {env.server.model_name}", metrics)
+    print(shown, flush=True)
+    page = path.with_suffix(".html")
+    write_html(path, page, shown)
+    print(f"Every sample: {page}", flush=True)
+    log.info("Every sample is a line of %s", path)
+    if env.config.data_dir_to_save_evals is not None:
+        write_eval_results(
+            Path(env.config.data_dir_to_save_evals),
+            f"{name}_eval",
+            metrics,
+            None,
+            model_name=env.server.model_name,
+            start_time=times[0],
+            end_time=times[1],
+            generation_parameters=_settings(env, asked),
+        )
+        write_whole(Path(env.config.data_dir_to_save_evals) / TABLE, shown.encode())
 
 
 async def _sampled(env: Questions, asked: SamplingFields, index: int, number: int) -> tuple[Sample, dict[str, Any]]:
@@ -145,6 +168,7 @@ async def _sampled(env: Questions, asked: SamplingFields, index: int, number: in
         "sample": number,
         "score": scored.reward,
         "outcome": scored.outcome or None,
+        "rewards": dict(scored.rewards) or None,
         "error": error,
         "messages": rollout.messages if rollout else None,
         "reference": env.reference_answer(item),
@@ -203,10 +227,16 @@ def _header(env: Questions, asked: SamplingFields) -> dict[str, Any]:
             "model": env.server.model_name,
             "questions": len(env.held_out),
             "prompts": hashlib.sha256(prompts.encode("utf-8", "replace")).hexdigest()[:16],
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
-            "max_new_tokens": env.config.max_new_tokens,
+            **_settings(env, asked),
         }
+    }
+
+
+def _settings(env: Questions, asked: SamplingFields) -> dict[str, Any]:
+    return {
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "max_new_tokens": env.config.max_new_tokens,
     }
 
 
@@ -238,81 +268,6 @@ def read_samples(path: Path, header: Mapping[str, Any]) -> dict[tuple[int, int],
                 tokens = (int(row["prompt_tokens"]), int(row["completion_tokens"]))
                 found[row["question"], row["sample"]] = Sample(row["question"], row["sample"], row["score"], tokens)
     return found
-
-
-# --- the numbers ------------------------------------------------------------------------------------------------------
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that one of `k` samples is right, drawn from `samples` of which `right` are. Chen et al. 2021, arXiv
-    2107.03374, equation 1.
-    """
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
-def summary(samples: Sequence[Sample], per_question: int, right_from: float) -> dict[str, float]:
-    """Means over questions, so that one of which some samples failed counts as much as others."""
-    scores: dict[int, list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.score is not None and sample.number < per_question:
-            scores[sample.index].append(sample.score)
-    counts = {index: (len(found), sum(score >= right_from for score in found)) for index, found in scores.items()}
-    total = sum(count for count, _ in counts.values())
-    numbers = {
-        "questions": float(len(counts)),
-        "samples": float(total),
-        "failed": float(sum(sample.error is not None for sample in samples)),
-        "mean_score": _mean([_mean(found) for found in scores.values()]),
-        "accuracy": _mean([right / count for count, right in counts.values()]),
-        "standard_error": _standard_error([right / count for count, right in counts.values()]),
-    }
-    for k in _powers(per_question):
-        able = [pass_at_k(count, right, k) for count, right in counts.values() if count >= k]
-        if able:
-            numbers[f"pass@{k}"] = _mean(able)
-    numbers["prompt_tokens"] = float(sum(sample.tokens[0] for sample in samples))
-    numbers["completion_tokens"] = float(sum(sample.tokens[1] for sample in samples))
-    return numbers
-
-
-def table(environment: str, model: str, numbers: Mapping[str, float]) -> str:
-    """The numbers as lines."""
-    answers = max(1.0, numbers["samples"])
-    rows = [
-        ("questions, samples, failed", " ".join(f"{numbers[key]:.0f}" for key in ("questions", "samples", "failed"))),
-        ("mean score", f"{numbers['mean_score']:.3f}"),
-        ("solved", f"{100 * numbers['accuracy']:.1f} % ± {100 * numbers['standard_error']:.1f}"),
-        *((key, f"{100 * value:.1f} %") for key, value in numbers.items() if key.startswith("pass@")),
-        ("prompt tokens", f"{numbers['prompt_tokens']:.0f} ({numbers['prompt_tokens'] / answers:.0f} per sample)"),
-        (
-            "answer tokens",
-            f"{numbers['completion_tokens']:.0f} ({numbers['completion_tokens'] / answers:.0f} per sample)",
-        ),
-        ("seconds", f"{numbers['seconds']:.1f}"),
-    ]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([f"{environment}, {model}", *(f"  {name:<{width}}  {value}" for name, value in rows)])
-
-
-def _powers(most: int) -> Iterator[int]:
-    """1, 2, 4, ... and `most`."""
-    k = 1
-    while k < most:
-        yield k
-        k *= 2
-    yield most
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean over questions."""
-    if len(values) < 2:
-        return 0.0
-    mean = _mean(values)
-    return math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,6 @@
-"""How the `evaluate` command samples: flags of `sampled_evaluation.py`, apart from it so that `--help` stays light."""
+"""How the `evaluate` command samples: flags of `sampled_evaluation.py`, apart from it so that `--help` stays light.
+The first line of a docstring is a heading of `--help`.
+"""
 
 from pathlib import Path
 
@@ -7,8 +9,8 @@ from pydantic import Field
 from atroposlib.config import Config
 
 
-class SamplingFields(Config):
-    """How the `evaluate` command samples."""
+class SampleFlags(Config):
+    """Evaluation"""
 
     samples: int = Field(
         default=0,
@@ -19,8 +21,20 @@ class SamplingFields(Config):
     temperature: float = Field(default=1.0, ge=0, description="With --samples: temperature of the samples.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="With --samples: top_p of the samples.")
     concurrency: int = Field(default=16, ge=1, description="With --samples: rollouts in flight, at most.")
+    price_in: float = Field(
+        default=0.0, ge=0, description="With --samples: price of a million prompt tokens; prices add the cost."
+    )
+    price_out: float = Field(default=0.0, ge=0, description="With --samples: price of a million answer tokens.")
+
+
+class SamplingFields(SampleFlags):
+    """Evaluation
+
+    With the file, of which each environment has its own.
+    """
+
     output: Path | None = Field(
         default=None,
         description="With --samples: the JSONL file, which an interrupted evaluation continues; by default"
-        " evaluations/ENVIRONMENT-MODEL.jsonl.",
+        " samples.jsonl in --env.data_dir_to_save_evals, or evaluations/ENVIRONMENT-MODEL.jsonl.",
     )

@@ -13,7 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -130,11 +130,15 @@ class RunFlags(Config):
         return None if path is None else path.expanduser().resolve()
 
 
+F = TypeVar("F", bound=RunFlags)
+
+
 @dataclass(frozen=True)
-class Asked:
-    """What was typed, resolved to a run."""
+class Asked(Generic[F]):
+    """What was typed, resolved to a run; `given` are the command's own flags."""
 
     run: RunFile
+    given: F
     sections: SectionFlags
     source: Path  # the run file
     dry_run: bool
@@ -154,13 +158,18 @@ class _Words:
     sections: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in SECTIONS})
 
 
-def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.environ, prog: str = PROG) -> Asked:
+def read_command_line(
+    argv: Sequence[str],
+    environ: Mapping[str, str] = os.environ,
+    prog: str = PROG,
+    flags: type[F] = RunFlags,  # type: ignore[assignment]  # mypy 9156: the default of a generic
+) -> Asked[F]:
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
-    words = _sort(argv)
+    words = _sort(argv, flags)
     values, typed = flag_parser.parse(
-        keys_of(RunFlags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE[prog]
+        keys_of(flags), words.own, prog=prog, about=_about(words, prog), epilog=MORE, usage=USAGE[prog]
     )
-    given = _checked(values)
+    given = _checked(values, flags)
     resume = find_run(given.runs, given.resume) if given.resume is not None else None
     source = _source(words.positional, resume, getattr(typed, "config", None))
     gpus, memory = planned_gpus(given.gpus) if given.gpus is not None else found_gpus(environ)
@@ -176,7 +185,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str] = os.envir
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
     view = given.view is not False
-    return Asked(run, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view)
+    return Asked(run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view)
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -191,15 +200,15 @@ def planned_gpus(text: str) -> tuple[list[str], int]:
     return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * 10**9
 
 
-def make_parser(argv: Sequence[str], prog: str = PROG) -> ArgumentParser:
+def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = RunFlags) -> ArgumentParser:
     """The flags, for help and completion."""
-    return flag_parser.make_parser(keys_of(RunFlags), prog, _about(_sort(argv), prog), MORE, usage=USAGE[prog])
+    return flag_parser.make_parser(keys_of(flags), prog, _about(_sort(argv, flags), prog), MORE, usage=USAGE[prog])
 
 
-def _sort(argv: Sequence[str]) -> _Words:
+def _sort(argv: Sequence[str], flags: type[RunFlags]) -> _Words:
     """Words, the run's flags, and those of each section."""
     words, rest = _Words(), list(argv)
-    switches = {flag for key in keys_of(RunFlags) for flag in (key.flags if key.negations else [])} | {
+    switches = {flag for key in keys_of(flags) for flag in (key.flags if key.negations else [])} | {
         "--help",
         "--version",
         "--dry-run",
@@ -222,9 +231,9 @@ def _sort(argv: Sequence[str]) -> _Words:
     return words
 
 
-def _checked(values: Mapping[str, Any]) -> RunFlags:
+def _checked(values: Mapping[str, Any], flags: type[F]) -> F:
     try:
-        given = RunFlags.model_validate(dict(values))
+        given = flags.model_validate(dict(values))
     except ValidationError as error:
         problem = error.errors()[0]
         flag = "--" + ".".join(part for part in problem["loc"] if isinstance(part, str)).replace("_", "-")

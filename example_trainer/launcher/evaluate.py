@@ -1,39 +1,66 @@
 """`atropos evaluate RECIPE [MODEL]`: a model on the held-out problems of a run's environments, without training.
 
-    vLLM ◀── every environment of the run, by its `evaluate` command ──▶ runs/NAME/ENVIRONMENT/
+    vLLM ◀── every environment of the run, by its `evaluate` command ──▶ runs/NAME/evaluation_ENVIRONMENT/
 
-Where --env.openai.base_url names a server of one's own, no vLLM is started.
+With --base-url a server that runs already is asked, by OpenAI's API, and no vLLM is started. MODEL is then its name
+there.
 """
 
+import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from example_trainer.launcher.command_line import make_parser, read_command_line
+from pydantic import Field
+
+from atroposlib.config import Config
+from atroposlib.envs.evaluation_metrics import TABLE
+from atroposlib.envs.sampling_fields import SampleFlags
+from atroposlib.flags import ConfigError
+from example_trainer.launcher.command_line import RunFlags, make_parser, read_command_line
 from example_trainer.launcher.console import PlainConsole
 from example_trainer.launcher.ports import Ports
+from example_trainer.launcher.run_file import RunFile
 from example_trainer.launcher.servers import is_server
 from example_trainer.launcher.service import Service
 from example_trainer.launcher.services import Plan, make_plan
-from example_trainer.launcher.train import choose_folder, described, find_site, start
+from example_trainer.launcher.train import AUTO, choose_folder, described, find_site, start
 
 PROG = "atropos evaluate"
-SHOWN = {"": r"(WARNING|ERROR|CRITICAL) |Evaluation: ", "vllm": "ERROR "}
+GREEDY = SampleFlags()  # the environments' own evaluation
+SHOWN = {"": r"(WARNING|ERROR|CRITICAL) |Sampled [0-9]+ of |Evaluated [0-9]+ of ", "vllm": "ERROR "}
+
+
+class ServerFlags(Config):
+    """Server"""
+
+    base_url: str | None = Field(
+        None,
+        pattern=r"^https?://.+",
+        description="ask this OpenAI-compatible server, such as http://localhost:9001/v1, instead of starting vLLM",
+    )
+    api_key_env: str = Field("", description="environment variable that holds its key")
+
+
+class EvaluateFlags(ServerFlags, SampleFlags, RunFlags):
+    """Those of `atropos evaluate`."""
 
 
 def parser() -> ArgumentParser:
     """For completion."""
-    return make_parser([], PROG)
+    return make_parser([], PROG, EvaluateFlags)
 
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate. Returns the exit status. Raises ConfigError."""
-    asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG)  # any that does not start vLLM will do
+    # any bridge that does not start vLLM will do
+    asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG, flags=EvaluateFlags)
+    asked = replace(asked, run=asking(asked.run, asked.given))
     run_dir = choose_folder(asked, "evaluate-")
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
-        plan = replace(plan, services=evaluation_services(plan), files=evaluation_files(plan))
+        plan = replace(plan, services=evaluation_services(plan, asked.given), files=evaluation_files(plan))
         if asked.dry_run:
             print(described(plan, asked), end="")
             return 0
@@ -42,12 +69,34 @@ def main(argv: Sequence[str]) -> int:
         status = start(plan, console, asked.gpus)
     if status == 0:
         for service in plan.environments:
-            print(f"Results of {service}: {results(run_dir, service)}/")
+            print((results(run_dir, service) / TABLE).read_text(encoding="utf-8"))
+            print(f"Results of {service}: {os.path.relpath(results(run_dir, service))}/")
     return status
 
 
-def evaluation_services(plan: Plan) -> list[Service]:
+def asking(run: RunFile, given: ServerFlags) -> RunFile:
+    """`run` whose environments ask the server that flags name, if they do. Raises ConfigError."""
+    if given.base_url is None:
+        if given.api_key_env:
+            raise ConfigError("--api-key-env is for --base-url, the server that takes the key; give both or neither")
+        return run
+    if run.model in (None, AUTO):
+        raise ConfigError(
+            f"--base-url {given.base_url}: name the model as that server does: atropos evaluate RECIPE MODEL"
+        )
+    server = {"base_url": given.base_url, "server_type": "openai", "model_name": run.model}
+    server |= {"api_key_env": given.api_key_env} if given.api_key_env else {}
+    environments = {
+        name: section.model_copy(update={"openai": {**section.openai, **server}})
+        for name, section in run.environments.items()
+    }
+    return run.model_copy(update={"environments": environments})
+
+
+def evaluation_services(plan: Plan, given: SampleFlags = GREEDY) -> list[Service]:
     """vLLM's servers, if an environment asks them, and the environments."""
+    sampling = given.model_dump(include=set(SampleFlags.model_fields), exclude_defaults=True)
+    flags = [word for name, value in sampling.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     told = [str(environment.resolved["openai"]) for environment in plan.environments.values()]
     asked = any(f"{url}/" in text for url in plan.site.vllm for text in told)
     servers = [service for service in plan.services if is_server(service.name) and asked]
@@ -57,6 +106,7 @@ def evaluation_services(plan: Plan) -> list[Service]:
             command=(
                 *("evaluate" if word == "serve" else word for word in service.command),
                 *("--env.data_dir_to_save_evals", str(results(plan.site.run_dir, service.name))),
+                *flags,
             ),
             restarts=0,
         )

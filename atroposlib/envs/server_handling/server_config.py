@@ -6,9 +6,10 @@ environments written for the ancestor pass some.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, field_serializer, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -68,6 +69,7 @@ class APIServerConfig(ServerBaseline):
     """One inference server."""
 
     api_key: str = Field(default="", repr=False, description="Bearer token to send if not empty.")
+    api_key_env: str = Field(default="", description="Environment variable that holds the key, without api_key.")
     base_url: str = Field(
         default="", description="Address with its /v1, e.g. http://localhost:9001/v1; empty means OpenAI's own API."
     )
@@ -85,6 +87,17 @@ class APIServerConfig(ServerBaseline):
         if base_url and not base_url.startswith(("http://", "https://")):
             raise ValueError("base_url must start with http:// or https://, e.g. http://localhost:9001/v1")
         return base_url
+
+    @model_validator(mode="after")
+    def _key_is_there(self) -> Self:
+        if self.api_key_env and not self.key:
+            raise ValueError(f"api_key_env: the environment variable {self.api_key_env} is not set; set it to the key")
+        return self
+
+    @property
+    def key(self) -> str:
+        """The bearer token, empty for none. It is not a field, so that no configuration that is written has it."""
+        return self.api_key or os.environ.get(self.api_key_env, "")
 
     @field_serializer("api_key", when_used="json")
     def _mask_api_key(self, api_key: str) -> str:

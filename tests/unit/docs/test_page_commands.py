@@ -20,7 +20,9 @@ from atroposlib.config import resolve_config
 from atroposlib.envs.cli import load_tree
 from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
+from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.doctor import DoctorConfig
+from example_trainer.launcher.evaluate import EvaluateFlags, asking
 from tests.unit.environments.support import env_class
 from tests.unit.launcher.plans import no_processes, plan
 
@@ -95,6 +97,11 @@ def train(argv: list[str]) -> None:
         known_in("example_trainer/launcher/command_line.py", argv)
         return
     plan(*[READERS.get(word, word) for word in argv])
+
+
+def evaluation(argv: list[str]) -> None:
+    asked = read_command_line([*argv, "--dry-run"], {}, flags=EvaluateFlags)
+    asking(asked.run, asked.given)
 
 
 def recipe(name: str) -> Callable[[list[str]], None]:
@@ -195,7 +202,7 @@ def atropos_checker(argv: list[str]) -> Callable[[], None] | None:
     if command == "train":
         return lambda: train(flags)
     if command == "evaluate":
-        return lambda: train(flags)
+        return lambda: evaluation(flags)
     if command == "quickstart":
         return lambda: recipe(command)(flags)
     if command == "doctor":

@@ -76,6 +76,7 @@ PAGES = [command for command in COMMANDS if "jsonl2html" in command]
 LAUNCHED = [command for command in COMMANDS if command.startswith("atropos train ")]
 # What NEW writes, and of which template it is a copy.
 WRITTEN = {"larger_number_server": "template_server", "guess_server": "two_turn_template_server"}
+EVALUATED = [command for command in COMMANDS if command.startswith("atropos evaluate ")]
 # Where a service answers.
 SERVICES = {
     command: health
@@ -98,7 +99,7 @@ WITH_MODEL = {
 
 def test_every_command_is_tried_below() -> None:
     assert sorted(COMMANDS) == sorted(
-        [*SAMPLING, *ONCE, *NEW, *TESTED, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *SERVICES, *WITH_MODEL]
+        [*SAMPLING, *ONCE, *NEW, *TESTED, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *EVALUATED, *SERVICES, *WITH_MODEL]
     )
     for command, test in WITH_MODEL.items():
         assert (
@@ -249,6 +250,17 @@ async def test_a_run_would_start_with_that_environment(command: str, tmp_path: P
     write_environments(tmp_path)
     shown = await run(*python_arguments(command), "--dry-run", cwd=tmp_path)
     assert f"file: {tmp_path / command.split('--env.file ')[1].split()[0]}" in shown
+
+
+@pytest.mark.parametrize("command", EVALUATED)
+async def test_a_recipe_is_evaluated_on_a_server_that_runs_already(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    async with FakeInferenceServer(lambda prompt: "It is 50.", api_key="secret") as server:
+        typed = command.replace("http://localhost:9001/v1", server.base_url)
+        shown = await run(*python_arguments(typed), "--env.heldout_size", "2", cwd=tmp_path)
+    assert "  questions, samples, failed  2 8 0\n" in shown
 
 
 @pytest.mark.parametrize("command", SERVICES)

@@ -1,7 +1,6 @@
 """Any OpenAI-compatible server is evaluated without token ids or tokenizer; an interrupted evaluation continues."""
 
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,12 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.cli import load_tree, run
-from atroposlib.envs.sampled_evaluation import Sample, pass_at_k, summary
+from atroposlib.envs.evaluation_metrics import Prices, Sample, pass_at_k, summary
+from atroposlib.envs.html_report import write_html
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.utils.tokenizers import load_tokenizer
 from environments.template_server import LargerNumberEnv
+from environments.two_turn_template_server import GuessEnv
 from tests.unit.environments.openenv_fake import FakeOpenEnv
 
 Lines = list[dict[str, Any]]
@@ -59,7 +60,7 @@ async def test_samples_are_scored_counted_and_shown(tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert "larger_number, fake\n" in shown
     assert "questions, samples, failed  3 12 0\n" in shown
-    assert "solved                      50.0 % ± 0.0\n" in shown
+    assert "avg@4                       50.0 % ± 0.0\n" in shown
     assert "pass@1                      50.0 %\n" in shown
     assert "pass@2                      83.3 %\n" in shown
     assert "pass@4                      100.0 %\n" in shown
@@ -129,14 +130,112 @@ async def test_a_failed_sample_has_no_score_and_the_others_continue(
     assert "questions, samples, failed  1 1 2\n" in capsys.readouterr().out
 
 
-async def test_the_environments_own_evaluation_needs_no_tokens_either(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def guesser(prompt: str) -> str:
+    """5, and 7 where 5 is too low: text only, as any API gives."""
+    return "It is 7." if "It is higher" in prompt else "It is 5."
+
+
+async def test_several_turns_are_sampled_from_a_server_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    caplog.set_level(logging.INFO)
+    path = tmp_path / "guess.jsonl"
+    async with FakeInferenceServer(guesser) as server:
+        flags = ["--samples", "2", "--env.heldout_size", "9", "--price-in", "2", "--price-out", "10"]
+        assert await evaluate(server, path, *flags, env=GuessEnv) == 0
+        assert server.hits["/generate"] == 0
+    _, lines = lines_of(path)
+    assert {line["reference"]: line["score"] for line in lines} == {
+        line["reference"]: float(line["reference"] in ("5", "7")) for line in lines
+    }
+    assert {len(line["messages"]) for line in lines if line["reference"] == "5"} <= {2}
+    assert {len(line["messages"]) for line in lines if line["reference"] == "7"} <= {4}
+    tokens = sum(2 * line["prompt_tokens"] + 10 * line["completion_tokens"] for line in lines)
+    assert f"  cost                        {tokens / 1e6:.4g}\n" in capsys.readouterr().out
+
+
+async def test_the_samples_are_a_page_that_fetches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def score(self: LargerNumberEnv, item: list[int], answer: str) -> float:
+        if answer == "<b>7":
+            raise RuntimeError("<i>broken")
+        return 1.0
+
+    monkeypatch.setattr(LargerNumberEnv, "score", score)
+    answers = iter(["<b>7", "8", "9"])
+    async with FakeInferenceServer(lambda prompt: next(answers)) as server:
+        assert await evaluate(server, tmp_path / "larger.jsonl", "--samples", "1", "--concurrency", "1") == 0
+        page = (tmp_path / "larger.html").read_text()
+        assert "<pre>larger_number, fake\n  questions, samples, failed  2 2 1\n" in page
+        assert "<summary>Question 0: 1 samples, mean score 0.000</summary><p class=role>Reference</p><pre>" in page
+        assert "no score: scorer: RuntimeError: &lt;i&gt;broken" in page
+        assert "&lt;b&gt;7" in page
+        assert "<summary>Question 1: 1 samples, mean score 1.000</summary>" in page
+        assert not {"<b>", "<i>", "<script", "http:", "https:"} & {word for word in page.replace(">", "> ").split()}
+        assert f"Every sample: {tmp_path / 'larger.html'}\n" in capsys.readouterr().out
+        answers = iter(["8"])  # the sample that failed is taken again, and replaces it on the page
+        assert await evaluate(server, tmp_path / "larger.jsonl", "--samples", "1") == 0
+    page = (tmp_path / "larger.html").read_text()
+    assert page.count("<summary>Question 0: 1 samples, mean score 1.000</summary>") == 1
+    assert "no score" not in page
+
+
+async def test_saved_evaluations_have_their_samples_in_one_directory(tmp_path: Path) -> None:
+    folder = tmp_path / "results"
+    given = ["--openai.server_type", "openai", "--openai.model_name", "fake", "--env.heldout_size", "3"]
     async with FakeInferenceServer(alternating()) as server:
-        assert await evaluate(server, tmp_path / "none.jsonl") == 0
-    assert "Evaluation: {'accuracy': 1.0" in caplog.text
+        given += ["--openai.base_url", server.base_url, "--env.data_dir_to_save_evals", str(folder), "--samples", "2"]
+        tree = load_tree(LargerNumberEnv, "evaluate", given, "env.py")
+        assert await run(LargerNumberEnv, "evaluate", tree) == 0
+    assert {path.name for path in folder.iterdir()} == {
+        "samples.jsonl", "samples.html", "metrics.json", "table.txt", "evaluate_config.yaml",
+    }  # fmt: skip
+    saved = json.loads((folder / "metrics.json").read_text())
+    assert saved["results"]["all"]["avg@2"] == saved["results"]["all"]["accuracy"] == 0.5
+    assert saved["config_general"]["generation_parameters"]["temperature"] == 1.0
+    assert saved["config_general"]["total_evaluation_time_seconds"] > 0
+
+
+@pytest.mark.parametrize("env", [LargerNumberEnv, GuessEnv])
+async def test_the_environments_own_evaluation_needs_no_tokens_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], env: Any
+) -> None:
+    folder = tmp_path / "results"
+    answer = guesser if env is GuessEnv else alternating()
+    async with FakeInferenceServer(answer) as server:
+        flags = ["--env.data_dir_to_save_evals", str(folder)]
+        assert await evaluate(server, tmp_path / "none.jsonl", *flags, env=env) == 0
+        assert server.hits["/generate"] == 0
+    shown = capsys.readouterr().out
+    saved = json.loads((folder / "metrics.json").read_text())
+    accuracy = saved["results"]["all"]["accuracy"]
+    assert f"{env.name}, fake\n  accuracy     {accuracy:.4g}\n" in shown
+    assert (folder / "table.txt").read_text() in shown
+    assert f"Every answer: {folder / 'samples.html'}\n" in shown
+    assert saved["config_general"]["total_evaluation_time_seconds"] > 0
+    assert saved["config_general"]["generation_parameters"]["temperature"] == 0.0
+    assert (folder / "samples.html").read_text().count("<summary>Question ") == 3
+    write_html(folder / "samples.jsonl", tmp_path / "again.html")  # as jsonl2html does
+    assert (tmp_path / "again.html").read_text().count("<summary>Question ") == 3
     assert not (tmp_path / "none.jsonl").exists()
+
+
+async def test_a_wrong_key_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "right")
+    async with FakeInferenceServer(alternating(), api_key="right") as server:
+        assert await evaluate(server, tmp_path / "x.jsonl", "--openai.api_key", "wrong") == 1
+        assert caplog.records[-1].message.endswith('replied 401: {"error": {"message": "wrong API key"}}')
+        assert caplog.records[-1].exc_info is None
+        assert await evaluate(server, tmp_path / "x.jsonl", "--openai.api_key_env", "MY_KEY") == 0
+
+
+def test_the_variable_of_a_key_must_be_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(SystemExit):
+        load_tree(LargerNumberEnv, "evaluate", ["--openai.api_key_env", "MY_KEY"], "env.py")
+    assert "the environment variable MY_KEY is not set" in capsys.readouterr().err
 
 
 async def test_an_openenv_environment_is_evaluated_by_a_server_of_text(tmp_path: Path) -> None:
@@ -180,3 +279,9 @@ def test_a_question_with_failed_samples_counts_as_much_as_others() -> None:
     assert numbers["pass@2"] == 1.0  # of the question that has two
     assert (numbers["samples"], numbers["failed"]) == (3, 1)
     assert numbers["standard_error"] == pytest.approx(0.5)
+    assert "cost" not in numbers
+
+
+def test_the_cost_is_of_prompts_and_answers() -> None:
+    samples = [Sample(0, 0, 1.0, tokens=(1000, 100)), Sample(0, 1, None, tokens=(500, 50), error="timeout")]
+    assert summary(samples, 2, 1.0, Prices(2.0, 10.0))["cost"] == pytest.approx((1500 * 2 + 150 * 10) / 1e6)

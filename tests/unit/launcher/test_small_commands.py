@@ -1,6 +1,8 @@
 """The smaller commands: evaluate, plot, env, gpu-check."""
 
+import asyncio
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.flags import ConfigError
+from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from example_trainer.launcher import evaluate, gpu_check, plot
 from example_trainer.launcher.run_file import find_run_file
 from tests.unit.launcher.plans import ROOT, no_processes, plan
@@ -32,6 +36,53 @@ def test_an_evaluation_is_vllm_and_the_environments_alone() -> None:
 def test_an_evaluation_of_another_server_starts_none() -> None:
     made = plan("arithmetic", "--env.openai.base_url", "http://elsewhere:9001/v1")
     assert [service.name for service in evaluate.evaluation_services(made)] == ["env"]
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_every_environment_is_told_how_to_sample() -> None:
+    given = evaluate.EvaluateFlags(samples=4, top_p=0.9)
+    *_, first, second = evaluate.evaluation_services(plan("two_environments", "--bridge", "broadcast"), given)
+    for service in (first, second):
+        assert service.command[-4:] == ("--samples", "4", "--top-p", "0.9")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--base-url", "http://x/v1"], "name the model as that server does: atropos evaluate RECIPE MODEL"),
+        (["gpt", "--api-key-env", "KEY"], "--api-key-env is for --base-url"),
+        (["gpt", "--base-url", "x"], "--base-url: String should match"),
+    ],
+)
+def test_an_evaluation_of_another_server_names_model_and_address(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        evaluate.main(["arithmetic", *words])
+
+
+@pytest.mark.services
+@pytest.mark.slow
+async def test_a_model_behind_an_api_is_evaluated_by_a_recipe(tmp_path: Path) -> None:
+    async with FakeInferenceServer(lambda prompt: "It is 5.", api_key="secret", model_name="gpt") as server:
+        words = ["arithmetic", "gpt", "--base-url", server.base_url, "--api-key-env", "MY_KEY", "--run-name", "api"]
+        words += ["--samples", "2", "--env.heldout_size", "3", "--runs", str(tmp_path)]
+        done = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "example_trainer.launcher", "evaluate", *words),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "MY_KEY": "secret"},
+            cwd=ROOT,
+        )
+        said = (await asyncio.wait_for(done.communicate(), 300))[0].decode()
+        assert done.returncode == 0, said
+        assert (server.hits["/v1/chat/completions"], server.hits["/generate"]) == (6, 0)
+    results = tmp_path / "api/evaluation_env"
+    assert (results / "table.txt").read_text() in said
+    assert "  questions, samples, failed  3 6 0\n" in said
+    assert "Results of env: " in said
+    assert "/api/evaluation_env/\n" in said
+    assert len((results / "samples.jsonl").read_text().splitlines()) == 7
+    assert (results / "samples.html").is_file()
+    assert all("secret" not in path.read_text() for path in (tmp_path / "api").rglob("*") if path.is_file())
 
 
 @pytest.fixture

@@ -1,0 +1,44 @@
+"""`evaluate` without `--samples`: the environment's own evaluation, once, with a table and a page of it.
+
+env.evaluate() ──▶ metrics ──▶ table, printed and in table.txt
+              └──▶ answers ──▶ samples.html                        files in --env.data_dir_to_save_evals
+"""
+
+import time
+from pathlib import Path
+
+from atroposlib.envs import author_checks
+from atroposlib.envs.environment import Environment, EnvRun
+from atroposlib.envs.evaluation_metrics import TABLE, table
+from atroposlib.envs.html_report import write_samples_html
+from atroposlib.files import write_whole
+from atroposlib.logs import get_logger
+
+log = get_logger(__name__)
+
+PAGE = "samples.html"
+
+
+async def evaluate_once(env: Environment, run: EnvRun) -> None:
+    """Evaluate and report. Raises ServerError, and what the author's method raises."""
+    started = time.monotonic()
+    returned = await author_checks.metrics(env.evaluate)
+    title = f"{run.display_name}, {env.server.model_name}"
+    metrics = {**run.eval_results, **(returned or {})}
+    shown = table(title, {**metrics, "seconds": round(time.monotonic() - started, 1)})
+    print(shown, flush=True)
+    if env.config.data_dir_to_save_evals is not None:
+        folder = Path(env.config.data_dir_to_save_evals)
+        write_whole(folder / TABLE, shown.encode())
+        _write_page(run, folder / PAGE, title, shown)
+    run.write_held_out(None)
+
+
+def _write_page(run: EnvRun, page: Path, title: str, shown: str) -> None:
+    """An author chooses what a sample is: one that cannot be shown costs the page, not the evaluation."""
+    try:
+        write_samples_html(run.held_out, page, title, shown)
+    except ValueError as error:
+        log.warning("No page: %s", error)
+    else:
+        print(f"Every answer: {page}", flush=True)
