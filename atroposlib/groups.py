@@ -9,7 +9,8 @@ The registered trainer states what it needs. Clients of the archived ancestor al
 answers without log-probabilities to imitate, masks of zeros and ones, advantages of another length. So nothing here is
 a rule for everyone; what no trainer can use is refused by `atroposlib/api/group_checks.py`. A trainer that registers
 `vocab_size` gets ids below it. One that registers `trainable_only`, as ours does, gets only groups that pass the whole
-check.
+check. With `logprobs_optional`, which ours registers where it computes the old log-probabilities itself, groups without
+the sampler's pass it.
 
 Pure: numpy, the standard library and the wire. A group is a record, or a mapping of lists, as from JSON, or of numpy
 arrays. The check reads each list once.
@@ -57,6 +58,7 @@ class Needs(NamedTuple):
 
     vocab_size: int | None = None
     trainable_only: bool = False
+    logprobs_optional: bool = False
 
 
 class Untrainable(ValueError):
@@ -76,7 +78,7 @@ def check(group: ScoredData | Mapping[str, Any], needs: Needs) -> None:
     if not isinstance(group, Mapping):
         raise Untrainable(f"{shown(group)} is not an object")
     if needs.trainable_only:
-        _check_trainable(group, needs.vocab_size)
+        _check_trainable(group, needs)
     elif needs.vocab_size is not None:
         _check_ids(_rows("tokens", _required(group, "tokens"), "q"), needs.vocab_size)
     if group.get("rollouts") is not None:
@@ -126,11 +128,11 @@ def check_sampled(token_ids: list[int], logprobs: list[float]) -> None:
     _check_logprobs(rows, np.ones(len(rows.values), dtype=bool))
 
 
-def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
+def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
     tokens = _rows("tokens", _required(group, "tokens"), "q")
     if not len(tokens.lengths):
         raise Untrainable("a group needs at least one sequence", "tokens")
-    _check_ids(tokens, vocab_size)
+    _check_ids(tokens, needs.vocab_size)
     masks = _rows("masks", _required(group, "masks"), "q")
     _expect_one_per_token(masks, tokens)
     sampled = masks.values != NOT_TRAINED
@@ -141,10 +143,11 @@ def _check_trainable(group: Mapping[str, Any], vocab_size: int | None) -> None:
     scores.expect(
         np.abs(scores.values) <= MAX_MAGNITUDE, f"is not a number from -{MAX_MAGNITUDE:g} to {MAX_MAGNITUDE:g}"
     )
-    if _given(group, "inference_logprobs") is None:
+    if not needs.logprobs_optional and _given(group, "inference_logprobs") is None:
         raise Untrainable(
             "missing: the loss needs the sampler's log-probability of every sampled token; have the environment send "
-            "them (ManagedServer collects them from vLLM's /generate)",
+            "them (ManagedServer collects them from vLLM's /generate), or start the trainer with --old-logprobs "
+            "recomputed, and without --importance, --off-policy-mask and --batch-invariant",
             "inference_logprobs",
         )
     for name in ("inference_logprobs", "ref_logprobs"):

@@ -3,8 +3,9 @@ it.
 
 An item is one group: parallel lists `tokens`, `masks` (-100 where a token was not sampled, else its id), `scores`
 and `inference_logprobs` (the sampler's log-probabilities, 1.0 where not sampled), and optional fields that may be
-null. `rollouts` says which sequences belong to one rollout; without it each is one. Advantages are relative to the
-group's rollouts, whose scores count once each, and a rollout's advantage is that of all its sequences.
+null. `inference_logprobs` may be null, too, where the old log-probabilities are recomputed. `rollouts` says which
+sequences belong to one rollout; without it each is one. Advantages are relative to the group's rollouts, whose scores
+count once each, and a rollout's advantage is that of all its sequences.
 
 A group without a signal (equal scores, or given advantages that are all zero) is counted. Its sampled tokens stay
 in the loss's denominator; they are computed only where the loss has a KL or entropy term. A sequence above `seq_len`
@@ -31,6 +32,7 @@ from example_trainer.objectives import Advantage
 from example_trainer.staleness import sampled_staleness, staleness_weights
 
 PLAIN = LossSettings()
+TRAINABLE = Needs(trainable_only=True)
 Item = ScoredData | Untrainable  # a group of a batch, or why it cannot be read
 
 
@@ -40,7 +42,7 @@ class Sequence:
 
     tokens: NDArray[np.int64]
     trained: NDArray[np.bool_]
-    sampler_logprobs: NDArray[np.float32]
+    sampler_logprobs: NDArray[np.float32] | None  # None where the environment sent none
     advantages: NDArray[np.float32]
     reference_logprobs: NDArray[np.float32] | None
     temperature: float
@@ -111,9 +113,10 @@ def make_batch(
     seq_len: int,
     policy_version: int,
     loss: LossSettings = PLAIN,
-    vocab_size: int | None = None,
+    needs: Needs = TRAINABLE,
 ) -> Batch:
-    """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts.
+    """Check and convert a batch; `policy_version` is the one being trained, against which staleness counts, and `needs`
+    are what the trainer registered.
 
     Groups without a signal give sequences only where the loss has a KL or entropy term; their advantages are 0.
     """
@@ -124,7 +127,7 @@ def make_batch(
         try:
             if isinstance(item, Untrainable):
                 raise item
-            check(item, Needs(vocab_size, trainable_only=True))
+            check(item, needs)
             trainable.append(item)
         except Untrainable as error:
             rejected[place] = str(error)
@@ -221,12 +224,11 @@ def _sequence(
     tokens = np.asarray(item.tokens[index][:seq_len], dtype=np.int64)
     trained = np.asarray(item.masks[index][:seq_len], dtype=np.int64) != NOT_TRAINED
     trained[:1] = False
-    reference = item.ref_logprobs
-    assert item.inference_logprobs is not None  # checked
+    sampler, reference = item.inference_logprobs, item.ref_logprobs  # environments send [] for "none"
     return Sequence(
         tokens=tokens,
         trained=trained,
-        sampler_logprobs=np.asarray(item.inference_logprobs[index][:seq_len], dtype=np.float32),
+        sampler_logprobs=np.asarray(sampler[index][:seq_len], dtype=np.float32) if sampler else None,
         advantages=np.repeat(advantages, len(tokens)) if len(advantages) == 1 else advantages[:seq_len],
         reference_logprobs=np.asarray(reference[index][:seq_len], dtype=np.float32) if reference else None,
         temperature=float(sampling_setting(item, index, "temperature") or 1.0),  # greedy (0) counts as 1

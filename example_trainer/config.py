@@ -495,6 +495,12 @@ class TrainerConfig(
 ):
     """Train with GRPO on batches from the batching API, and hand new weights to vLLM after every step."""
 
+    @property
+    def needs_sampler_logprobs(self) -> bool:
+        """Whether a group without the sampler's log-probabilities cannot be trained on."""
+        corrected = self.importance != "none" or self.off_policy_mask > 0
+        return self.old_logprobs == "sampler" or corrected or self.batch_invariant
+
     def mode(self, kind: type[M]) -> M:
         """The settings of the bridge, for the code of that mode."""
         assert isinstance(self.bridge, kind), f"the bridge is {self.bridge.kind}"

@@ -40,7 +40,9 @@ class Mismatch(NotExact, BadBatch):
 
 
 class Comparison:
-    """Sampler's and trainer's log-probabilities of one step's trained tokens. Tensors added are [tokens], float32."""
+    """Sampler's and trainer's log-probabilities of one step's trained tokens. Tensors added are [tokens], float32. The
+    sampler's are NaN where they are not known: such tokens are kept in their places, and not compared.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -66,13 +68,21 @@ class Comparison:
             self._parts = [(tokens, sampler, ours)]
         return self._parts[0]
 
+    def compared(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The columns of the tokens whose sampler's log-probability is known; empty ones before any was added."""
+        if not self._parts:
+            return torch.empty(0, dtype=torch.int64), torch.empty(0), torch.empty(0)
+        tokens, sampler, ours = self.columns()
+        known = ~sampler.isnan()
+        return (tokens, sampler, ours) if known.all() else (tokens[known], sampler[known], ours[known])
+
     def row(self) -> dict[str, float | int]:
-        """The numbers of a metrics row, the counts alone where nothing was trained; `max_abs_diff` is computed in
+        """The numbers of a metrics row, the counts alone where nothing was compared; `max_abs_diff` is computed in
         float64.
         """
-        if not self._parts:
+        _, sampler, ours = self.compared()
+        if not len(ours):
             return {"bit_exact/differing_tokens": 0, "bit_exact/tokens": 0}
-        _, sampler, ours = self.columns()
         differing = int((bits(ours) != bits(sampler)).sum())
         return {
             "bit_exact/differing_tokens": differing,
@@ -83,14 +93,14 @@ class Comparison:
 
     def mean_difference(self) -> float:
         """Mean |difference| over the tokens, in nats; 0 without any."""
-        if not self._parts:
+        _, sampler, ours = self.compared()
+        if not len(ours):
             return 0.0
-        _, sampler, ours = self.columns()
         return (ours - sampler).abs().mean().item()
 
     def table(self) -> str:
         """The first differing tokens: place in the step, id, both values, both in hex, difference."""
-        tokens, sampler, ours = self.columns()
+        tokens, sampler, ours = self.compared()
         wrong = (bits(ours) != bits(sampler)).nonzero()[:, 0]
         lines = [f"{'token':>8} {'id':>8} {'sampler':>16} {'trainer':>16} {'hex':>9} {'hex':>9} {'difference':>12}"]
         for at in wrong[:ROWS_SHOWN].tolist():

@@ -38,6 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from atroposlib.config import load_config
 from atroposlib.errors import AtroposError, one_line_errors
+from atroposlib.groups import Needs
 from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
@@ -150,7 +151,11 @@ class Run:
         self.saves = Saves(config, self.learner, partial(sleep_beside, tuple(watched)))
         resources.push(self.saves.leave)
         watched.append(self.saves)
-        self.vocab_size = self.trained.model.config.get_text_config().vocab_size
+        self.needs = Needs(
+            vocab_size=self.trained.model.config.get_text_config().vocab_size,
+            trainable_only=True,
+            logprobs_optional=not config.needs_sampler_logprobs,
+        )
         self.proven = False  # vLLM's weights by the probes, after an update
 
     def start(self) -> None:
@@ -162,8 +167,7 @@ class Run:
             starting_step=progress.step,
             run=progress.run,
             trained_leases=progress.leases,
-            vocab_size=self.vocab_size,
-            trainable_only=True,
+            **self.needs._asdict(),
         )
         self.api.report_step(progress.step, progress.policy_version)
 
@@ -241,7 +245,7 @@ class Run:
                 seq_len=self.config.seq_len,
                 loss=self.config,
                 policy_version=self.progress.policy_version,
-                vocab_size=self.vocab_size,
+                needs=self.needs,
             )
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if batch.groups:

@@ -27,7 +27,7 @@ class MicroBatch:
     lengths: tuple[int, ...]  # tokens fed of each sequence; their sum is T
     rows: Tensor  # [R], positions in the row whose next token is trained
     targets: Tensor  # [R], that token
-    sampler_logprobs: Tensor  # [R]
+    sampler_logprobs: Tensor  # [R], NaN where the environment gave none
     old_logprobs: Tensor  # [R], what ratios are against: the sampler's, or recomputed before the batch's first update
     advantages: Tensor  # [R]
     weights: Tensor  # [R], what each token counts in the mean (averaging.py)
@@ -36,6 +36,7 @@ class MicroBatch:
     truncation: tuple[Tensor, Tensor] | None = (
         None  # the sampler's top-k and top-p, [R] each; None where it kept every token
     )
+    compared: Tensor | None = None  # [R], whether the sampler's log-probability is known; None where all are
     recomputed: bool = False  # whether `old_logprobs` are the trainer's own
     counted: bool = True  # False: another rank's, computed again so that every rank makes as many passes
 
@@ -174,6 +175,15 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
             [np.full(len(sequence.tokens), value, dtype) for sequence, value in zip(sequences, values, strict=True)]
         )
 
+    def or_nan(arrays: Iterable[NDArray[np.float32] | None]) -> Tensor:
+        return of_trained(
+            [
+                np.full(len(sequence.tokens), np.nan, np.float32) if array is None else array
+                for sequence, array in zip(sequences, arrays, strict=True)
+            ]
+        )
+
+    known = [sequence.sampler_logprobs is not None for sequence in sequences]
     return MicroBatch(
         input_ids=tensor([sequence.tokens[:length] for sequence, length in zip(sequences, lengths, strict=True)])[None],
         position_ids=tensor([np.arange(length) for length in lengths])[None],
@@ -182,25 +192,17 @@ def _micro_batch(sequences: list[Sequence], device: torch.device) -> MicroBatch:
             [start + positions - 1 for start, positions in zip(np.cumsum((0, *lengths[:-1])), trained, strict=True)]
         ),
         targets=of_trained([sequence.tokens for sequence in sequences]),
-        sampler_logprobs=of_trained([sequence.sampler_logprobs for sequence in sequences]),
-        old_logprobs=of_trained(
-            [
-                sequence.sampler_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
-                for sequence in sequences
-            ]
+        sampler_logprobs=or_nan(sequence.sampler_logprobs for sequence in sequences),
+        compared=None if all(known) else of_sampler(known, np.bool_),
+        old_logprobs=or_nan(
+            sequence.sampler_logprobs if sequence.old_logprobs is None else sequence.old_logprobs
+            for sequence in sequences
         ),
         recomputed=any(sequence.old_logprobs is not None for sequence in sequences),
         advantages=of_trained([sequence.advantages for sequence in sequences]),
         weights=of_sampler([sequence.weight for sequence in sequences], np.float32),
         temperatures=of_sampler([sequence.temperature for sequence in sequences], np.float32),
-        reference_logprobs=of_trained(
-            [
-                np.full(len(sequence.tokens), np.nan, np.float32)
-                if sequence.reference_logprobs is None
-                else sequence.reference_logprobs
-                for sequence in sequences
-            ]
-        ),
+        reference_logprobs=or_nan(sequence.reference_logprobs for sequence in sequences),
         truncation=(
             (
                 of_sampler([sequence.top_k for sequence in sequences], np.int64),

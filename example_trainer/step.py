@@ -20,6 +20,7 @@ from example_trainer.parallel import ALONE, Ranks
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 
 StepMetrics = dict[str, float | None]
+OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")  # of tokens whose sampler's are known
 
 
 def batch_gradients(
@@ -38,7 +39,8 @@ def batch_gradients(
     nothing is updated.
 
     The result was measured before the update: the loss, KL to the reference model (None without one), entropy,
-    differences from the sampler's log-probabilities, and the metrics that the objective names itself.
+    differences from the sampler's log-probabilities (None where no token has them), and the metrics that the objective
+    names itself.
 
     `loss_divisor` is that of the batch (averaging.py), by default the tokens trained here.
     `comparison` is told every token's two log-probabilities.
@@ -48,7 +50,9 @@ def batch_gradients(
 
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
-    tokens = int(ranks.sum(torch.tensor(sum(len(batch.rows) for batch in batches if batch.counted))))
+    counted = [batch for batch in batches if batch.counted]
+    known = sum(len(batch.rows) if batch.compared is None else int(batch.compared.sum()) for batch in counted)
+    tokens, compared = map(int, ranks.sum(torch.tensor([sum(len(batch.rows) for batch in counted), known])))
     loss_divisor = loss_divisor or tokens
     token_loss = load_objective(settings.objective)
     sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
@@ -81,6 +85,9 @@ def batch_gradients(
                     "logprob_diff_max": difference,
                     "sampler_kl": kl_estimate(sampler, logprobs, "k3", settings.log_ratio_limit),
                 }
+                if batch.compared is not None:
+                    here = batch.compared[chunk]
+                    measured |= {name: torch.where(here, measured[name], 0.0) for name in OF_SAMPLER}
                 for name, term in measured.items():
                     if name.endswith(LARGEST):
                         found = term.max() if batch.counted else term.new_full((), -torch.inf)
@@ -94,12 +101,13 @@ def batch_gradients(
             policy, batch, chunk_loss, chunk_mb, see=terms.see if settings.needs_whole_sequences else None
         )
     # `loss` and `pg_loss` are the batch's weighted means, the others means over the trained tokens
+    divisors = {"loss": loss_divisor, "pg_loss": loss_divisor, **dict.fromkeys(OF_SAMPLER, max(1, compared))}
     means: StepMetrics = {
-        name: total / (loss_divisor if name in ("loss", "pg_loss") else tokens)
+        name: total / divisors.get(name, tokens)
         for name, total in zip(sums, ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)
     }
     highest = dict(zip(largest, ranks.largest(torch.stack(list(largest.values()))).tolist(), strict=True))
-    return {"kl": None} | means | highest
+    return {"kl": None} | means | highest | ({} if compared else dict.fromkeys(OF_SAMPLER))
 
 
 def _unknown(batch: MicroBatch) -> bool:

@@ -26,11 +26,8 @@ from example_trainer.learner import Learner
 from example_trainer.metrics import Row
 from example_trainer.objectives import LossMean
 from example_trainer.optimizer import expect_finite
-from example_trainer.step import StepMetrics
+from example_trainer.step import OF_SAMPLER, StepMetrics
 from example_trainer.trained_rows import Logprobs
-
-# a later update would count what the earlier ones changed
-BEFORE_ANY_UPDATE = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")
 
 
 @dataclass(frozen=True)
@@ -181,7 +178,7 @@ def merged(rows: list[Row]) -> Row:
         return rows[0] if rows else {}
 
     def value(name: str, found: list[float]) -> float:
-        if name in BEFORE_ANY_UPDATE:
+        if name in OF_SAMPLER:  # a later update would count what the earlier ones changed
             return found[0]
         return max(found) if name.endswith("_max") else sum(found) / len(found)
 

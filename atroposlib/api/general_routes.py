@@ -58,9 +58,10 @@ async def wandb_info(request: Request) -> Response:
 async def info(request: Request) -> Response:
     """Batch size in rollouts and the longest sequence in tokens."""
     service = service_of(request)
-    run, (vocab_size, trainable_only) = service.state.queue.registration, service.needs
+    run, needs = service.state.queue.registration, service.needs
     size, length = (run.batch_size, run.max_token_len) if run is not None else (-1, -1)
-    return reply(wire.Info(size, length, UNSET if vocab_size is None else vocab_size, trainable_only))
+    vocab_size = UNSET if needs.vocab_size is None else needs.vocab_size
+    return reply(wire.Info(size, length, vocab_size, needs.trainable_only, needs.logprobs_optional))
 
 
 @serves(router, routes.STATUS)

@@ -248,7 +248,8 @@ class Environment(FormerAttributes, ABC):
     async def get_server_info(self) -> None:
         """Read what the trainer's batches take. Raises GroupTooLargeError when a group cannot fit in a batch."""
         info = await self._env_run.joined_link.batch_limits()
-        self._env_run.needs = Needs(info.vocab_size if isinstance(info.vocab_size, int) else None, info.trainable_only)
+        vocab_size = info.vocab_size if isinstance(info.vocab_size, int) else None
+        self._env_run.needs = Needs(vocab_size, info.trainable_only, info.logprobs_optional)
         self.config.batch_size, self.max_token_len = info.batch_size, info.max_token_len
         if 0 < info.batch_size < self.config.group_size:
             raise GroupTooLargeError(

@@ -34,7 +34,11 @@ class Registration(Struct):
     `run` names the run across restarts of its trainer: groups of another run are forgotten. `trained_leases` are
     those whose batches the checkpoint contains that this trainer continues from: they count as acknowledged. Token ids
     must be below `vocab_size`. A trainer that is `trainable_only` gets only groups that pass the check of
-    `atroposlib/groups.py`; others are refused or set aside.
+    `atroposlib/groups.py`; others are refused or set aside. With `logprobs_optional` groups without
+    `inference_logprobs` pass it.
+
+    Trainers of the archived ancestor send neither and get groups without log-probabilities, as they always did: not
+    all of them read any. One that is `trainable_only` and does not say more, as ours once were, needs them.
     """
 
     wandb_group: str
@@ -49,6 +53,7 @@ class Registration(Struct):
     vocab_size: Count | None = None
     trained_leases: list[Integer] = []
     trainable_only: bool = False
+    logprobs_optional: bool = False
 
 
 class Registered(Struct):
@@ -115,6 +120,7 @@ class Info(Struct, omit_defaults=True):
     max_token_len: int
     vocab_size: int | UnsetType = UNSET
     trainable_only: bool = False
+    logprobs_optional: bool = False
 
 
 class Status(Struct, omit_defaults=True):

@@ -277,3 +277,22 @@ def test_the_table_and_memory_keep_the_newest(path: Path, monkeypatch: pytest.Mo
         assert older["bytes"] == stored
     with closing(sqlite3.connect(path)) as db:
         assert db.execute("SELECT id FROM dead_letters").fetchall() == [(5,), (6,)]
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_trainer_says_whether_it_needs_the_samplers_log_probabilities(client: TestClient, optional: bool) -> None:
+    """One that is `trainable_only` and does not say, as ours once were, needs them."""
+    start(client, 2, **({"logprobs_optional": True} if optional else {}))
+    assert client.get("/info").json().get("logprobs_optional", False) is optional
+    reply = client.post("/scored_data", json=trainable(inference_logprobs=None))
+    assert reply.status_code == (200 if optional else 422)
+    assert optional or "--old-logprobs recomputed" in reply.json()["detail"][0]["msg"]
+    refused = client.post("/scored_data", json=trainable(**HOPELESS))  # what is sent must be right
+    assert refused.status_code == 422
+
+
+def test_an_ancestors_trainer_gets_groups_without_log_probabilities(client: TestClient) -> None:
+    client.post("/register", json=registration(2))
+    post(client, trainable(inference_logprobs=None))
+    assert client.get("/batch").json()["batch"][0]["inference_logprobs"] is None
+    assert set(client.get("/info").json()) == {"batch_size", "max_token_len"}

@@ -33,7 +33,7 @@ from example_trainer.parallel import Ranks, join
 from example_trainer.rank_processes import VARIABLE
 from example_trainer.shard import local
 from example_trainer.weights import load
-from tests.unit.trainer.fakes import VOCAB, as_records, item
+from tests.unit.trainer.fakes import as_records, item
 
 GROUPS = 4
 JOB_S = 60.0  # more than any job takes
@@ -62,7 +62,7 @@ def sequences(
     ]
     if given:
         made[0]["ref_logprobs"] = [[-1.5] * len(tokens) for tokens in made[0]["tokens"]]
-    batch = make_batch(as_records(made), seq_len=seq_len, policy_version=0, vocab_size=VOCAB, loss=loss)
+    batch = make_batch(as_records(made), seq_len=seq_len, policy_version=0, loss=loss)
     return batch.sequences, batch.loss_divisor
 
 

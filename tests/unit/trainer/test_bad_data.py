@@ -218,7 +218,7 @@ def test_no_shape_of_a_group_that_the_api_takes_ends_the_run_or_a_resume(model: 
 
 @pytest.mark.parametrize("name", [*HOPELESS, *FURTHER])
 def test_what_fails_the_check_is_left_out_of_the_batch(name: str) -> None:
-    batch = make_batch(as_records([good(1), shaped(name)]), seq_len=64, policy_version=0, vocab_size=VOCAB)
+    batch = make_batch(as_records([good(1), shaped(name)]), seq_len=64, policy_version=0, needs=Needs(VOCAB, True))
     assert list(batch.rejected) == [1]
     assert batch.groups == 1
 

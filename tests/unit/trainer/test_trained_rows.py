@@ -120,7 +120,7 @@ def test_of_several_updates_what_is_known_before_the_first_is_kept(
 def rows_of(groups: list[dict[str, Any]], seq_len: int = 64, **loss: Any) -> list[dict[str, Any]]:
     """Rows of a batch whose log-probabilities are 0, -1, -2, ... in each sequence."""
     settings = LossSettings(**loss)
-    batch = make_batch(as_records(groups), seq_len=seq_len, policy_version=0, vocab_size=97, loss=settings)
+    batch = make_batch(as_records(groups), seq_len=seq_len, policy_version=0, loss=settings)
     values = [-np.arange(sequence.trained_tokens, dtype=np.float32) for sequence in batch.sequences]
     found = trained_rows(batch.records, values, step=1, policy_version=1, left_out=None)
     return [row | {"logprobs": [None if one is None else list(one) for one in row["logprobs"]]} for row in found]
