@@ -241,7 +241,7 @@ async def test_environment_of_the_page_scores_and_evaluates(tmp_path: Path) -> N
     async with FakeInferenceServer(lambda prompt: ["It is blue.", "No idea."]) as server:
         flags = ["--env.tokenizer_name", tokenizer, "--openai.base_url", server.base_url]
         await run("colours.py", "process", "--env.total_steps", "2", *flags, cwd=tmp_path)
-        assert "'accuracy': 1.0" in await run("colours.py", "evaluate", *flags, cwd=tmp_path)
+        assert "  accuracy     1\n" in await run("colours.py", "evaluate", *flags, cwd=tmp_path)
     assert (tmp_path / "data/colours.html").read_text().count("score 1<") == 4
 
 
