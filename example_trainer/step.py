@@ -51,8 +51,9 @@ def batch_gradients(
     The KL term uses an item's own reference log-probabilities where it brought them, else those of `reference`.
     """
     counted = [batch for batch in batches if batch.counted]
-    known = sum(len(batch.rows) if batch.compared is None else int(batch.compared.sum()) for batch in counted)
-    tokens, compared = map(int, ranks.sum(torch.tensor([sum(len(batch.rows) for batch in counted), known])))
+    trained = sum(len(batch.rows) for batch in counted)
+    of_sampler = sum(len(batch.rows) if batch.compared is None else int(batch.compared.sum()) for batch in counted)
+    tokens, compared = map(int, ranks.sum(torch.tensor([trained, of_sampler])))
     loss_divisor = loss_divisor or tokens
     token_loss = load_objective(settings.objective)
     sums: dict[str, Tensor] = {}  # over tokens by metric, kept on the device until the step is over
