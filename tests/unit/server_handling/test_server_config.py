@@ -19,6 +19,7 @@ def test_defaults_are_those_environments_were_written_for() -> None:
     }
     assert APIServerConfig().model_dump() == ServerBaseline().model_dump() | {
         "api_key": "",
+        "api_key_env": "",
         "base_url": "",
         "n_kwarg_is_ignored": False,
         "health_check": True,
@@ -35,6 +36,14 @@ def test_the_api_key_is_neither_printed_nor_written() -> None:
     config = APIServerConfig(api_key="secret")
     assert "secret" not in repr(config) + config.model_dump_json()
     assert config.model_dump()["api_key"] == "secret"
+
+
+def test_the_variable_that_holds_a_key_is_written_and_not_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    config = APIServerConfig(api_key_env="MY_KEY")
+    assert config.key == "secret"
+    assert "secret" not in repr(config) + str(config.model_dump()) + config.model_dump_json()
+    assert APIServerConfig(api_key="given", api_key_env="MY_KEY").key == "given"
 
 
 def test_an_unknown_key_is_ignored_with_a_warning_that_names_the_nearest(caplog: pytest.LogCaptureFixture) -> None:
