@@ -145,9 +145,9 @@ def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
     )
     if not needs.logprobs_optional and _given(group, "inference_logprobs") is None:
         raise Untrainable(
-            "missing: the loss needs the sampler's log-probability of every sampled token; have the environment send "
-            "them (ManagedServer collects them from vLLM's /generate), or start the trainer with --old-logprobs "
-            "recomputed, and without --importance, --off-policy-mask and --batch-invariant",
+            "missing: the loss needs the sampler's log-probabilities; send those that ManagedServer collects from "
+            "vLLM's /generate, or start the trainer with --old-logprobs recomputed, without --importance, --off-policy-mask "
+            "and --batch-invariant",
             "inference_logprobs",
         )
     for name in ("inference_logprobs", "ref_logprobs"):
