@@ -146,8 +146,8 @@ def _check_trainable(group: Mapping[str, Any], needs: Needs) -> None:
     if not needs.logprobs_optional and _given(group, "inference_logprobs") is None:
         raise Untrainable(
             "missing: the loss needs the sampler's log-probabilities; send those that ManagedServer collects from "
-            "vLLM's /generate, or start the trainer with --old-logprobs recomputed, without --importance, --off-policy-mask "
-            "and --batch-invariant",
+            "vLLM's /generate, or start the trainer with --old-logprobs recomputed, without --importance, "
+            "--off-policy-mask and --batch-invariant",
             "inference_logprobs",
         )
     for name in ("inference_logprobs", "ref_logprobs"):
