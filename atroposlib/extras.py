@@ -16,7 +16,7 @@ from atroposlib.errors import AtroposError
 
 CHECKOUT = Path(__file__).parents[1]
 
-Extra = Literal["trainer", "gpu", "environments", "wandb", "tensorboard"]
+Extra = Literal["trainer", "gpu", "environments", "mcp", "wandb", "tensorboard"]
 
 
 class MissingExtra(AtroposError):

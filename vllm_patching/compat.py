@@ -465,6 +465,29 @@ def api_keys(args: Any) -> list[str]:
     return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
 
 
+def tool_parsers() -> list[str]:
+    """The names of vLLM's tool parsers, with those of --tool-parser-plugin."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return list(ToolParserManager.list_registered())
+
+
+def parse_tool_calls(
+    tokenizer: Any, parser: str, text: str, tools: list[dict[str, Any]]
+) -> tuple[str | None, list[tuple[str, str]]]:
+    """What vLLM's `parser` finds in `text`: the content, and (name, arguments in JSON) of each call. Raises what the
+    parser does.
+    """
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": ""}], tools=tools or None)
+    found = ToolParserManager.get_tool_parser(parser)(tokenizer, cast(Any, request.tools)).extract_tool_calls(
+        text, request
+    )
+    return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
+
+
 def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
     """vLLM's `serve` arguments and `own_flags`, validated. Exits 2 on a wrong flag, raises ValueError on a wrong
     combination.

@@ -18,6 +18,7 @@ from vllm_patching.engines.session import Sessions
 from vllm_patching.http.engine_watch import EngineWatch
 from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, Unavailable
 from vllm_patching.http.routes import add_routes, bears_key
+from vllm_patching.http.tool_calls import ToolCallParsing
 
 log = compat.init_logger("vllm.atropos_bridge")
 
@@ -51,6 +52,7 @@ class BridgeEndpoints:
         )
         await serving.start()
         state.sessions = Sessions(serving, engines_of(serving))
+        state.tool_calls = ToolCallParsing(engine_client, getattr(args, "tool_call_parser", None))
         state.generate_keys = compat.api_keys(args)
         self._guard_hosts(args, state.generate_keys)
         state.engine_watch.start(engine_client, getattr(args, "engine_deadline_s", ENGINE_DEADLINE_S))

@@ -52,9 +52,7 @@ def parser() -> Parser:
     command.add_argument("name", metavar="NAME", help="its name: lowercase letters, digits and underscores")
     kind = command.add_mutually_exclusive_group()
     kind.add_argument("--turns", choices=("one", "two"), default="one", help="turns of a conversation (default: one)")
-    if template_file(tool=True).is_file():
-        kind.add_argument("--tool", action="store_true", help="an environment in which the model calls a tool")
-    command.set_defaults(tool=False)
+    kind.add_argument("--tool", action="store_true", help="an environment in which the model calls a tool")
     command.add_argument(
         "--dir", type=Path, default=Path(), metavar="DIR", help="directory to write to (default: the current one)"
     )

@@ -12,7 +12,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 # POST routes that do not generate; all others are refused, also those that a later vLLM adds
-OPEN_PREFIXES = ("/v1/bridge/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenize", "/detokenize", "/ping")
+OPEN_PREFIXES = (
+    "/v1/bridge/",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/v1/tool_calls/",
+    "/tokenize",
+    "/detokenize",
+    "/ping",
+)
 RETRY_AFTER_S = 5
 ENGINE_DEADLINE_S = 300.0  # default of --engine-deadline-s; one step of a long prefill on a CPU takes tens of seconds
 TRY_AGAIN_LATER = 1013  # WebSocket close code

@@ -9,6 +9,7 @@
     POST   /v1/bridge/commit                  pause(keep) → apply on all ranks → version → resume
     POST   /v1/bridge/fence                   the trainer continues with other servers only: refuse to generate
     POST   /v1/bridge/...                     what only one mode has: ROUTES of its engine
+    POST   /v1/tool_calls/parse               what vLLM's own tool parsers find in a text (tool_calls.py)
     POST   /generate, /v1/generate            token ids in and out, log-probabilities, policy versions
            /renderers/...                     vLLM's own token route as the package `renderers` reads it (renderers.py)
 
@@ -28,7 +29,9 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, TOKEN_ROUTE, SessionCalls
-from atroposlib.wire.typed import WrongValue
+from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
+from atroposlib.wire.tool_calls import ParseToolCalls
+from atroposlib.wire.typed import WrongValue, typed_body
 from vllm_patching.engines import ROUTES
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Route, Sessions
@@ -109,6 +112,11 @@ for route in ROUTES:
 @keyed.post("/v1/generate", tags=["generate"])
 async def generate(request: Request, sessions: Server, body: Annotated[dict[str, Any], Body()]) -> Response:
     return _json(await run_generate(request, sessions, body))
+
+
+@bridge.post(TOOL_CALLS, tags=["generate"])
+async def parse_tool_calls(request: Request, body: Annotated[Any, Body()]) -> Response:
+    return _json(await request.app.state.tool_calls.found(typed_body("body", body, ParseToolCalls)))
 
 
 @keyed.post(f"{PREFIX}{TOKEN_ROUTE}", tags=["generate"])

@@ -32,6 +32,7 @@ from atroposlib.envs.server_handling.sequence_book import (
     unsampled_prompt,
 )
 from atroposlib.envs.server_handling.server_baseline import InferenceCalls
+from atroposlib.envs.server_handling.tool_call_parsers import text_parser, tool_call_parser, without_thoughts
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.utils.tokenizers import load_tokenizer
 from atroposlib.wire.batching import NOT_TRAINED
@@ -46,8 +47,8 @@ class ManagedServer(SequenceKeeper):
     """Chat and text completions whose tokens are kept as nodes; one instance per rollout or group.
 
     `server` is anything with `sample_tokens` (a server, a manager's route). `track_tree` keeps every prefix by its
-    text instead of one node per completion. `tool_parser` (hermes, llama3_json, mistral) turns tool calls into
-    OpenAI's form and back. Concurrent calls are safe: nodes appear whole, in the order of the calls.
+    text instead of one node per completion. `tool_parser` (see `tool_call_parsers.py`) turns tool calls into OpenAI's
+    form and back. Concurrent calls are safe: nodes appear whole, in the order of the calls.
     """
 
     def __init__(
@@ -61,7 +62,10 @@ class ManagedServer(SequenceKeeper):
         super().__init__(track_tree)
         self.server = server
         self.tokenizer = tokenizer or server.tokenizer or load_tokenizer(server.tokenizer_id)
-        self.translator = ToolCallTranslator(self.tokenizer, tool_parser) if tool_parser is not None else None
+        self.translator: ToolCallTranslator | None = None
+        if tool_parser is not None:
+            self._parse = tool_call_parser(tool_parser, self.tokenizer, server)
+            self.translator = ToolCallTranslator(self.tokenizer, text_parser(tool_parser))
         self.preserve_think_blocks = preserve_think_blocks
 
     def render(
@@ -117,7 +121,7 @@ class ManagedServer(SequenceKeeper):
             created=int(time.time()),
             model=self.server.model_name,
             choices=[
-                self._choice(index, sequence, reply, tools if parses else None)
+                await self._choice(index, sequence, reply, tools if parses else None, split)
                 for index, (sequence, reply) in enumerate(zip(sampled.sequences, texts, strict=True))
             ],
             usage=_usage(prompt, sampled),
@@ -142,6 +146,11 @@ class ManagedServer(SequenceKeeper):
             ],
             usage=_usage(known, sampled),
         )
+
+    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> int:
+        """The tokens of the prompt that `chat_completion` would send for a conversation."""
+        text = self.render(messages, tools)
+        return len(self._prompt(text, self.longest_prefix(text), templated=True).tokens)
 
     async def get_logprobs(
         self,
@@ -170,12 +179,15 @@ class ManagedServer(SequenceKeeper):
             split=split,
         )
 
-    def _choice(self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[Any] | None) -> Choice:
+    async def _choice(
+        self, index: int, sequence: SampledSequence, reply: str, tools: Sequence[Any] | None, split: Split
+    ) -> Choice:
         """A reply in OpenAI's form; one that was cut says so even if it holds a call."""
         reason: Literal["stop", "length", "tool_calls"] = _reason(sequence)
         content, calls = reply, None
         if self.translator is not None and tools:
-            parsed, calls, _ = self.translator.parse_model_output(reply, tools=tools)
+            found = await self._parse(reply, sequence.token_ids, tools, split)
+            parsed, calls, _ = self.translator.reply_of(reply, found)
             content = parsed or ""
             reason = "tool_calls" if calls and reason == "stop" else reason
         return Choice(
@@ -193,6 +205,11 @@ class ManagedServer(SequenceKeeper):
             ids = ids[:-1]
         return str(self.tokenizer.decode(ids, skip_special_tokens=not shows_special))
 
+    def _prompt(self, text: str, parent: SequenceNode | None, templated: bool) -> SequenceNode:
+        if parent is None:
+            return fresh_prompt(text, self.tokenizer, templated=templated)
+        return extended_prompt(text, parent, self.tokenizer)
+
     async def _sample(
         self, text: str, n: int, split: Split, sampling: Arguments, *, templated: bool, shows_special: bool = False
     ) -> tuple[SequenceNode, SampledTokens, list[str]]:
@@ -202,11 +219,7 @@ class ManagedServer(SequenceKeeper):
         parameters = {key: value for key, value in sampling.items() if value is not None and key != "model"}
         call = self.open_call()
         parent = self.longest_prefix(text)
-        prompt = (
-            fresh_prompt(text, self.tokenizer, templated=templated)
-            if parent is None
-            else extended_prompt(text, parent, self.tokenizer)
-        )
+        prompt = self._prompt(text, parent, templated)
         sampled = await self.server.sample_tokens(prompt=text, input_ids=prompt.tokens, n=n, split=split, **parameters)
         if parent is None:
             prompt = unsampled_prompt(text, sampled.prompt_token_ids)
@@ -271,16 +284,31 @@ class DummyManagedServer(SequenceKeeper):
     Training on them teaches nothing, so it exists only when ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set.
     """
 
-    def __init__(self, server: InferenceCalls, tokenizer: Any = None, track_tree: bool = False) -> None:
+    def __init__(
+        self,
+        server: InferenceCalls,
+        tokenizer: Any = None,
+        track_tree: bool = False,
+        tool_parser: str | None = None,
+    ) -> None:
         super().__init__(track_tree)
         self.server = server
         self.tokenizer = tokenizer
+        self.translator = ToolCallTranslator(tokenizer, text_parser(tool_parser)) if tool_parser is not None else None
 
-    async def chat_completion(self, *, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> ChatCompletion:
-        """The server's reply; a node with placeholder tokens per choice."""
+    async def chat_completion(
+        self, *, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **arguments: Any
+    ) -> ChatCompletion:
+        """The server's reply; a node with placeholder tokens per choice. With a `tool_parser`, calls that the server
+        left in the text are found there.
+        """
         call = self.open_call()
-        reply = await self.server.chat_completion(messages=list(messages), **arguments)
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        reply = await self.server.chat_completion(messages=list(messages), **given, **arguments)
+        for choice in reply.choices:
+            if self.translator is not None and tools and not choice.message.tool_calls:
+                _find_calls(choice.message, self.translator, tools)
+        prompt = "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
         self.record(
             call,
             None,
@@ -291,12 +319,23 @@ class DummyManagedServer(SequenceKeeper):
         )
         return reply
 
+    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> None:
+        """Not known: the server renders the prompt."""
+
     async def completion(self, *, prompt: str, **arguments: Any) -> Completion:
         """The server's completion; a node with placeholder tokens per choice."""
         call = self.open_call()
         reply = await self.server.completion(prompt=prompt, **arguments)
         self.record(call, None, [_dummy_node(prompt + each.text, each.finish_reason) for each in reply.choices])
         return reply
+
+
+def _find_calls(message: ChatCompletionMessage, translator: ToolCallTranslator, tools: Sequence[Any]) -> None:
+    """Turn the calls that a server left in its text into OpenAI's form."""
+    thoughts, said = without_thoughts(message.content or "")
+    content, calls, _ = translator.parse_model_output(said, tools=tools)
+    if calls:
+        message.content, message.tool_calls = thoughts + (content or ""), [*calls]
 
 
 def _dummy_node(text: str, finish_reason: str) -> SequenceNode:

@@ -57,6 +57,9 @@ class ProxyManagedServer(AbstractAsyncContextManager["ProxyManagedServer"]):
         await self.fetch_state()
         return ChatCompletion.model_validate(reply)
 
+    def prompt_length(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> None:
+        """Not known: the proxy renders the prompt."""
+
     async def completion(self, **arguments: Any) -> Completion:
         """The proxy speaks chat only."""
         raise NotImplementedError("a managed proxy has no text completions; use chat_completion")

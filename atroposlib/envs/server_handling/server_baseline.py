@@ -117,6 +117,16 @@ class InferenceCalls(ABC):
             "prompt log-probabilities", lambda server: server.request_prompt_logprobs(arguments), split
         )
 
+    async def parse_tool_calls(
+        self, *, text: str, tools: Sequence[Any], parser: str | None = None, split: Split = "train"
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """What a tool parser of the server, its own choice without `parser`, finds in what a model wrote: the text
+        outside of the calls, then (name, arguments in JSON) of each call.
+        """
+        return await self._run(
+            "tool-call parsing", lambda server: server.request_tool_calls(text, tools, parser), split
+        )
+
     async def _in_parts(
         self,
         arguments: Arguments,
@@ -224,6 +234,12 @@ class APIServer(InferenceCalls):
     async def request_prompt_logprobs(self, arguments: Arguments) -> PromptLogprobs:
         """One request for the log-probabilities of a prompt. Raises NotImplementedError where the protocol has none."""
         return await self._hooked(self._get_logprobs_wrapper, arguments)
+
+    async def request_tool_calls(
+        self, text: str, tools: Sequence[Any], parser: str | None
+    ) -> tuple[str, list[tuple[str, str]]]:
+        """One request for the tool calls in a text. Raises NotImplementedError where the protocol has none."""
+        raise NotImplementedError(f"{self.name} parses no tool calls: tool_parser 'vllm' needs server_type 'vllm'")
 
     def chat_arguments(self, arguments: Arguments) -> Arguments:
         """`arguments` with the model and what the reasoning configuration adds."""

@@ -178,7 +178,7 @@ class ServerManager(InferenceCalls):
         servers = self.servers_at(base_url) if base_url else self.servers
         able = [server for server in servers if server.supports_token_ids]
         if not able and (self.allows_text_only or self._environment.allow_dummy_managed_server):
-            yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree)
+            yield DummyManagedServer(StickyRoute(self, servers), tokenizer, track_tree, self.tool_parser)
             return
         if not able:
             raise NoTokenIds(

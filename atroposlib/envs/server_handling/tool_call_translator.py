@@ -125,7 +125,11 @@ class ToolCallTranslator:
         """
         if tool_choice == "none" or not tools:
             return raw_text, None, "stop"
-        content, found = self.parser(raw_text)
+        return self.reply_of(raw_text, self.parser(raw_text))
+
+    def reply_of(self, raw_text: str, parsed: Parsed) -> tuple[str | None, list[ToolCall] | None, str]:
+        """As `parse_model_output`, for a text that is parsed already."""
+        content, found = parsed
         if not found:
             return raw_text, None, "stop"
         try:

@@ -5,6 +5,7 @@ chat and text completions              through <base_url> as for any OpenAI serv
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
@@ -20,6 +21,8 @@ from atroposlib.envs.server_handling.sampling import Arguments, PromptLogprobs, 
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.errors import reading
 from atroposlib.utils.tokenizers import encode_prompt, load_tokenizer
+from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
+from atroposlib.wire.tool_calls import FoundToolCalls, ParseToolCalls
 
 # What other dialects call max_tokens.
 MAX_TOKENS_ALIASES = ("max_new_tokens", "max_completion_tokens")
@@ -100,6 +103,17 @@ class VLLMServer(OpenAIServer):
             "prompt_topk_logprobs": [[logprob for _, logprob in position] for position in ranked],
         }
 
+    async def request_tool_calls(
+        self, text: str, tools: Sequence[Any], parser: str | None
+    ) -> tuple[str, list[tuple[str, str]]]:
+        if self.config.server_type != "vllm":  # of another protocol, in a class of this one's children
+            return await super().request_tool_calls(text, tools, parser)
+        body = ParseToolCalls(text, list(tools), parser)
+        reply = self._decode(
+            await self._post(f"{self.root_url}{TOOL_CALLS}", msgspec.to_builtins(body)), FoundToolCalls
+        )
+        return reply.content or "", [(call.name, call.arguments) for call in reply.calls]
+
     async def _tokenizer(self) -> Any:
         return self.tokenizer or await asyncio.to_thread(load_tokenizer, self.tokenizer_id)
 
@@ -118,10 +132,13 @@ class VLLMServer(OpenAIServer):
         return body | {"prompt": {"prompt_token_ids": ids}}
 
     async def _generate(self, body: Arguments) -> bytes:
+        return await self._post(self.generate_url, body)
+
+    async def _post(self, url: str, body: Arguments) -> bytes:
         async with replied(
             self.http,
             "POST",
-            self.generate_url,
+            url,
             data=orjson.dumps(body),
             headers={"Content-Type": "application/json"},
         ) as reply:

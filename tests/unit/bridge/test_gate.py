@@ -15,6 +15,7 @@ OPEN = (
     "/v1/bridge/resume",
     "/v1/load_lora_adapter",
     "/v1/unload_lora_adapter",
+    "/v1/tool_calls/parse",
     "/tokenize",
     "/detokenize",
     "/ping",

@@ -11,10 +11,12 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = ("atroposlib", "environments", "example_trainer", "vllm_patching")
 TORCHLESS = ("atroposlib", "environments", "example_trainer/launcher")  # a plain install runs all of it
-EXTRAS_OF_TORCHLESS = {"wandb", "reasoning-gym"}  # asked for late, with a line that names the extra
+EXTRAS_OF_TORCHLESS = {"mcp", "wandb", "reasoning-gym"}  # asked for late, with a line that names the extra
 BROUGHT_ALONG = {
     "bitsandbytes",  # --optimizer adamw_8bit asks for it
+    "mcp-types",  # of mcp
     "pydantic-core",  # of pydantic
+    "renderers",  # --env.tool_parser renderers asks for it
     "uvloop",  # of vLLM
     "verifiers",  # in a virtual environment of its own: scripts/verifiers_setup.sh
 }

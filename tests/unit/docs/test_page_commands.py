@@ -88,6 +88,7 @@ READERS = {
     "my_run.yaml": "arithmetic",
     "larger_number_server.py": "environments/template_server.py",
     "guess_server.py": "environments/two_turn_template_server.py",
+    "product_server.py": "environments/tool_template_server.py",
 }
 
 

@@ -32,6 +32,7 @@ from atroposlib.grading import last_number
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.testing.tiny_tokenizer import save_tiny_tokenizer
 from environments.template_server import LargerNumberConfig, LargerNumberEnv
+from environments.tool_template_server import ProductEnv
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import new_environment
 from tests.unit.compat.test_generation import group
@@ -76,6 +77,7 @@ PAGES = [command for command in COMMANDS if "jsonl2html" in command]
 LAUNCHED = [command for command in COMMANDS if command.startswith("atropos train ")]
 # What NEW writes, and of which template it is a copy.
 WRITTEN = {"larger_number_server": "template_server", "guess_server": "two_turn_template_server"}
+WRITTEN |= {"product_server": "tool_template_server"}
 EVALUATED = [command for command in COMMANDS if command.startswith("atropos evaluate ")]
 # Where a service answers.
 SERVICES = {
@@ -89,6 +91,8 @@ SERVICES = {
     for command in COMMANDS
     if name in command
 }
+# What needs an MCP server of the reader's: tests/unit/envs/test_mcp_tools.py has one.
+WITH_MCP_SERVER = [command for command in COMMANDS if "--env.mcp_" in command]
 # What loads a model: the same programs are run, with flags of their own, by tests that have one.
 WITH_MODEL = {
     "python -m example_trainer.quickstart_model": "tests/integration/test_guide.py",
@@ -99,7 +103,20 @@ WITH_MODEL = {
 
 def test_every_command_is_tried_below() -> None:
     assert sorted(COMMANDS) == sorted(
-        [*SAMPLING, *ONCE, *NEW, *TESTED, *GENERATORS, *WATCHERS, *PAGES, *LAUNCHED, *EVALUATED, *SERVICES, *WITH_MODEL]
+        [
+            *SAMPLING,
+            *ONCE,
+            *NEW,
+            *TESTED,
+            *GENERATORS,
+            *WATCHERS,
+            *PAGES,
+            *LAUNCHED,
+            *EVALUATED,
+            *SERVICES,
+            *WITH_MODEL,
+            *WITH_MCP_SERVER,
+        ]
     )
     for command, test in WITH_MODEL.items():
         assert (
@@ -185,7 +202,8 @@ async def test_command_that_ends_does_what_the_page_says(tmp_path: Path, command
         await run(*arguments, "--openai.base_url", server.base_url, cwd=tmp_path)
     if "--samples" in command:
         (samples,) = (tmp_path / "evaluations").glob("*.jsonl")
-        assert (samples.name, samples.read_text().count("\n")) == ("gsm8k-my-model.jsonl", 1 + 4 * 64)
+        name = "product" if "product_server" in command else "gsm8k"
+        assert (samples.name, samples.read_text().count("\n")) == (f"{name}-my-model.jsonl", 1 + 4 * 64)
         return
     if "evaluate" in command:
         assert "accuracy" in json.loads((tmp_path / "results/metrics.json").read_text())["results"]["all"]
@@ -324,7 +342,7 @@ async def test_watcher_of_the_page_waits_for_the_trainer(tmp_path: Path, command
 
 def test_code_of_the_guide_is_what_its_commands_write_and_short(tmp_path: Path) -> None:
     write_environments(tmp_path)
-    for (written, name), lines in zip(WRITTEN.items(), (60, 90), strict=True):
+    for (written, name), lines in zip(WRITTEN.items(), (60, 90, 60), strict=True):
         text = (ROOT / f"environments/{name}.py").read_text()
         assert text == (tmp_path / f"{written}.py").read_text()
         assert f"<!-- environments/{name}.py -->\n```python\n{text}```" in GUIDE
@@ -359,23 +377,23 @@ def defined_by(*words: str) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name not in given}
 
 
-def env_of(*words: str, **members: Any) -> type[LargerNumberEnv]:
-    """The template with the methods of the guide's snippet in which `words` occur."""
+def env_of(*words: str, of: type[QuestionEnv] = LargerNumberEnv, **members: Any) -> type[Any]:
+    """The template `of` with the methods of the guide's snippet in which `words` occur."""
     methods = {name: value for name, value in defined_by(*words).items() if inspect.isfunction(value)}
     assert methods
-    return type("SnippetEnv", (LargerNumberEnv,), methods | members)
+    return type("SnippetEnv", (of,), methods | members)
 
 
-async def test_the_tool_of_the_guide_is_called_and_its_result_is_not_trained_on(tmp_path: Path) -> None:
-    call = '<tool_call>{"name": "square", "arguments": {"number": 3}}</tool_call>'
+async def test_the_shop_of_the_guide_keeps_what_was_bought_in_each_conversation(tmp_path: Path) -> None:
+    call = '<tool_call>{"name": "buy", "arguments": {"product": "tea", "count": 2}}</tool_call>'
     async with (
-        FakeInferenceServer(lambda prompt: "Done: 9." if "9.0" in prompt else call) as server,
-        running_env(env_of("SQUARE", "tool_parser"), tmp_path, server, max_new_tokens=128) as env,
+        FakeInferenceServer(lambda prompt: "Done." if "products in" in prompt else call) as server,
+        running_env(env_of("basket", of=ProductEnv), tmp_path, server, max_new_tokens=128) as env,
     ):
         group, _ = await env.collect_trajectories([1, 9])
     assert group is not None
     assert group["scores"] == [1.0] * 4
-    assert sampled_texts(group) == [f"{call}<|im_end|>Done: 9.<|im_end|>"] * 4
+    assert sampled_texts(group) == [f"{call}<|im_end|>Done.<|im_end|>"] * 4
 
 
 @pytest.mark.parametrize(

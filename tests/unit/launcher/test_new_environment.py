@@ -15,6 +15,7 @@ from tests.unit.launcher.plans import ROOT
 
 TEMPLATES = sorted(environments().glob("*template_server.py"))
 KINDS = {"template_server.py": [], "two_turn_template_server.py": ["--turns", "two"]}
+KINDS |= {"tool_template_server.py": ["--tool"]}
 
 
 def test_every_template_can_be_asked_for() -> None:
