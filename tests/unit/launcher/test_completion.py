@@ -78,7 +78,7 @@ def test_runs(words: list[str], tmp_path: Path) -> None:
 
 def test_environments(tmp_path: Path) -> None:
     (tmp_path / "my_server.py").touch()
-    assert {"gsm8k", "template", "my_server.py"} <= offered("env", "", cwd=tmp_path)
+    assert {"new", "gsm8k", "template", "my_server.py"} <= offered("env", "", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("shell", ["zsh", "tcsh"])
