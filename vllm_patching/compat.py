@@ -30,6 +30,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from vllm_patching import vllm_types
 from vllm_patching.log_config import LOG_CONFIG
 from vllm_patching.memory import packed
 from vllm_patching.version import VERSION
@@ -77,7 +78,9 @@ def end_engine_with_its_threads() -> None:
         if stock.__module__ == __name__:  # vLLM may call a plugin more than once
             return
 
-        def watched(self: Any, *arguments: Any, run: Callable[..., None] = stock, **named: Any) -> None:
+        def watched(
+            self: vllm_types.EngineProcess, *arguments: Any, run: Callable[..., None] = stock, **named: Any
+        ) -> None:
             try:
                 run(self, *arguments, **named)
             except Exception:  # whatever ended the thread, the engine shuts down in its normal way
@@ -105,7 +108,7 @@ def on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def worker_class() -> type:
+def worker_class() -> vllm_types.WorkerClass:
     """The platform's own worker, which BridgeWorker extends."""
     if on_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker
@@ -189,12 +192,12 @@ def replace_adapter_products(
         operators.bgmv_shrink, operators.bgmv_expand, operators.bgmv_expand_slice = shrink, expand, expand_slice
 
 
-def wrap_config_check(check: Callable[[Any], None]) -> None:
+def wrap_config_check(check: Callable[[vllm_types.VllmConfig], None]) -> None:
     """Call `check` with vLLM's whole configuration, in every process, once the platform has completed it."""
     platform: Any = type(current_platform)
     complete = platform.check_and_update_config
 
-    def checked(cls: type, config: Any) -> None:
+    def checked(cls: type, config: vllm_types.VllmConfig) -> None:
         complete(config)
         if config.model_config is not None:
             check(config)
@@ -234,7 +237,7 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import base, linear_scaling_rope, yarn_scaling_rope
 
-    def cos_sin(self: Any) -> Any:
+    def cos_sin(self: vllm_types.RotaryEmbedding) -> Any:
         model = get_current_vllm_config().model_config
         return table(model.hf_config, max(self.max_position_embeddings, model.max_model_len))
 
@@ -242,7 +245,7 @@ def replace_rotary(table: Callable[[Any, int], Any], rotate: Callable[..., None]
     for rotary in cast(tuple[Any, ...], (base.RotaryEmbeddingBase, *scaled)):
         rotary._compute_cos_sin_cache = cos_sin
 
-    def forward(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+    def forward(self: vllm_types.RotaryEmbedding, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
         angles = self.cos_sin_cache.index_select(0, positions.flatten()).to(query.dtype)
         for x in _side_by_side(query, key):
             rotate(x.view(len(angles), -1, self.head_size), *angles[:, None].chunk(2, -1))
@@ -318,7 +321,7 @@ def add_before_norm() -> None:
 
     norm = RMSNorm.forward_cuda
 
-    def separate(self: Any, x: Any, residual: Any = None) -> Any:
+    def separate(self: vllm_types.RMSNorm, x: Any, residual: Any = None) -> Any:
         if residual is None:
             return norm(self, x)
         total = x + residual
@@ -327,7 +330,7 @@ def add_before_norm() -> None:
     cast(Any, RMSNorm).forward_cuda = separate
 
 
-def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
+def why_not_exact_on_cuda(config: vllm_types.VllmConfig, block_size: int) -> str | None:
     """The first setting of vLLM's whole configuration under which its CUDA kernels are not those of `cuda_kernels`,
     or None.
     """
@@ -347,7 +350,7 @@ def why_not_exact_on_cuda(config: Any, block_size: int) -> str | None:
     return next((name for name, wanted in asked.items() if wanted), None)
 
 
-def vocabulary_size(engine: Any) -> int | None:
+def vocabulary_size(engine: vllm_types.EngineClient) -> int | None:
     """The model's vocabulary, below which all token ids of a prompt are; None for multimodal models, whose placeholders
     are above it.
     """
@@ -355,7 +358,7 @@ def vocabulary_size(engine: Any) -> int | None:
     return None if model.is_multimodal_model else model.get_vocab_size()
 
 
-def refuse_undecodable_requests(engine: Any) -> None:
+def refuse_undecodable_requests(engine: vllm_types.EngineClient) -> None:
     """Make `engine`, vLLM's client of its engine process, refuse each request that the engine could not decode.
 
     In the engine, one such request ends the thread that reads all requests. So each request is encoded and decoded
@@ -369,7 +372,7 @@ def refuse_undecodable_requests(engine: Any) -> None:
     vocabulary = vocabulary_size(engine)
     hand_over = engine.output_processor.add_request
 
-    def checked(request: Any, *arguments: Any, **named: Any) -> None:
+    def checked(request: vllm_types.EngineRequest, *arguments: Any, **named: Any) -> None:
         try:
             # without tensors that vLLM made, which may not travel as MessagePack
             decoder.decode(encoder.encode(msgspec.structs.replace(request, mm_features=None, prompt_embeds=None)))
@@ -386,7 +389,7 @@ def refuse_undecodable_requests(engine: Any) -> None:
     engine.output_processor.add_request = checked
 
 
-def version_spans(sequence: Any, started: int, finished: int) -> list[list[int]] | None:
+def version_spans(sequence: vllm_types.CompletionOutput, started: int, finished: int) -> list[list[int]] | None:
     """Of one finished sequence, [start, version] of each run of tokens that one policy version sampled; None if only
     the versions at its two ends are known.
 
@@ -400,7 +403,7 @@ def version_spans(sequence: Any, started: int, finished: int) -> list[list[int]]
     return [[0, finished]] if started == finished else None
 
 
-async def pause(engine: Any) -> None:
+async def pause(engine: vllm_types.EngineClient) -> None:
     """Pause the engine between two forward steps: requests are kept, caches that depend on the weights are cleared.
 
     This is vLLM's `pause_generation(mode="keep")` without its final sleep of 20 ms, which lets the last outputs arrive.
@@ -413,7 +416,7 @@ async def pause(engine: Any) -> None:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
 
-async def label_weights(engine: Any, policy_version: int) -> None:
+async def label_weights(engine: vllm_types.EngineClient, policy_version: int) -> None:
     """Tell vLLM which policy it serves, so that it labels sampled tokens; it keeps such labels since 0.27.1."""
     if VERSION >= Version("0.27.1"):
         await engine.update_weight_version(str(policy_version))
@@ -429,19 +432,19 @@ def adapted_layer(model: Any, tensor: str) -> str:
     return str(parse_fine_tuned_lora_name(tensor, renames())[0])
 
 
-def served_dtype(engine: Any) -> torch.dtype:
+def served_dtype(engine: vllm_types.EngineClient) -> torch.dtype:
     """The dtype in which vLLM computes."""
     return cast(torch.dtype, engine.model_config.dtype)
 
 
-def adapter_request(name: str, lora_id: int, path: str) -> Any:
+def adapter_request(name: str, lora_id: int, path: str) -> vllm_types.LoRARequest:
     """A LoRARequest: vLLM's reference to an adapter in a request."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, lora_id, path)
 
 
-def adapters_in_use(engine: Any) -> set[str]:
+def adapters_in_use(engine: vllm_types.EngineClient) -> set[str]:
     """Names of the adapters that unfinished requests sample from."""
     return {
         request.lora_request.lora_name
@@ -450,7 +453,7 @@ def adapters_in_use(engine: Any) -> set[str]:
     }
 
 
-def add_base_names(models: Any, names: list[str]) -> None:
+def add_base_names(models: vllm_types.ServedModels, names: list[str]) -> None:
     """Give vLLM's base model further names, after its own."""
     base = models.base_model_paths[0]
     models.base_model_paths.extend(
@@ -458,7 +461,7 @@ def add_base_names(models: Any, names: list[str]) -> None:
     )
 
 
-def api_keys(args: Any) -> list[str]:
+def api_keys(args: vllm_types.Arguments) -> list[str]:
     """The keys that vLLM itself accepts: --api-key, else VLLM_API_KEY."""
     from vllm import envs
 
@@ -488,27 +491,28 @@ def parse_tool_calls(
     return found.content, [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
 
-def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> Any:
+def parse_serve_arguments(argv: list[str], own_flags: ArgumentParser) -> vllm_types.Arguments:
     """vLLM's `serve` arguments and `own_flags`, validated. Exits 2 on a wrong flag, raises ValueError on a wrong
     combination.
     """
     # cli.serve imports these names in every supported version, while their homes moved in 0.29 and 0.33
     from vllm.entrypoints.cli.serve import FlexibleArgumentParser, make_arg_parser, validate_parsed_serve_args
 
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm_api_server.py", parents=[own_flags])).parse_args(argv)
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm_api_server.py", parents=[own_flags]))
+    args: vllm_types.Arguments = parser.parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
     validate_parsed_serve_args(args)
     return args
 
 
-def enable_token_route(args: Any) -> None:
+def enable_token_route(args: vllm_types.Arguments) -> None:
     """Make vLLM answer under its own /inference/v1/generate, which needs a flag since about 0.30."""
     if hasattr(args, "enable_scale_out"):
         args.enable_scale_out = True
 
 
-def serve(args: Any) -> None:
+def serve(args: vllm_types.Arguments) -> None:
     """Run vLLM's OpenAI server in one API process until a signal ends it."""
     import uvloop
     from vllm.entrypoints.cli.serve import run_server
@@ -522,7 +526,7 @@ def serve(args: Any) -> None:
     uvloop.run(run_server(args, **settings))
 
 
-def offline_engine(model: str, **settings: Any) -> Any:
+def offline_engine(model: str, **settings: Any) -> vllm_types.OfflineEngine:
     """vLLM in this process, without a server or child processes: for `generate` and `load_weights`."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
@@ -530,7 +534,7 @@ def offline_engine(model: str, **settings: Any) -> Any:
     return LLM(model, logprobs_mode="processed_logprobs", enforce_eager=True, disable_log_stats=True, **settings)
 
 
-def load_weights(engine: Any, weights: list[tuple[str, torch.Tensor]]) -> None:
+def load_weights(engine: vllm_types.OfflineEngine, weights: list[tuple[str, torch.Tensor]]) -> None:
     """Copy Hugging Face tensors into an offline engine, and clear its prefix cache, which was computed with the old
     ones.
     """

@@ -5,13 +5,12 @@ generate; while the engine does not answer, http/engine_watch.py does so for /he
 vLLM's own included, answer only requests for one of the server's host names, and none that a web page sends.
 """
 
-from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
 
 from atroposlib.http_guard import HostGuard, OwnHosts
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.engines import ROUTES, engines_of
 from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
@@ -37,7 +36,7 @@ class BridgeEndpoints:
         app.add_middleware(Unavailable, why=app.state.engine_watch.why_not)
         add_routes(app)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: vllm_types.EngineClient, state: Any, args: vllm_types.Arguments) -> None:
         compat.refuse_undecodable_requests(engine_client)
         bridge = (args.additional_config or {}).get("atropos_bridge")
         serving = Serving(
@@ -59,7 +58,7 @@ class BridgeEndpoints:
         on = "for LoRA adapters" if args.enable_lora else "off: VLLM_ENABLE_SHARED_WEIGHTS was not 1"
         log.info("Uvicorn running on http://%s:%d (bridge %s)", args.host, args.port, "on" if serving.bridge_on else on)
 
-    def _guard_hosts(self, args: Namespace, keys: list[str]) -> None:
+    def _guard_hosts(self, args: vllm_types.Arguments, keys: list[str]) -> None:
         """Guard the whole app. A middleware of `attach_router` would be inside those that vLLM adds later, such as
         CORS.
         """

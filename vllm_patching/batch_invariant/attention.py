@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from atroposlib.errors import loading
@@ -24,6 +25,13 @@ def _vllm_ops() -> Any:
     with loading("vLLM, with whose kernel --batch-invariant computes attention", NotInvariant):
         from vllm_patching import compat
     return compat.cpu_kernels()
+
+
+def _cache_dtype() -> dict[str, str]:
+    """What the schedule is told of the cache, since vLLM 0.27."""
+    from vllm_patching.version import VERSION
+
+    return {"kv_cache_dtype": "auto"} if VERSION >= Version("0.27") else {}
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], scale: float) -> Tensor:
@@ -64,7 +72,7 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, lengths: tuple[i
         isa=isa,
         enable_kv_split=False,
         dynamic_causal=None,
-        kv_cache_dtype="auto",
+        **_cache_dtype(),
     )
     query = query.contiguous()
     output = torch.empty_like(query)

@@ -15,11 +15,12 @@ The trainer calls them through example_trainer/exact_cuda.py. Forward only. Writ
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import torch
 from torch import Tensor
 
+from vllm_patching import vllm_types
 from vllm_patching.batch_invariant.attention import BLOCK, pages
 from vllm_patching.batch_invariant.switch import NotInvariant, switch_on
 
@@ -34,8 +35,8 @@ class CudaKernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [..., d], weight [d], epsilon
     log_softmax: Callable[[Tensor], Tensor]  # logits [rows, vocabulary], float32: log-probabilities
     write_silu_and_mul: Callable[[Tensor, Tensor], None]  # output [N, d], x [N, 2 d]
-    rotary: Any  # a module: `forward_cuda(positions, query, key)` rotates in place, `cos_sin_cache` is its table
-    flash_attention: Callable[..., Tensor]  # flash_attn_varlen_func
+    rotary: vllm_types.RotaryEmbedding  # `forward_cuda(positions, query, key)` rotates in place by `cos_sin_cache`
+    flash_attention: Annotated[Callable[..., Tensor], "vllm.v1.attention.backends.fa_utils.flash_attn_varlen_func"]
     flash_attention_version: int | None  # as vLLM chooses it for this GPU and head size
 
     def silu_and_mul(self, x: Tensor) -> Tensor:

@@ -15,11 +15,10 @@ compat.py):
 import copy
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 from torch import Tensor
 
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.batch_invariant import coverage, kernels, self_check
 from vllm_patching.batch_invariant.attention import BLOCK
 from vllm_patching.batch_invariant.switch import NotInvariant
@@ -44,7 +43,7 @@ def install() -> None:
     log.info("[vLLM Patch] ✓ Batch-invariant kernels installed")
 
 
-def check_model(config: Any) -> None:
+def check_model(config: vllm_types.VllmConfig) -> None:
     """Raise NotInvariant for a model or setting of vLLM that is not covered. `config` is vLLM's own, resolved."""
     model, parallel = config.model_config, config.parallel_config
     device = "cpu" if compat.on_cpu() else "cuda"
@@ -81,7 +80,7 @@ def pack(weight: Tensor) -> packed.Product:
     return partial(kernels.linear, by=compat.onednn_linear(weight.float()))
 
 
-def _tiled(metadata: Any) -> Any:
+def _tiled(metadata: vllm_types.AttentionMetadata) -> vllm_types.AttentionMetadata:
     """vLLM's common attention metadata, with one pseudo request per tile."""
     count = metadata.num_reqs
     tiled = copy.copy(metadata)
@@ -93,7 +92,7 @@ def _tiled(metadata: Any) -> Any:
     return tiled
 
 
-def _norm(module: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+def _norm(module: vllm_types.RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     if residual is None:
         return kernels.rms_norm(x, module.weight.data, module.variance_epsilon)
     total = x + residual

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from atroposlib.wire.bridge import AdapterLoaded, AdapterOffer, Served
 from atroposlib.wire.typed import Name, PolicyVersion, printable
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.engines.adapter_files import Pairs, read_config, read_pairs
 from vllm_patching.engines.base import Engine, FileFault, Refused, Serving, WorkerFailed, log
 from vllm_patching.engines.session import Route, Sessions
@@ -39,7 +39,7 @@ class PolicyTable(dict[str, Any]):
     def __init__(self, adapters: dict[str, Any], aliases: set[str | None]) -> None:
         super().__init__(adapters)
         self._aliases = aliases
-        self.current: Any = None  # a LoRARequest; None while the base model is the policy
+        self.current: vllm_types.LoRARequest = None  # None while the base model is the policy
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or (self.current is not None and name in self._aliases)
@@ -60,7 +60,7 @@ class Adapter(Struct):
 @dataclass
 class _Staged:
     version: int
-    request: Any  # a LoRARequest
+    request: vllm_types.LoRARequest
     start: float
 
 
@@ -86,7 +86,7 @@ class AdapterEngine(Engine):
             serving.served_model = self._table.current.lora_name
         serving.policy_version = self._version_of(self._table.current)
 
-    def resolve(self, name: str | None) -> tuple[Any, int]:
+    def resolve(self, name: str | None) -> tuple[vllm_types.LoRARequest, int]:
         """The adapter that a request for model `name` samples from (None: the base model), and its policy version."""
         name = name or DEFAULT
         if name in self._table:
@@ -142,13 +142,13 @@ class AdapterEngine(Engine):
         log.info("Serving policy version %d as %s after %.1f ms", version, name, seconds * 1e3)
         return AdapterLoaded(version, seconds, sorted(needed))
 
-    async def _unload_when_unused(self, former: Any) -> None:
+    async def _unload_when_unused(self, former: vllm_types.LoRARequest) -> None:
         while former.lora_name in compat.adapters_in_use(self.serving.client):  # noqa: ASYNC110  vLLM sends no event
             await asyncio.sleep(POLL_S)
         await self.serving.client.remove_lora(former.lora_int_id)
         log.info("Unloaded %s", former.lora_name)
 
-    def _version_of(self, adapter: Any) -> int:
+    def _version_of(self, adapter: vllm_types.LoRARequest) -> int:
         return 0 if adapter is None else self._versions.get(adapter.lora_name, 0)
 
     def _check_folder(self, path: str) -> Pairs:

@@ -27,7 +27,7 @@ from atroposlib.wire.bridge import (
     WorkerStatus,
     read_policy_version,
 )
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.http.gate import Gate
 
 log = logging.getLogger("vllm.atropos_bridge")  # of all engines and receivers
@@ -66,7 +66,7 @@ class Serving:
 
     def __init__(
         self,
-        client: Any,
+        client: vllm_types.EngineClient,
         gate: Gate,
         *,
         model: str,
@@ -74,7 +74,7 @@ class Serving:
         bridge_on: bool = True,
         staging: bool = True,
         max_lora_rank: int | None = None,
-        models: Any = None,
+        models: vllm_types.ServedModels = None,
     ) -> None:
         self.client = client
         self.gate = gate

@@ -8,11 +8,10 @@ forever. A call waits for the step in progress, so the deadline must be longer t
 import asyncio
 import signal
 import time
-from typing import Any
 
 from starlette.types import Scope
 
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.http.gate import generates
 
 log = compat.init_logger("vllm.atropos_bridge")
@@ -27,11 +26,11 @@ class EngineWatch:
     """`reason` is why the engine cannot be used now, None while it answers."""
 
     def __init__(self) -> None:
-        self._engine: Any = None
+        self._engine: vllm_types.EngineClient = None
         self._silent: str | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, engine: Any, deadline_s: float) -> None:
+    def start(self, engine: vllm_types.EngineClient, deadline_s: float) -> None:
         """Begin to ask `engine`, vLLM's client of its engine process; needs a running event loop."""
         self._engine = engine
         self._task = asyncio.create_task(self._watch(engine, deadline_s))
@@ -50,7 +49,7 @@ class EngineWatch:
         needed = request["type"] == "http" and (request["path"] in HEALTH or request["path"].startswith("/v1/bridge/"))
         return self.reason if needed or generates(request) else None
 
-    async def _watch(self, engine: Any, deadline_s: float) -> None:
+    async def _watch(self, engine: vllm_types.EngineClient, deadline_s: float) -> None:
         while not engine.errored:
             call, asked = asyncio.create_task(engine.is_paused()), time.monotonic()
             while not call.done() and not engine.errored:

@@ -20,7 +20,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from atroposlib.wire.bridge import AdapterOffer
 from atroposlib.wire.typed import TokenId, WrongValue, printable, typed_value
-from vllm_patching import compat
+from vllm_patching import compat, vllm_types
 from vllm_patching.engines.adapters import AdapterEngine
 from vllm_patching.engines.base import Refused
 from vllm_patching.engines.session import Sessions
@@ -108,7 +108,9 @@ def _prompt(body: Body, vocabulary: int | None) -> Any:
     return {"prompt_token_ids": ids}
 
 
-async def _final_output(engine: Any, prompt: Any, params: Any, adapter: Any) -> Any:
+async def _final_output(
+    engine: vllm_types.EngineClient, prompt: Any, params: vllm_types.SamplingParams, adapter: vllm_types.LoRARequest
+) -> vllm_types.RequestOutput:
     return [
         output async for output in engine.generate(prompt, params, f"generate-{uuid.uuid4().hex}", lora_request=adapter)
     ][-1]
@@ -119,7 +121,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _reply(output: Any, params: Any, started: int, finished: int) -> Reply:
+def _reply(output: vllm_types.RequestOutput, params: vllm_types.SamplingParams, started: int, finished: int) -> Reply:
     spans = [compat.version_spans(sequence, started, finished) for sequence in output.outputs]
     reply = Reply(
         text=[sequence.text for sequence in output.outputs],
