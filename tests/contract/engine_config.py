@@ -25,7 +25,8 @@ def main(mode: str) -> None:
     fake_cuda.install(gpus)
     from vllm.platforms import current_platform
 
-    type(current_platform).device_count = classmethod(lambda cls: gpus)  # vLLM asks PyTorch, whose build has no CUDA
+    platform: Any = type(current_platform)
+    platform.device_count = classmethod(lambda cls: gpus)  # vLLM asks PyTorch, whose build has no CUDA
     from example_trainer import vllm_api_server
     from tests.contract.tiny_model import write_model
     from vllm_patching import compat

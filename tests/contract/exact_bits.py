@@ -123,8 +123,9 @@ class Attention(torch.nn.Module):
         self.heads, self.size, self.scale, self.kv_heads = num_heads, head_size, scale, num_kv_heads or num_heads
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        kv = (tensor.view(-1, self.kv_heads, self.size) for tensor in (key, value))
-        return attend(query.view(-1, self.heads, self.size), *kv, self.scale).flatten(1)
+        q = query.view(-1, self.heads, self.size)
+        k, v = (tensor.view(-1, self.kv_heads, self.size) for tensor in (key, value))
+        return attend(q, k, v, self.scale).flatten(1)
 
 
 class OneRank:
@@ -159,7 +160,8 @@ def of_vllm(family: str, directory: str, weights: dict[str, Tensor], dtype: torc
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()  # ours among them: the mode's own norm is replaced
-    arguments = AsyncEngineArgs(
+    engine_args: Any = AsyncEngineArgs
+    arguments = engine_args(
         directory,
         max_model_len=256,
         dtype="bfloat16",
@@ -168,11 +170,12 @@ def of_vllm(family: str, directory: str, weights: dict[str, Tensor], dtype: torc
         enforce_eager=True,
     )
     config = arguments.create_engine_config()
-    home = importlib.import_module(linear.linear_batch_invariant.__module__)
-    home.num_compute_units = lambda *_, **__: 4  # type: ignore[attr-defined]
+    home: Any = importlib.import_module(linear.linear_batch_invariant.__module__)
+    home.num_compute_units = lambda *_, **__: 4
     if hasattr(home, "get_max_shared_memory_bytes"):
         home.get_max_shared_memory_bytes = lambda *_, **__: 232_448
-    _custom_ops.rotary_embedding = rotary_embedding
+    kernels: Any = _custom_ops
+    kernels.rotary_embedding = rotary_embedding
     torch.ops._C.__dict__["silu_and_mul"] = silu_and_mul
     for name in ("_TP", "_PP", "_DP", "_EP", "_DCP", "_PCP", "_WORLD", "_INNER_DP_WORLD"):
         if hasattr(parallel_state, name):

@@ -46,7 +46,8 @@ def write_model(family: str, directory: Path) -> PreTrainedModel:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.1)
-    model = model.to(torch.bfloat16).float()
+    module: torch.nn.Module = model
+    module.to(torch.bfloat16).float()
     model.save_pretrained(directory)
     make_tiny_tokenizer().save_pretrained(directory)
     return model
