@@ -13,7 +13,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, field_validator
@@ -130,15 +130,12 @@ class RunFlags(Config):
         return None if path is None else path.expanduser().resolve()
 
 
-F = TypeVar("F", bound=RunFlags)
-
-
 @dataclass(frozen=True)
-class Asked(Generic[F]):
-    """What was typed, resolved to a run; `given` are the command's own flags."""
+class Asked:
+    """What was typed, resolved to a run; `given` are the command's own flags, of the class that it named."""
 
     run: RunFile
-    given: F
+    given: RunFlags
     sections: SectionFlags
     source: Path  # the run file
     dry_run: bool
@@ -162,8 +159,8 @@ def read_command_line(
     argv: Sequence[str],
     environ: Mapping[str, str] = os.environ,
     prog: str = PROG,
-    flags: type[F] = RunFlags,  # type: ignore[assignment]  # mypy 9156: the default of a generic
-) -> Asked[F]:
+    flags: type[RunFlags] = RunFlags,
+) -> Asked:
     """The run that was asked for. Raises ConfigError; exits 0 after `--help`."""
     words = _sort(argv, flags)
     values, typed = flag_parser.parse(
@@ -231,7 +228,7 @@ def _sort(argv: Sequence[str], flags: type[RunFlags]) -> _Words:
     return words
 
 
-def _checked(values: Mapping[str, Any], flags: type[F]) -> F:
+def _checked(values: Mapping[str, Any], flags: type[RunFlags]) -> RunFlags:
     try:
         given = flags.model_validate(dict(values))
     except ValidationError as error:

@@ -56,11 +56,13 @@ def main(argv: Sequence[str]) -> int:
     """Evaluate. Returns the exit status. Raises ConfigError."""
     # any bridge that does not start vLLM will do
     asked = read_command_line([*argv, "--bridge", "broadcast"], prog=PROG, flags=EvaluateFlags)
-    asked = replace(asked, run=asking(asked.run, asked.given))
+    given = asked.given
+    assert isinstance(given, EvaluateFlags)
+    asked = replace(asked, run=asking(asked.run, given))
     run_dir = choose_folder(asked, "evaluate-")
     with Ports() as ports:
         plan = make_plan(asked.run, asked.sections, find_site(asked, run_dir, ports))
-        plan = replace(plan, services=evaluation_services(plan, asked.given), files=evaluation_files(plan))
+        plan = replace(plan, services=evaluation_services(plan, given), files=evaluation_files(plan))
         if asked.dry_run:
             print(described(plan, asked), end="")
             return 0

@@ -155,19 +155,24 @@ def assert_exact(model: Any, sequences: list[Sequence], budget: int = 700) -> No
     assert summary(comparison.row()) == f"Bitwise identical: True · 0 / {expected} tokens differ", comparison.table()
 
 
+def logprobs_of(sequence: Sequence) -> Any:
+    assert sequence.sampler_logprobs is not None
+    return sequence.sampler_logprobs
+
+
 def test_a_request_gets_the_same_tokens_and_bits_alone_and_in_a_batch(server: Server) -> None:
     batched = together([partial(sample, server, prompt(index), temperature=0) for index in range(PROMPTS)])
     for index in (0, 1, 2, 3):
         alone = sample(server, prompt(index), temperature=0)
         assert np.array_equal(alone.tokens, batched[index].tokens)
-        assert np.array_equal(alone.sampler_logprobs, batched[index].sampler_logprobs)
+        assert np.array_equal(logprobs_of(alone), logprobs_of(batched[index]))
 
 
 def test_prefill_scores_what_decoding_sampled_with_the_same_bits(server: Server) -> None:
     for sequence in together([partial(sample, server, prompt(index)) for index in range(PROMPTS)]):
         ids = sequence.tokens.tolist()
         scored = server.generate(ids, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-        decoded = sequence.sampler_logprobs[sequence.trained]
+        decoded = logprobs_of(sequence)[sequence.trained]
         prefilled = [scored[at][str(ids[at])] for at in np.flatnonzero(sequence.trained)]
         assert np.array_equal(np.array(prefilled, dtype=np.float32), decoded)
 

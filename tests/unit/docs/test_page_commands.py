@@ -102,6 +102,7 @@ def train(argv: list[str]) -> None:
 
 def evaluation(argv: list[str]) -> None:
     asked = read_command_line([*argv, "--dry-run"], {}, flags=EvaluateFlags)
+    assert isinstance(asked.given, EvaluateFlags)
     asking(asked.run, asked.given)
 
 
