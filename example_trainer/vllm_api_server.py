@@ -284,7 +284,7 @@ def _configure_bridge(args: vllm_types.Arguments, guarded: bool) -> None:
         )
     if args.pipeline_parallel_size > 1:
         raise LaunchError(
-            f"--pipeline-parallel-size {args.pipeline_parallel_size}: the weight bridge knows no pipeline stages; use"
+            f"--pipeline-parallel-size {args.pipeline_parallel_size}: the weight bridge does not support it; use"
             " --tensor-parallel-size, or unset VLLM_ENABLE_SHARED_WEIGHTS"
         )
     if not guarded and not is_loopback(socket.gethostbyname(args.host)):

@@ -13,6 +13,7 @@ from atroposlib.envs.html_report import write_html
 from atroposlib.testing.fake_inference_server import FakeInferenceServer
 from atroposlib.utils.tokenizers import load_tokenizer
 from environments.template_server import LargerNumberEnv
+from environments.tool_template_server import ProductEnv
 from environments.two_turn_template_server import GuessEnv
 from tests.unit.environments.openenv_fake import FakeOpenEnv
 
@@ -194,6 +195,29 @@ async def test_saved_evaluations_have_their_samples_in_one_directory(tmp_path: P
     assert saved["results"]["all"]["avg@2"] == saved["results"]["all"]["accuracy"] == 0.5
     assert saved["config_general"]["generation_parameters"]["temperature"] == 1.0
     assert saved["config_general"]["total_evaluation_time_seconds"] > 0
+
+
+def multiplier(prompt: str) -> str:
+    """Calls the tool, and repeats its result."""
+    question = prompt.rpartition("What is ")[2]
+    a, b = [int(word) for word in question.replace("?", " ").split() if word.isdigit()][:2]
+    if str(a * b) in question:
+        return f"It is {a * b}."
+    return f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+
+
+async def test_an_environment_with_a_tool_is_evaluated_by_any_server(tmp_path: Path) -> None:
+    path = tmp_path / "product.jsonl"
+    async with FakeInferenceServer(multiplier) as server:
+        assert await evaluate(server, path, "--samples", "2", env=ProductEnv) == 0
+        assert server.hits["/generate"] == 0
+        asked = [body for where, body in server.requests if where == "/v1/chat/completions"]
+    assert [tool["function"]["name"] for tool in asked[0]["tools"]] == ["multiply"]
+    _, lines = lines_of(path)
+    assert [line["score"] for line in lines] == [1.0] * 6
+    assert {tuple(message["role"] for message in line["messages"]) for line in lines} == {
+        ("user", "assistant", "tool", "assistant")
+    }
 
 
 @pytest.mark.parametrize("env", [LargerNumberEnv, GuessEnv])
