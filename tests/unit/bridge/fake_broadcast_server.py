@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from atroposlib.wire.bridge import GOODBYE, BroadcastOffer, Manifest, ack_key, go_key, lay_out
 from vllm_patching import transport
+from vllm_patching.memory.digest import digest
 
 
 class FakeVllmServer:
@@ -57,6 +58,8 @@ class FakeVllmServer:
                 "batch_invariant": self.batch_invariant,
                 "workers": workers,
             }
+        if path.endswith("/digest"):
+            return 200, {"policy_version": self.version, "ranks": [self._digests()] * self.manifest.tp_size}
         if path.endswith("/manifest"):
             return 200, msgspec.to_builtins(self.manifest)
         if path.endswith("/session"):
@@ -74,6 +77,19 @@ class FakeVllmServer:
         if method == "DELETE":
             self.session = None
         return 200, {}
+
+    def _digests(self) -> list[dict[str, Any]]:
+        live = dict(self._model.named_parameters())
+        return [
+            {
+                "name": tensor.name,
+                "dim": 0,
+                "start": 0,
+                "length": tensor.shape[0],
+                "digest": digest(live[tensor.name].to(getattr(torch, tensor.dtype))),
+            }
+            for tensor in self.manifest.tensors
+        ]
 
     def _open(self, offer: BroadcastOffer) -> tuple[int, dict[str, Any]]:
         assert offer.manifest_digest == self.manifest.digest()

@@ -239,7 +239,7 @@ def test_a_server_that_shares_a_gpu_with_the_trainer_takes_less_of_it(monkeypatc
     on_gpus(monkeypatch, ["0", "1"])
     first, second = servers_of(plan("gsm8k", "--vllm.count", "2", "--layout.vllm", "0,1", "--layout.trainer", "1"))
     assert "--gpu-memory-utilization" not in first.command
-    assert flag(second, "--gpu-memory-utilization") == "0.4"
+    assert flag(second, "--gpu-memory-utilization") == "0.44"
 
 
 @pytest.mark.parametrize(

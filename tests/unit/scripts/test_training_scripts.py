@@ -38,7 +38,7 @@ def run(*command: str, python: str | None = sys.executable, cwd: Path = ROOT) ->
     )
 
 
-SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh")  # each makes a virtual environment
+SETUPS = ("setup.sh", "verifiers_setup.sh", "openenv_venv.sh", "vllm_contract.sh")  # none starts a run
 
 
 def test_every_mode_has_its_script() -> None:
@@ -55,7 +55,7 @@ def test_a_script_that_is_no_set_up_is_one_line(script: str) -> None:
 def test_every_script_explains_itself(script: str) -> None:
     done = run(f"scripts/{script}", "--help")
     assert done.returncode == 0
-    assert done.stdout.startswith(("usage: atropos ", f"Usage: scripts/{script}", "usage: bridge_doctor"))
+    assert done.stdout.startswith(("usage: atropos ", f"Usage: scripts/{script}", "usage: bridge_doctor", "usage: vllm_contract.sh"))
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
