@@ -55,7 +55,9 @@ def test_a_script_that_is_no_set_up_is_one_line(script: str) -> None:
 def test_every_script_explains_itself(script: str) -> None:
     done = run(f"scripts/{script}", "--help")
     assert done.returncode == 0
-    assert done.stdout.startswith(("usage: atropos ", f"Usage: scripts/{script}", "usage: bridge_doctor", "usage: vllm_contract.sh"))
+    assert done.stdout.startswith(
+        ("usage: atropos ", f"Usage: scripts/{script}", "usage: bridge_doctor", "usage: vllm_contract.sh")
+    )
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
