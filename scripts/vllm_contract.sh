@@ -5,7 +5,7 @@
 # Triton (150 MB, once) into ~/.cache/atropos/contract, then compares every name that we use, runs the launcher up to
 # vLLM's engine configuration in each mode, and compares the exact trainer's bits with those of vLLM's CUDA model
 # classes. About 6 minutes per release on one core. Records what is proven in tests/contract/proven.json and in
-# docs/gpus.md; prints both lines where something does not fit.
+# docs/gpu.md; prints both lines where something does not fit.
 #
 #   PIP_INDEX_URL   the package index to use
 #   ATROPOS_PYTHON  the Python to use (default: that of scripts/setup.sh)

@@ -1,4 +1,4 @@
-"""`scripts/vllm_contract.sh VERSION...`: all proofs of each release, recorded in proven.json and in docs/gpus.md.
+"""`scripts/vllm_contract.sh VERSION...`: all proofs of each release, recorded in proven.json and in docs/gpu.md.
 
 A proof that fails is printed with both sides and leaves the record; the exit status is then 1. A new release is one
 more VERSION.
@@ -19,7 +19,7 @@ from tests.contract.uses import ROOT
 from tests.contract.wheels import NoWheel
 
 RECORD = Path(__file__).with_name("proven.json")
-PAGE = ROOT / "docs/gpus.md"
+PAGE = ROOT / "docs/gpu.md"
 BEGIN, END = "<!-- proven releases: written by scripts/vllm_contract.sh -->", "<!-- end of proven releases -->"
 Record = dict[str, dict[str, list[str]]]  # by release and part, the proofs that succeeded
 

@@ -1,5 +1,5 @@
 """No page shows a command that the memory plan refuses on the GPUs that the command names, of 80 GB, and the tables of
-docs/gpus.md are the plan's.
+docs/gpu.md are the plan's.
 """
 
 import re
@@ -144,7 +144,7 @@ def test_vllm_of_72_billion_on_four_gpus_must_leave_room_for_staging() -> None:
     assert server_refusal([*argv, "--gpu-memory-utilization", "0.95"]) is None
 
 
-# --- the tables of docs/gpus.md ---------------------------------------------------------------------------------------
+# --- the tables of docs/gpu.md ---------------------------------------------------------------------------------------
 
 
 def need_of(model: str, ranks: int, **flags: Any) -> float:
@@ -162,7 +162,7 @@ def test_the_table_of_the_page_is_the_plan() -> None:
         away = f"{need_of(name, 1, offload='all', **broadcast):.0f}"
         lora = f"{need_of(name, 1, weight_bridge_mode='lora_only'):.0f}"
         rows.append(f"| {name} | {count:.2f} | {16 * count:.0f} | {' | '.join([*shown, away, lora])} |")
-    page = (ROOT / "docs/gpus.md").read_text()
+    page = (ROOT / "docs/gpu.md").read_text()
     missing = [row for row in rows if row not in page]
     assert missing == [], "\n".join(rows)
 
@@ -172,7 +172,7 @@ COLUMNS = (("broadcast", 64), ("broadcast", 256), ("broadcast", 1200), ("lora", 
 CELLS = [
     pytest.param(gpus, bridge, host, cell, id=f"{gpus} {bridge} {host}")
     for gpus, *cells in re.findall(
-        r"^\| (\d+x\d+) \|" + r" (\S+) \|" * len(COLUMNS), (ROOT / "docs/gpus.md").read_text(), re.MULTILINE
+        r"^\| (\d+x\d+) \|" + r" (\S+) \|" * len(COLUMNS), (ROOT / "docs/gpu.md").read_text(), re.MULTILINE
     )
     for (bridge, host), cell in zip(COLUMNS, cells, strict=True)
 ]
