@@ -11,6 +11,7 @@ import functools
 import json
 import os
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
         path = self._write_config()
         log.info(
             "[vLLM Patch] ✓ Exported %d params (%.1f MB on rank %d) to %s",
-            len(shards),
+            len(self._arena.shards),
             self._arena.nbytes / 1e6,
             self._tp_rank,
             path,
@@ -154,7 +155,7 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             nbytes=self._arena.nbytes,
             process=this_process(),
             layout=self._arena.layout(),
-            shards=list(self._arena.shards.values()),
+            shards=list(chain.from_iterable(self._arena.shards.values())),
             **self._memory(),
         )
 
@@ -221,18 +222,19 @@ class BridgeWorker(compat.worker_class()):  # type: ignore[misc]
             "tp_rank": rank,
             "dp_shard_degree": 1,
             "param_mappings": {
-                shard.name: {
+                name: {
                     "vllm_name": shard.vllm_name,
                     "shape": list(shard.full_shape),
-                    "dtype": dtypes[shard.name],
+                    "dtype": dtypes[name],
                     "device": str(arena.device),
                     "dim": shard.dim,
                     "start": shard.start,
                     "length": shard.length,
                     "full_start": shard.full_start,
                     "offset": arena.offsets[shard.vllm_name],
+                    **({"more": [[each.start, each.length, each.full_start] for each in others]} if others else {}),
                 }
-                for shard in arena.shards.values()
+                for name, (shard, *others) in arena.shards.items()
             },
             "param_names": sorted(arena.shards),
             "ipc_handles": {"arena": {"pid": os.getpid(), "nbytes": arena.nbytes, **self._memory()}} if shared else {},

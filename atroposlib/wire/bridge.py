@@ -207,11 +207,15 @@ class ServerStatus(Struct):
 
 
 class Shard(Struct, frozen=True):
-    """Where one Hugging Face tensor lives on one rank: `length` rows or columns of a vLLM parameter."""
+    """Where one Hugging Face tensor, or one block of it, lives on one rank: `length` slices of a vLLM parameter.
+
+    A rank that holds several blocks of a tensor has a shard for each, all along one dimension: of stacked experts with
+    gate and up projection in one tensor, the gate's part and the up projection's.
+    """
 
     name: str  # Hugging Face
     vllm_name: str
-    dim: int  # sharded dimension: 0 rows, 1 columns
+    dim: int  # sharded dimension: 0 rows, 1 columns; of stacked experts [experts, rows, columns] one more
     start: int  # within the vLLM parameter of this rank
     length: int
     full_start: int  # within the whole Hugging Face tensor
@@ -226,7 +230,7 @@ class LiveShard(Struct, frozen=True):
     """The checksum of what one rank computes with, of one Hugging Face tensor."""
 
     name: str
-    dim: int  # it is `length` rows (0) or columns (1) from `start` of the whole tensor
+    dim: int  # it is `length` slices along this dimension from `start` of the whole tensor
     start: int
     length: int
     digest: int  # vllm_patching/memory/digest.py

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -38,7 +39,9 @@ class Arena:
     def __init__(self, model: nn.Module, manifest: Manifest, shards: list[Shard]) -> None:
         self._parameters = dict(model.named_parameters())
         self.manifest = manifest
-        self.shards = {shard.name: shard for shard in shards}
+        self.shards: dict[str, list[Shard]] = {}  # of each Hugging Face tensor
+        for shard in shards:
+            self.shards.setdefault(shard.name, []).append(shard)
         self.offsets: dict[str, int] = {}
         self.nbytes = 0
         for name, parameter in self._parameters.items():
@@ -94,7 +97,7 @@ class Arena:
     def digests(self) -> list[LiveShard]:
         """The checksum of each Hugging Face tensor's live part."""
         found = []
-        for shard in self.shards.values():
+        for shard in chain.from_iterable(self.shards.values()):
             live = self._parameters[shard.vllm_name].data
             part = live.narrow(shard.dim, shard.start, shard.length) if live.dim() else live
             found.append(LiveShard(shard.name, shard.dim, shard.full_start, shard.length, digest(part)))
@@ -146,19 +149,19 @@ class Staging:
         broadcast(scratch)
         views = self.arena.views(self.buffer)
         for tensor in bucket.tensors:
-            shard = self.arena.shards[tensor.name]
-            target = views[shard.vllm_name]
+            target = views[tensor.vllm_name]
             offset = tensor.offset - bucket.start
             whole = scratch[offset : offset + tensor.nbytes].view(target.dtype).view(tensor.shape)
-            target.narrow(shard.dim, shard.start, shard.length).copy_(
-                whole.narrow(shard.dim, shard.full_start, shard.length)
-            )
+            for shard in self.arena.shards[tensor.name]:
+                target.narrow(shard.dim, shard.start, shard.length).copy_(
+                    whole.narrow(shard.dim, shard.full_start, shard.length)
+                )
 
     def _direct_offset(self, bucket: Bucket) -> int | None:
         """The offset in the arena at which the bucket can be received unchanged, or None if it must be split up."""
         places = set()
         for tensor in bucket.tensors:
-            shard = self.arena.shards[tensor.name]
+            shard = self.arena.shards[tensor.name][0]  # of several, none is whole
             if not shard.whole or shard.vllm_name in self.arena.padded:
                 return None
             row_bytes = tensor.nbytes // tensor.shape[0]

@@ -74,10 +74,10 @@ def adaptable_layers(model: nn.Module) -> dict[str, tuple[int, int] | None]:
 def manifest_of(model: nn.Module, model_name: str, shards: list[Shard], tp_size: int) -> Manifest:
     """The wire image: whole Hugging Face tensors in vLLM's parameter order, the parts of a fused parameter adjacent."""
     dtypes = {name: _dtype(parameter) for name, parameter in model.named_parameters()}
-    parts: dict[str, list[tuple[str, tuple[int, ...], str]]] = {}
-    for shard in shards:
-        parts.setdefault(shard.vllm_name, []).append((shard.name, shard.full_shape, dtypes[shard.vllm_name]))
-    tensors = tuple(lay_out(list(parts.items())))
+    parts: dict[str, dict[tuple[str, tuple[int, ...], str], None]] = {}
+    for shard in shards:  # several of one tensor are one part
+        parts.setdefault(shard.vllm_name, {})[shard.name, shard.full_shape, dtypes[shard.vllm_name]] = None
+    tensors = tuple(lay_out([(name, list(of_name)) for name, of_name in parts.items()]))
     return Manifest(model_name, tp_size, tensors[-1].offset + tensors[-1].nbytes, tensors)
 
 

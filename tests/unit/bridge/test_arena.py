@@ -12,7 +12,7 @@ from vllm_patching.memory.arena import Arena, Staging
 
 class Fused(nn.Module):
     """One rank of a model: qkv rows fused, an output projection split by columns, an embedding with a padding row, a
-    norm.
+    norm; three experts with gate over up, each split by rows, and their output projections.
     """
 
     def __init__(self, tp_size: int) -> None:
@@ -21,9 +21,20 @@ class Fused(nn.Module):
         self.qkv = nn.Parameter(torch.zeros((4 + 2 + 2) // tp_size, 4))
         self.out = nn.Parameter(torch.zeros(4, 4 // tp_size))
         self.norm = nn.Parameter(torch.zeros(4))
+        self.w13 = nn.Parameter(torch.zeros(3, 8 // tp_size, 4))
+        self.w2 = nn.Parameter(torch.zeros(3, 4, 4 // tp_size))
 
 
-HF_SHAPES = {"embed": (6, 4), "q": (4, 4), "k": (2, 4), "v": (2, 4), "out": (4, 4), "norm": (4,)}
+HF_SHAPES = {
+    "embed": (6, 4),
+    "q": (4, 4),
+    "k": (2, 4),
+    "v": (2, 4),
+    "out": (4, 4),
+    "norm": (4,),
+    "gate_up": (3, 8, 4),
+    "down": (3, 4, 4),
+}
 
 
 def shards(rank: int, tp: int) -> list[Shard]:
@@ -38,11 +49,20 @@ def shards(rank: int, tp: int) -> list[Shard]:
         rows("v", "qkv", 6 // tp),
         Shard("out", "out", 1, 0, 4 // tp, rank * 4 // tp, (4, 4)),
         Shard("norm", "norm", 0, 0, 4, 0, (4,)),
+        *(Shard("gate_up", "w13", 1, i * 4 // tp, 4 // tp, i * 4 + rank * 4 // tp, (3, 8, 4)) for i in range(2)),
+        Shard("down", "w2", 2, 0, 4 // tp, rank * 4 // tp, (3, 4, 4)),
     ]
 
 
 def manifest() -> Manifest:
-    fused = {"embed": ["embed"], "qkv": ["q", "k", "v"], "out": ["out"], "norm": ["norm"]}
+    fused = {
+        "embed": ["embed"],
+        "qkv": ["q", "k", "v"],
+        "out": ["out"],
+        "norm": ["norm"],
+        "w13": ["gate_up"],
+        "w2": ["down"],
+    }
     tensors = tuple(
         lay_out([(name, [(part, HF_SHAPES[part], "float32") for part in parts]) for name, parts in fused.items()])
     )
@@ -86,6 +106,8 @@ def expected(weights: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, 
         "qkv": torch.cat([part("q"), part("k"), part("v")]),
         "out": part("out", 1),
         "norm": weights["norm"],
+        "w13": torch.cat([half.chunk(tp, 1)[rank] for half in weights["gate_up"].chunk(2, 1)], 1),
+        "w2": part("down", 2),
     }
 
 
