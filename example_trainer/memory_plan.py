@@ -445,7 +445,7 @@ class Serving:
         that is too little; beside a trainer enough for a cache of some size.
         """
         if beside_trainer:
-            return math.ceil(100 * (SHARED_UTILIZATION + self.staging / gpu)) / 100
+            return min(UTILIZATION, math.ceil(100 * (SHARED_UTILIZATION + self.staging / gpu)) / 100)
         return UTILIZATION if self.least <= UTILIZATION * gpu else math.floor(100 * (gpu - CUDA) / gpu) / 100
 
     def items(self, cache: int) -> list[MemoryItem]:

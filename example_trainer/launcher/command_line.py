@@ -38,6 +38,7 @@ from example_trainer.launcher.run_file import (
 from example_trainer.launcher.runs import RUNS, find_run
 from example_trainer.launcher.sections import SectionFlags
 from example_trainer.launcher.servers import Tree, each_server, with_flag, with_ports
+from example_trainer.memory_plan import GB
 
 PROG = "atropos train"
 ABOUT = {
@@ -116,6 +117,9 @@ class RunFlags(Config):
         pattern=r"^\d{1,2}(x\d{1,4})?$",
         description="with --dry-run: plan for this many GPUs of 80 GB; 8x141 means eight of 141 GB",
     )
+    host_memory: int | None = Field(
+        None, ge=1, description="with --dry-run: plan with this much free host memory, in GB (default: this machine's)"
+    )
 
     @field_validator("vllm_port", mode="before")
     @classmethod
@@ -144,6 +148,7 @@ class Asked:
     gpus: list[str]
     gpu_bytes: int  # of one; 0 where it is not known
     view: bool = True
+    host_bytes: int | None = None  # free in host memory; None: what this machine has
 
 
 @dataclass
@@ -172,6 +177,8 @@ def read_command_line(
     gpus, memory = planned_gpus(given.gpus) if given.gpus is not None else found_gpus(environ)
     if given.gpus is not None and "dry_run" not in typed:
         raise ConfigError("--gpus is only for --dry-run; set CUDA_VISIBLE_DEVICES to choose the GPUs of a run")
+    if given.host_memory is not None and "dry_run" not in typed:
+        raise ConfigError("--host-memory is only for --dry-run; a run uses the memory that this machine has")
     choice = Choice(
         device="gpu" if gpus else "cpu",
         dataset=LOCAL_FILES if given.dataset_path else given.dataset,
@@ -182,7 +189,8 @@ def read_command_line(
         content["vllm"] = with_ports(content.get("vllm") or {}, given.vllm_port)
     run = validated(merge(content, _changes(given, words.positional)), source.name)
     view = given.view is not False
-    return Asked(run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view)
+    host = None if given.host_memory is None else given.host_memory * GB
+    return Asked(run, given, sections, source, "dry_run" in typed, given.runs, resume, gpus, memory, view, host)
 
 
 def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
@@ -194,7 +202,7 @@ def found_gpus(environ: Mapping[str, str]) -> tuple[list[str], int]:
 def planned_gpus(text: str) -> tuple[list[str], int]:
     """`8x141`: the GPUs that --gpus asks for."""
     count, _, size = text.partition("x")
-    return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * 10**9
+    return [str(index) for index in range(int(count))], int(size or PLANNED_GB) * GB
 
 
 def make_parser(argv: Sequence[str], prog: str = PROG, flags: type[RunFlags] = RunFlags) -> ArgumentParser:

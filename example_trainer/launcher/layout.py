@@ -83,13 +83,19 @@ class ServerNeed:
 
 @dataclass(frozen=True)
 class Need:
-    """What the plan of a run is made of, and the memory of one GPU."""
+    """What the plan of a run is made of, the memory of one GPU, and what is free in host memory."""
 
     config: TrainerConfig
     size: ModelSize
     gpu: int
     dtype: str
     servers: tuple[ServerNeed, ...]
+    host: int | None = None  # None: what this machine has
+
+    @property
+    def host_memory(self) -> int:
+        """Bytes."""
+        return available_memory() if self.host is None else self.host
 
     def share(self, placement: Placement, index: int = 0) -> float:
         """Of a GPU's memory, what a vLLM server takes."""
@@ -114,7 +120,7 @@ class Need:
         served = 2 if self.dtype != "float32" else 4
         split = len(placement.vllm) if same and placement.on_gpus else 1
         training = Training(self.config, self.size, ranks, placement.on_gpus, served, split)
-        host = available_memory() // ranks
+        host = self.host_memory // ranks
         if not placement.on_gpus:
             return settled(training, Room(host, host)), Room(host, host)
         beside = [index for index, server in enumerate(placement.servers) if placement.shares(server)]
@@ -170,7 +176,7 @@ class Need:
             for item in [*training.items, *training.states["host"]]
         ]
         own = MemoryItem("the processes themselves, about", PROCESSES + (count - 1) * VLLM_PROCESSES)
-        return table("This machine", [*servers, *named, own], available_memory())
+        return table("This machine", [*servers, *named, own], self.host_memory)
 
     def _tables_of_servers(self, placement: Placement) -> list[str]:
         """One for each server, or for several in a row that are alike."""

@@ -138,7 +138,8 @@ def need_of(asked: Asked, site: Site) -> Need | None:
         share = server.get("gpu_memory_utilization")
         length = int(server.get("max_model_len") or config.seq_len)
         servers.append(ServerNeed(length, None if share is None else float(share)))
-    return Need(config, size, asked.gpu_bytes, served_dtype(run, bool(asked.gpus)), tuple(servers))
+    dtype = served_dtype(run, bool(asked.gpus))
+    return Need(config, size, asked.gpu_bytes, dtype, tuple(servers), asked.host_bytes)
 
 
 def _fits(asked: Asked, site: Site) -> bool:

@@ -51,11 +51,13 @@ class FakeNccl:
     made: ClassVar[list["FakeNccl"]] = []
     fault: ClassVar[str | None] = None
     faulty: ClassVar[set[int]] = set()
+    bucket_s: ClassVar[float] = 0.0  # that a collective takes by this group's own clock, after those before it
 
     def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
         self.environment = dict(os.environ)
         self.rank, self.options, self.aborted = rank, options, threading.Event()
         self.calls: list[int] = []
+        self.clock = self._wire_is_free = 0.0
         self._members = (store, rank, size)
         self._group: Any = None
         FakeNccl.made.append(self)
@@ -63,7 +65,16 @@ class FakeNccl:
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Work:
         self.calls.append(tensors[0].numel())
         faulty = FakeNccl.fault is not None and self.rank in FakeNccl.faulty
-        return Work(lambda: self._over_gloo().broadcast(tensors, options).wait(), FakeNccl.fault if faulty else None)
+        done = self._wire_is_free = max(self._wire_is_free, self.clock) + FakeNccl.bucket_s
+        deadline = self.clock + self.options._timeout.total_seconds()  # NCCL's counts from here
+
+        def wait() -> None:
+            self.clock = max(self.clock, done)
+            if done > deadline:
+                raise RuntimeError(SILENT)
+            self._over_gloo().broadcast(tensors, options).wait()
+
+        return Work(wait, FakeNccl.fault if faulty else None)
 
     def _over_gloo(self) -> Any:  # connects at the first collective, as NCCL does
         if self._group is None:
@@ -81,7 +92,7 @@ class FakeNccl:
 @pytest.fixture
 def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeNccl]]:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeNccl, raising=False)
-    FakeNccl.made, FakeNccl.fault, FakeNccl.faulty = [], None, set()
+    FakeNccl.made, FakeNccl.fault, FakeNccl.faulty, FakeNccl.bucket_s = [], None, set(), 0.0
     yield FakeNccl
     for made in FakeNccl.made:
         made.abort()
@@ -117,6 +128,22 @@ def test_every_bucket_is_one_collective_with_a_deadline_of_its_own(nccl: type[Fa
     trainer.leave()
     wait_for_state(ranks, "idle")
     assert [made.aborted.wait(10) for made in nccl.made if made.rank] == [True, True]
+
+
+def test_a_transfer_may_take_longer_than_the_deadline_of_its_buckets(nccl: type[FakeNccl], ranks: list[Rank]) -> None:
+    """70 billion weights over 10 GbE take 112 s, near the whole default of 120 s."""
+    trainer = Trainer("a", ranks, "nccl", timeout_s=5)
+    nccl.bucket_s = 4.0
+    trainer.send(1, weights(1))
+    took = {made.clock for made in nccl.made}
+    assert took == {4.0 * len(nccl.made[0].calls)}
+    assert took.pop() > 5
+    assert all(rank.worker.bridge_apply("a", 1) >= 0 for rank in ranks)
+    late = nccl.made[0]
+    works = [late.broadcast([torch.zeros(1)], None) for _ in range(2)]  # both at once, as before
+    with pytest.raises(RuntimeError, match="timed out"):
+        works[1].wait()
+    trainer.leave()
 
 
 @pytest.mark.parametrize(

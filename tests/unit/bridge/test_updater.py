@@ -4,10 +4,12 @@ The workers' own methods over real Gloo groups on loopback; no vLLM around them.
 `bridge_apply` alone, and only to the very version of the very session that is asked for.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -228,3 +230,12 @@ def test_a_trainer_that_leaves_makes_room(ranks: list[Rank], trainer: Trainer) -
     trainer.leave()
     wait_for_state(ranks, "idle")
     assert all(rank.serves(weights(1)) for rank in ranks)
+
+
+def test_the_thread_works_on_its_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins on GPU 0, whichever the worker's is."""
+    chosen: queue.Queue[tuple[str, torch.device]] = queue.Queue()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.put((threading.current_thread().name, device)))
+    arena: Any = SimpleNamespace(device=torch.device("cuda", 3))
+    updater = WeightUpdater(arena, 3)
+    assert chosen.get(timeout=TIMEOUT_S) == (updater.thread_name, torch.device("cuda", 3))

@@ -16,6 +16,7 @@ from atroposlib.flags import ConfigError
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher import layout, train
 from example_trainer.launcher.layout import Need, Placement, ServerNeed, ServerPlace
+from example_trainer.launcher.ports import Ports
 from example_trainer.memory_plan import GB, Serving, Training
 from example_trainer.model_size import PUBLISHED, model_size, published
 from tests.unit.launcher.plans import ask_for, no_processes, plan
@@ -27,20 +28,25 @@ GPU = 80 * GB
 HOST = 16 * GB  # of host memory: no command of a page needs more
 
 
-def commands(page: Path) -> Iterator[str]:
-    """Each command of a page's blocks, and each in the text that names a model."""
+def commands(page: Path) -> Iterator[tuple[str, str]]:
+    """Each command of a page's blocks, and each in the text that names a model or is in a row `| 2x80 | ...`, with the
+    GPUs of that row.
+    """
     text = page.read_text().replace("\\\n", " ")
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
     for block in blocks:
-        yield from block.splitlines()
-    yield from re.findall(r"`((?:scripts/|python |atropos )[^`]*)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        yield from ((line, "") for line in block.splitlines())
+    for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
+        row = re.match(r"\| (\d+x\d+) \|", line)
+        for command in re.findall(r"`((?:scripts/|python |atropos )[^`]*)`", line):
+            yield command, row[1] if row else ""
 
 
 COMMANDS = [
-    pytest.param(command, id=f"{page.name}:{number}")
+    pytest.param(command, gpus, id=f"{page.name}:{number}")
     for page in PAGES
-    for number, command in enumerate(commands(page))
-    if re.search(r"Qwen/[\w.-]+", command)
+    for number, (command, gpus) in enumerate(commands(page))
+    if gpus or re.search(r"Qwen/[\w.-]+", command)
 ]
 
 
@@ -89,11 +95,12 @@ def server_refusal(argv: list[str]) -> str | None:
 
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_documented_command_is_accepted_by_the_plan(command: str) -> None:
+@pytest.mark.parametrize(("command", "gpus"), COMMANDS)
+def test_a_documented_command_is_accepted_by_the_plan(command: str, gpus: str) -> None:
     words = shlex.split(command, comments=True)
     script = next((word for word in words if re.search(r"\.(py|sh|sbatch)$|^atropos$", word)), "")
     argv = words[words.index(script) + 1 :] if script else []
+    argv += ["--gpus", gpus] if gpus else []
     if script.endswith("grpo.py"):
         assert trainer_refusal(words, argv) is None
     elif script.endswith("vllm_api_server.py"):
@@ -114,6 +121,16 @@ def expect_fit(*argv: str) -> None:
     for machine in machines:
         asked = (*argv, *machine)
         train.expect_fit(plan(*asked), ask_for(*asked))
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_page_shows_what_a_dry_run_prints() -> None:
+    asked = ("gsm8k", "Qwen/Qwen2.5-3B-Instruct", "--gpus", "2x80", "--host-memory", "64")
+    made = plan(*asked)
+    need = train.need_of(ask_for(*asked), made.site)
+    assert need is not None
+    shown = "\n".join(need.lines(made.site.placement, 0))
+    assert f"```\n{shown}\n```" in (ROOT / "docs/gpu.md").read_text(), shown
 
 
 def test_the_plan_refuses_a_command_that_does_not_fit() -> None:
@@ -178,30 +195,29 @@ CELLS = [
 ]
 
 
-def fits(size: str, gpus: str, bridge: str, *flags: str) -> bool:
-    asked = (f"gsm8k_{bridge}", f"Qwen/Qwen2.5-{size}-Instruct", "--gpus", gpus, *flags)
-    try:
-        train.expect_fit(plan(*asked), ask_for(*asked))
-    except ConfigError:
-        return False
-    return True
+def fits(size: str, gpus: str, bridge: str, host: int, *flags: str) -> bool:
+    asked = (f"gsm8k_{bridge}", f"Qwen/Qwen2.5-{size}-Instruct", "--gpus", gpus, "--host-memory", f"{host}", *flags)
+    command = ask_for(*asked)
+    site = train.find_site(command, Path("/run"), Ports())
+    need = train.need_of(command, site)
+    assert need is not None
+    return need.refusal(site.placement) is None
 
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize(("gpus", "bridge", "host", "cell"), CELLS)
-def test_the_largest_model_of_the_page_is_the_largest_that_fits(
-    gpus: str, bridge: str, host: int, cell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "available_memory", lambda: host * GB)
+def test_the_largest_model_of_the_page_is_the_largest_that_fits(gpus: str, bridge: str, host: int, cell: str) -> None:
     size, saving = cell.rstrip("*"), "--trainer.gradient-checkpointing"
-    assert fits(size, gpus, bridge, *([saving] if cell.endswith("*") else []))
-    assert not cell.endswith("*") or not fits(size, gpus, bridge)
+    assert fits(size, gpus, bridge, host, *([saving] if cell.endswith("*") else []))
+    assert not cell.endswith("*") or not fits(size, gpus, bridge, host)
     larger = SIZES[SIZES.index(size) + 1 :][:1]
-    assert not any(fits(next_size, gpus, bridge, saving) for next_size in larger)
+    assert not any(fits(next_size, gpus, bridge, host, saving) for next_size in larger)
 
 
 def test_the_page_has_the_usual_machines() -> None:
-    assert len(CELLS) == 5 * len(COLUMNS)
+    machines = [f"{count}x{size}" for size in (24, 80) for count in (1, 2, 4, 8)]
+    assert len(CELLS) == len(machines) * len(COLUMNS)
+    assert [gpus for command in COMMANDS if (gpus := str(command.values[1]))] == machines
 
 
 # --- the code -------------------------------------------------------------------------------------------------------
@@ -249,6 +265,14 @@ def test_a_gpu_that_is_too_small_for_every_default_is_refused_with_the_flags_tha
     asked = ("gsm8k", "--gpus", "1x24")
     shown = r"training Qwen/Qwen2\.5-1\.5B-Instruct needs 35\.2 GB .*LoRA.* write --trainer\.FLAG"
     with pytest.raises(ConfigError, match=shown):
+        train.expect_fit(plan(*asked), ask_for(*asked))
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_vllm_never_takes_more_of_a_gpu_than_there_is() -> None:
+    """It was told to take 104 %: 0.4 of the GPU, and a staging buffer of 15.2 GB."""
+    asked = ("gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "1x24")
+    with pytest.raises(ConfigError, match=r"vLLM needs 32\.5 GB .* has 24\.0 GB of which it may take 92%"):
         train.expect_fit(plan(*asked), ask_for(*asked))
 
 

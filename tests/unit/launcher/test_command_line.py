@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.flags import ConfigError
-from example_trainer.launcher import cli, quickstart, train
+from example_trainer.launcher import cli, layout, quickstart, train
 from example_trainer.launcher.command_line import read_command_line
 from example_trainer.launcher.runs import NoSuchRun
 from example_trainer.modes import Broadcast
@@ -34,6 +34,8 @@ WRONG = [
     (["--environments.mine.group_size", "1"], "the environments of this run are gsm8k"),
     (["--layout.trainer", "0"], "layout names GPUs, but this machine shows none"),
     (["--bridge.lora_r", "8"], "bridge.lora_r"),
+    (["--host-memory", "256"], "--host-memory is only for --dry-run; a run uses the memory that this machine has"),
+    (["--host-memory", "0"], "--host-memory: Input should be greater than or equal to 1 (got '0')"),
 ]
 
 
@@ -182,6 +184,20 @@ def test_only_visible_gpus_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         plan("gsm8k", "--layout.vllm", "5")
     with pytest.raises(ConfigError, match="which leaves none for the trainer"):
         plan("gsm8k", "--vllm.tensor_parallel_size", "3")
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_the_host_memory_that_is_named_takes_the_place_of_this_machines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """7B on one GPU of 80 GB keeps 122 GB of states in host memory."""
+    argv = ["gsm8k", "Qwen/Qwen2.5-7B-Instruct", "--gpus", "1x80", "--dry-run"]
+    monkeypatch.setattr(layout, "available_memory", lambda: 64 * 10**9)
+    with pytest.raises(ConfigError, match=r"training Qwen/Qwen2\.5-7B-Instruct needs "):
+        train.main(argv)
+    capsys.readouterr()
+    assert train.main([*argv, "--host-memory", "256"]) == 0
+    assert " of 256.000 GB free" in capsys.readouterr().out
 
 
 def test_a_run_is_resumed_by_its_name_or_its_directory(tmp_path: Path) -> None:
