@@ -72,9 +72,10 @@ class ApiClient:
         self._progress: wire.TrainerStep | None = None  # last reported
         self._trainer = 0  # what /register answered
         self._leases = True  # whether the API has them, as far as is known
+        self._arrives = True  # and whether it tells what waits for a batch
         # leases of batches that are not acknowledged; a checkpoint holds them, and its resumer registers them
         self.holding: list[int] = []
-        self._ids: list[int] = []  # the API's names of the items of the batch fetched last; empty without a lease
+        self.ids: list[int] = []  # the API's names of the items of the batch fetched last; empty without a lease
         self._env_ids: list[int | None] = []  # and whose they are
         self._on_rejected = on_rejected
         # nobody waits for a beat, and the next request tells what is wrong
@@ -94,20 +95,31 @@ class ApiClient:
         self._trainer = self._patiently(routes.REGISTER, self._registration, what="registration").uuid
         self.holding = []
 
-    def fetch_batch(self, timeout_s: float) -> list[Item]:
+    def fetch_batch(
+        self, timeout_s: float, on_arrival: Callable[[Mapping[int, Item]], None] | None = None
+    ) -> list[Item]:
         """The next batch, as soon as there is one; it is this trainer's until `acknowledge`.
 
-        While there is none, the log says each minute what is missing, by asking the API.
+        While there is none, the log says each minute what is missing, by asking the API. `on_arrival` gets the groups
+        that wait for the batch, by their ids, each of them once. Most likely they will be in it, and `ids` will name
+        them. An API that cannot tell them gives the batch alone.
 
         Raises ApiError after `timeout_s` seconds without one.
         """
         deadline = time.monotonic() + timeout_s
         wait_s = 0.0  # of the next request; the first does not wait, so that the log says at once that there is none
+        known: list[int] = []  # ids of the groups that `on_arrival` has
 
         def attempt() -> list[Item]:
             nonlocal wait_s
             asked = time.monotonic()
-            reply = self._next_batch(wait_s)
+            if on_arrival is not None and not (arrivals := self._arrivals(known, wait_s)).whole:
+                if not arrivals.batch:
+                    raise not_yet(asked)
+                known.extend(arrivals.ids)
+                on_arrival(dict(zip(arrivals.ids, arrivals.batch, strict=True)))
+                raise NotYet("it is not whole yet", 0.0)
+            reply = self._next_batch(wait_s if on_arrival is None or not self._arrives else 0.0)
             if reply.status == "error":
                 log.warning("The batching API at %s has no trainer (%s): registering again", self.url, reply.message)
                 done = self._progress
@@ -115,13 +127,17 @@ class ApiClient:
                 if done is not None:
                     self.report_step(done.step, done.policy_version)
             elif isinstance(reply.batch, list) and reply.batch:
-                self._ids = reply.ids if isinstance(reply.ids, list) else []
+                self.ids = reply.ids if isinstance(reply.ids, list) else []
                 self._env_ids = [item.env_id if isinstance(item, ScoredData) else None for item in reply.batch]
                 return reply.batch
+            raise not_yet(asked)
+
+        def not_yet(asked: float) -> NotYet:
+            nonlocal wait_s
             now = time.monotonic()
             has_waited = now - asked >= wait_s / 2  # if not, the next request comes after a pause
             wait_s = min(routes.LEASE_WAIT_S, max(0.0, deadline - now))
-            raise NotYet("there is none yet", 0.0 if has_waited else None)
+            return NotYet("there is none yet", 0.0 if has_waited else None)
 
         def failed(reason: str) -> ApiError:
             return ApiError(
@@ -144,13 +160,13 @@ class ApiClient:
 
         An API without leases has given them for good. The result names the environments where the API does.
         """
-        groups = [wire.RejectedGroup(self._ids[at], why[:MAX_REASON]) for at, why in reasons.items() if self._ids]
+        groups = [wire.RejectedGroup(self.ids[at], why[:MAX_REASON]) for at, why in reasons.items() if self.ids]
         told: list[wire.SetAside] = []
         if groups:
             told = self._patiently(
                 routes.REJECT, wire.Rejection(self._trainer, self.holding[-1], groups), what="the rejection of groups"
             ).rejected
-        of = {self._ids.index(each.id): each.environment for each in told}
+        of = {self.ids.index(each.id): each.environment for each in told}
         return [Rejection(_environment(of.get(at), self._env_ids[at]), why) for at, why in reasons.items()]
 
     def acknowledge(self, leases: Collection[int] | None = None) -> None:
@@ -224,6 +240,19 @@ class ApiClient:
             self._leases = False
         return self._patiently(routes.BATCH, what="a batch")
 
+    def _arrivals(self, known: list[int], wait_s: float) -> wire.Arrivals[Any]:
+        """The groups that wait for the next batch but are not `known`. Of an API that cannot tell: that it is whole."""
+        if self._arrives:
+            try:
+                request = wire.ArrivalsRequest(self._trainer, self.holding, known, wait_s)
+                return self._patiently(routes.ARRIVALS, request, what="groups of the next batch")
+            except ApiError as error:
+                if error.status not in (404, 405):
+                    raise
+            log.info("The batching API at %s does not tell what waits for a batch: --overlap has no effect", self.url)
+            self._arrives = False
+        return wire.Arrivals([], whole=True)
+
     def _beat(self) -> None:
         self._api.call(routes.HEARTBEAT, wire.Heartbeat(trainer=self._trainer))
 
@@ -231,10 +260,14 @@ class ApiClient:
         try:
             return self._api.call(route, body, query=query)
         except UnexpectedReply as error:
-            if route.reply is not routes.BATCH.reply:
+            tolerant: dict[Any, Any] = {
+                routes.BATCH.reply: BatchReply[Raw],
+                routes.ARRIVALS.reply: wire.Arrivals[Raw],
+            }
+            if route.reply not in tolerant:
                 raise
             # group by group, so that those which are not as they should be do not cost the others
-            reply: Any = error.answer.read(BatchReply[Raw])
+            reply: Any = error.answer.read(tolerant[route.reply])
             reply.batch = [_item(error.answer, raw) for raw in reply.batch or []]
             return cast(R, reply)
 

@@ -334,6 +334,14 @@ class UpdateSettings(Config):
         ),
     )
 
+    overlap: bool = Field(
+        False,
+        description=(
+            "compute gradients of groups while others of their batch are still sampled, where a batch makes one update "
+            "from the sampler's log-probabilities; the launcher turns it on where vLLM and trainer do not share devices"
+        ),
+    )
+
     @field_validator("old_logprobs")
     @classmethod
     def _several_updates_recompute(cls, value: str, info: ValidationInfo) -> str:
@@ -494,6 +502,11 @@ class TrainerConfig(
     ModelSettings,
 ):
     """Train with GRPO on batches from the batching API, and hand new weights to vLLM after every step."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether gradients may be computed before their batch is whole."""
+        return self.overlap and self.updates_per_batch == self.epochs == 1 and self.old_logprobs == "sampler"
 
     @property
     def needs_sampler_logprobs(self) -> bool:

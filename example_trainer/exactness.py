@@ -9,6 +9,7 @@ example_trainer.replay`. Without it the same numbers are metrics, and a batch wi
 wrong.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ class Comparison:
     def add(self, tokens: Tensor, sampler: Tensor, ours: Tensor) -> None:
         """One chunk, in the order in which the step computes."""
         self._parts.append((tokens, sampler, ours.detach()))
+
+    @classmethod
+    def joined(cls, comparisons: Iterable["Comparison"]) -> "Comparison":
+        """Several of one step as one."""
+        whole = cls()
+        whole._parts = [part for comparison in comparisons for part in comparison._parts]
+        return whole
 
     def of_all(self, ranks: Ranks) -> "Comparison":
         """The same of every rank's tokens."""

@@ -27,7 +27,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import FrameType
@@ -43,10 +43,11 @@ from atroposlib.logs import configure_logging, get_logger, say
 from atroposlib.wire.batching import Registration
 from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
-from example_trainer.batching import Batch, GroupRecord, make_batch
+from example_trainer.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
+from example_trainer.early import EarlyGradients
 from example_trainer.errors import TrainerError
 from example_trainer.exactness import Exactness
 from example_trainer.learner import Learner
@@ -147,6 +148,9 @@ class Run:
             )
         self.metrics = open_metrics(config, self.progress.step + 1, resources)
         self.trained_file = open_trained(config, self.progress.step + 1, resources)
+        self.early: EarlyGradients | None = None  # of the batch that is fetched
+        if config.overlap and not config.overlaps:
+            log.info("Not computing before a batch is whole: it makes several updates, or recomputes log-probabilities")
         self._passed_over: list[GroupRecord] = []  # of batches without a group that can be trained on
         self.saves = Saves(config, self.learner, partial(sleep_beside, tuple(watched)))
         resources.push(self.saves.leave)
@@ -176,6 +180,7 @@ class Run:
         start, rejected_before = time.monotonic(), self.rejections.total
         batch = self.trainable_batch()
         fetched = time.monotonic()
+        early_s = self.early.seconds if self.early else 0.0
         # of the untrained policy, if an environment evaluated it before it began to sample
         if step == 1 and (accuracy := self.api.evaluation(0, deadline_s=0)) is not None:
             say(f"Before training | accuracy {100 * accuracy:.1f} %")
@@ -198,8 +203,9 @@ class Run:
             updates=self.progress.updates,
             rejected_groups=self.rejections.total - rejected_before,
             bad_batches=self.bad_batches.total,
-            generate_s=fetched - start,
-            train_s=differentiated - fetched + sync.update_s,
+            generate_s=fetched - start - early_s,
+            early_s=early_s,
+            train_s=early_s + differentiated - fetched + sync.update_s,
             step_s=synced - start,
             eval_wait_s=time.monotonic() - synced,
         )
@@ -240,18 +246,36 @@ class Run:
         steps.
         """
         while True:
-            batch = make_batch(
-                self.api.fetch_batch(self.config.fetch_timeout),
-                seq_len=self.config.seq_len,
-                loss=self.config,
-                policy_version=self.progress.policy_version,
-                needs=self.needs,
-            )
+            self.early = self._early()
+            batch = self.converted(self.api.fetch_batch(self.config.fetch_timeout, self.early and self.compute_early))
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
+            if self.early is not None:
+                batch = self.early.of(batch, self.api.ids)
             if batch.groups:
                 return batch
             self._passed_over += batch.records
             log.warning("No group of this batch can be trained on: fetching another")
+
+    def converted(self, items: Iterable[Item]) -> Batch:
+        """A batch as the API gave it, or a part of one."""
+        return make_batch(
+            items,
+            seq_len=self.config.seq_len,
+            loss=self.config,
+            policy_version=self.progress.policy_version,
+            needs=self.needs,
+        )
+
+    def compute_early(self, groups: Mapping[int, Item]) -> None:
+        """Compute on groups of the next batch; those that cannot be trained on are left for it."""
+        assert self.early is not None
+        self.early.add({identity: self.converted([item]).sequences for identity, item in groups.items()})
+
+    def _early(self) -> EarlyGradients | None:
+        """For the next batch, with --overlap."""
+        if not self.config.overlaps:
+            return None
+        return EarlyGradients(self.learner, self.config.micro_batch_tokens * self.learner.ranks.size)
 
     def learn(self, batch: Batch, step: int) -> Updates:
         """The step's updates, begun: the first gradient is in the parameters' `.grad`, if the batch has any. Raises
@@ -288,7 +312,8 @@ class Run:
             ),
         )
         try:
-            updates.begin(batch, partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model))
+            judge = partial(self.exactness.judge, step=step, batch=batch, model=self.trained.model)
+            updates.begin(batch, judge, self.early)
         except TrainerError as error:  # the batch that ends a run is the one to look at
             with contextlib.suppress(TrainerError):  # the first error is the one to report
                 self.keep_trained(step, batch, updates, str(error))

@@ -21,7 +21,7 @@ from example_trainer.checkpoint import Progress, restore
 from example_trainer.config import TrainerConfig
 from example_trainer.exactness import Comparison
 from example_trainer.memory import available_memory, settled_config
-from example_trainer.optimizer import clip_gradients, make_optimizer, set_learning_rate, update
+from example_trainer.optimizer import clip_gradients, divide_gradients, make_optimizer, set_learning_rate, update
 from example_trainer.optimizer_state import State, parts, whole
 from example_trainer.packing import MicroBatch, micro_batches, of_sequences, with_old_logprobs
 from example_trainer.parallel import Ranks, collective
@@ -135,6 +135,11 @@ class Learner:
     def clip(self) -> float:
         """Scale the gradients to at most --max-grad-norm; their L2 norm before, over all ranks."""
         return clip_gradients(self.optimizer, self._config.max_grad_norm)
+
+    @collective
+    def divide(self, divisor: float) -> None:
+        """Divide the gradients, which were computed over a divisor of 1."""
+        divide_gradients(self.optimizer, divisor)
 
     @collective
     def discard(self) -> None:

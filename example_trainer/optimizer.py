@@ -91,6 +91,14 @@ def clip_gradients(optimizer: Optimizer, max_grad_norm: float) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
+def divide_gradients(optimizer: Optimizer, divisor: float) -> None:
+    """Divide every gradient, in place."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+
+
 def expect_finite(grad_norm: float) -> None:
     """Raise BadBatch for a gradient that cannot be stepped on."""
     if not math.isfinite(grad_norm):

@@ -20,6 +20,7 @@ from example_trainer.parallel import ALONE, Ranks
 from example_trainer.policy import Policy, accumulate_gradients, token_logprobs
 
 StepMetrics = dict[str, float | None]
+OF_BATCH = ("loss", "pg_loss")  # weighted means of the batch; others are means over its trained tokens
 OF_SAMPLER = ("logprob_diff_mean", "logprob_diff_max", "sampler_kl")  # of tokens whose sampler's are known
 
 
@@ -101,8 +102,7 @@ def batch_gradients(
         accumulate_gradients(
             policy, batch, chunk_loss, chunk_mb, see=terms.see if settings.needs_whole_sequences else None
         )
-    # `loss` and `pg_loss` are the batch's weighted means, the others means over the trained tokens
-    divisors = {"loss": loss_divisor, "pg_loss": loss_divisor, **dict.fromkeys(OF_SAMPLER, max(1, compared))}
+    divisors = {**dict.fromkeys(OF_BATCH, loss_divisor), **dict.fromkeys(OF_SAMPLER, max(1, compared))}
     means: StepMetrics = {
         name: total / divisors.get(name, tokens)
         for name, total in zip(sums, ranks.sum(torch.stack(list(sums.values()))).tolist(), strict=True)

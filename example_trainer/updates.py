@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from example_trainer.bad_data import BadBatches
 from example_trainer.batching import Batch, Sequence
+from example_trainer.early import EarlyGradients, Part, together
 from example_trainer.errors import BadBatch
 from example_trainer.exactness import Comparison
 from example_trainer.learner import Learner
@@ -93,25 +95,25 @@ class Updates:
         self._bad: BadBatch | None = None  # the last mini-batch that made no update
         self.made = 0
         self._sequences: list[Sequence] = []
-        self._compared: list[Sequence] = []
-        self._comparison = Comparison()
+        self._compared: list[tuple[list[Sequence], Comparison]] = []
 
-    def begin(self, batch: Batch, judge: Callable[[Comparison], Row]) -> None:
-        """Judge the batch and compute the first gradient. Raises BadBatch or NotExact where the configuration says to
-        stop.
+    def begin(self, batch: Batch, judge: Callable[[Comparison], Row], early: EarlyGradients | None = None) -> None:
+        """Judge the batch and compute the first gradient, or what is left of it. Raises BadBatch or NotExact where the
+        configuration says to stop.
         """
-        learner, comparison = self._learner, None
+        learner = self._learner
         if batch.sequences and self._plan.recomputed:
             batch = replace(batch, sequences=learner.with_old_logprobs(batch.sequences))
-            comparison = learner.comparison
+            self._compared = [(batch.sequences, learner.comparison)]
         mini_batches = deal_updates(batch, self._plan)
-        measured = self._gradients(mini_batches[0]) if mini_batches else None
-        self._sequences = batch.sequences
+        measured = None
         if mini_batches:
-            self._compared = batch.sequences if comparison is not None else mini_batches[0].sequences
-            self._comparison = comparison or learner.comparison
+            parts = self._first_gradient(mini_batches[0], early)
+            measured = parts[0].measured if early is None else together(parts, mini_batches[0].loss_divisor)
+            self._compared = self._compared or [(part.sequences, part.comparison) for part in parts]
+        self._sequences = batch.sequences
         try:
-            self._checked = judge(self._comparison)
+            self._checked = judge(Comparison.joined(comparison for _, comparison in self._compared))
         except BadBatch as error:
             self._bad = error
             self._bad_batches.note(error, self._name(0, 1))
@@ -132,8 +134,9 @@ class Updates:
         """Those that the trainer gave the trained tokens of each of the batch's sequences before any update; None for a
         sequence that only a later update computes.
         """
-        values = self._learner.by_sequence(self._compared, self._comparison)
-        found = dict(zip(map(id, self._compared), values, strict=True))
+        found: dict[int, NDArray[np.float32]] = {}
+        for sequences, comparison in self._compared:
+            found |= zip(map(id, sequences), self._learner.by_sequence(sequences, comparison), strict=True)
         return [found.get(id(sequence)) for sequence in self._sequences]
 
     @property
@@ -144,6 +147,16 @@ class Updates:
     def row(self) -> Row:
         """What was measured: metrics of the updates' losses and gradients only if one was made."""
         return {**merged(self._measured), **self._checked, **({"lr": self._plan.rate} if self._measured else {})}
+
+    def _first_gradient(self, mini_batch: MiniBatch, early: EarlyGradients | None) -> list[Part]:
+        """Its parts; without `early` one."""
+        if early is None:
+            return [Part(mini_batch.sequences, self._gradients(mini_batch), self._learner.comparison)]
+        parts = list(early.parts)
+        if left := early.left(mini_batch.sequences):
+            parts.append(Part(left, self._learner.gradients(left, 1.0), self._learner.comparison))
+        self._learner.divide(mini_batch.loss_divisor)
+        return parts
 
     def _gradients(self, mini_batch: MiniBatch) -> StepMetrics:
         return self._learner.gradients(mini_batch.sequences, mini_batch.loss_divisor)

@@ -256,6 +256,15 @@ class BatchQueue(Generic[R]):
         self._exhausted = chosen is None
         return chosen
 
+    def foreseen(self) -> list[Group[R]]:
+        """The waiting groups that the next batch will hold, as far as that can be told: none where groups differ in
+        size, or an environment has a minimum.
+        """
+        sizes = self.lanes.sizes()
+        if self.registration is None or self._counted()[0] or len(sizes) != 1:
+            return []
+        return heapq.nsmallest(self.registration.batch_size // next(iter(sizes)), self.lanes)
+
     def take(self, orders: Sequence[int]) -> list[Group[R]]:
         """Deliver chosen groups, named by their orders: one step. Raises KeyError when they are not at the heads of
         their lanes.

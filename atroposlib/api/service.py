@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire.batching import (
     Acknowledged,
     Activity,
+    Arrivals,
     EnvActivity,
     EnvRegistration,
     EnvStatus,
@@ -134,6 +135,7 @@ class RolloutService:
             contents = self._contents(groups)
             await self._submit(change)
         self._count_delivery(groups)
+        self._count_weights(contents)
         return contents
 
     async def lease(self, trainer: int, holding: Sequence[int]) -> tuple[Lease[StoredGroup], list[Content]] | None:
@@ -152,7 +154,24 @@ class RolloutService:
                 lease = await self._submit(delivery[0])
                 self._count_delivery(lease.groups)
                 self.counters.redelivered += isinstance(delivery[0], changes.LeasesTaken)
-            return lease, self._contents(lease.groups)
+            contents = self._contents(lease.groups)
+            self._count_weights(contents)
+            return lease, contents
+
+    async def arrivals(
+        self, trainer: int, holding: Sequence[int], known: Collection[int]
+    ) -> tuple[list[int], list[Content]] | None:
+        """Ids and contents of groups that wait for the next batch and are not among the `known`; none if there is a
+        batch to lease. None: nothing new yet. Raises NotRegistered, NotTheTrainer.
+        """
+        async with self._turn_of(trainer, Arrivals([], whole=True)):  # the lease tells what is wrong
+            await self._before_delivery()
+            if self.state.leases.lost_in_transit(trainer, holding) or self.state.next_delivery(trainer):
+                return [], []
+            new = [group for group in self.state.queue.foreseen() if group.record.id not in known]
+            unusable = {group for group, _ in await self._unusable(new)}  # set aside when their batch is whole
+            groups = [group for group in new if group not in unusable]
+            return ([group.record.id for group in groups], self._contents(groups)) if groups else None
 
     async def acknowledge(self, trainer: int, leases: Sequence[int]) -> Acknowledged:
         """End these leases: the trainer has trained on their batches. Raises NotRegistered, NotTheTrainer."""
@@ -308,6 +327,9 @@ class RolloutService:
     def _count_delivery(self, groups: Sequence[Group[StoredGroup]]) -> None:
         self.counters.batches += 1
         self.counters.rollouts_delivered += sum(group.size for group in groups)
+
+    def _count_weights(self, contents: Sequence[Content]) -> None:
+        self.counters.stale_down_weighted += sum(weight < 1 for *_, weight in contents)
 
     # --- environments ------------------------------------------------------------------------------------------------
 
@@ -474,7 +496,6 @@ class RolloutService:
         for group in groups:
             body = self._bodies[group.record.id]
             found.append((body.data, body.packed, self._weight(group.record)))
-            self.counters.stale_down_weighted += found[-1][2] < 1
         return found
 
     def _weight(self, group: StoredGroup) -> float:

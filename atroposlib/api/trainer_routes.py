@@ -24,6 +24,7 @@ from atroposlib.logs import get_logger
 from atroposlib.wire import batching as wire
 from atroposlib.wire import routes
 
+Reply = wire.BatchReply[Raw] | wire.Arrivals[Raw]
 log = get_logger(__name__)
 router = APIRouter()
 legacy_router = APIRouter(dependencies=[NO_BROWSER])  # a GET that changes state
@@ -111,6 +112,24 @@ async def lease_batch(request: Request) -> Response:
     return await _batch_reply(request, contents, answer)
 
 
+@serves(router, routes.ARRIVALS)
+async def arrivals(request: Request) -> Response:
+    """Groups that wait for the next batch, for a trainer that computes on them before the batch is whole.
+
+    Nothing is delivered: the batch that /batch/lease gives later most likely holds them. Empty, and `whole` false,
+    after `wait_s` seconds without a new one. Where groups differ in size, or an environment has a minimum, nothing can
+    be foreseen, and the reply waits for a whole batch. 409 when another trainer has registered.
+    """
+    body = await read_record(request, wire.ArrivalsRequest)
+    service = service_of(request)
+    look = functools.partial(service.arrivals, body.trainer, body.holding, set(body.known))
+    found = await service.long_poll.first(look, body.wait_s, request.receive)
+    if found is None:
+        return reply(wire.Arrivals([]))
+    ids, contents = found
+    return await _batch_reply(request, contents, wire.Arrivals[Raw]([], ids, whole=not ids))
+
+
 @serves(router, routes.ACKNOWLEDGE)
 async def acknowledge(request: Request) -> Response:
     """The trainer is done with these leases; their batches are forgotten. Repeating it is harmless."""
@@ -146,7 +165,7 @@ async def evaluations(request: Request, policy_version: int = Query(ge=0, lt=2**
     return reply(service_of(request).state.queue.evaluations(policy_version))
 
 
-async def _batch_reply(request: Request, contents: Sequence[Content], answer: wire.BatchReply[Raw]) -> Response:
+async def _batch_reply(request: Request, contents: Sequence[Content], answer: Reply) -> Response:
     """The batch in MessagePack if the client reads it and all groups came in it, else in JSON."""
     packed = (
         all(is_packed for _, is_packed, _ in contents) and wire.MSGPACK in request.headers.get("accept", "").lower()
@@ -157,7 +176,7 @@ async def _batch_reply(request: Request, contents: Sequence[Content], answer: wi
     return await large_reply(request, body, wire.MSGPACK if packed else "application/json")
 
 
-def _batch(contents: Sequence[Content], answer: wire.BatchReply[Raw], packed: bool, limit: int | None) -> bytes:
+def _batch(contents: Sequence[Content], answer: Reply, packed: bool, limit: int | None) -> bytes:
     answer.batch = []
     for data, is_packed, weight in contents:
         item = data if weight == 1 else with_weight(data, is_packed, weight, limit)

@@ -189,6 +189,28 @@ class BatchReply(Struct, Generic[G]):
     message: str | UnsetType = UNSET
 
 
+class ArrivalsRequest(Struct):
+    """`trainer` and `holding` as in LeaseRequest; `known` names the groups that the trainer has read already.
+
+    The API replies within `wait_s` seconds, as soon as there are others or a batch is whole.
+    """
+
+    trainer: Integer
+    holding: list[Integer] = []
+    known: list[Integer] = []
+    wait_s: WaitSeconds = 0.0
+
+
+class Arrivals(Struct, Generic[G]):
+    """Groups that wait for the next batch, with their `ids`, oldest first. They stay where they are: /batch/lease
+    delivers them. `whole` if it has a batch now; then there are no groups here.
+    """
+
+    batch: list[G]
+    ids: list[int] = []
+    whole: bool = False
+
+
 class Acknowledgement(Struct):
     """The trainer is done with the batches of these leases: they are forgotten."""
 

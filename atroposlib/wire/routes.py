@@ -12,6 +12,8 @@ from atroposlib.wire.batching import (
     Acknowledged,
     Acknowledgement,
     Activity,
+    Arrivals,
+    ArrivalsRequest,
     BatchReply,
     DeadLetter,
     EnvId,
@@ -61,6 +63,7 @@ class Route(Generic[R]):
 REGISTER = Route("POST", "/register", "trainer", Registered, Registration)
 BATCH = Route("GET", "/batch", "trainer", BatchReply[ScoredData])
 LEASE = Route("POST", "/batch/lease", "trainer", BatchReply[ScoredData], LeaseRequest, LEASE_WAIT_S + 10.0)
+ARRIVALS = Route("POST", "/batch/arrivals", "trainer", Arrivals[ScoredData], ArrivalsRequest, LEASE_WAIT_S + 10.0)
 ACKNOWLEDGE = Route("POST", "/batch/ack", "trainer", Acknowledged, Acknowledgement)
 REJECT = Route("POST", "/batch/reject", "trainer", RejectionTaken, Rejection)
 TRAINER_STEP = Route("POST", "/trainer-step", "trainer", Outcome, TrainerStep)

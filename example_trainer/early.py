@@ -1,0 +1,107 @@
+"""Gradients of groups that wait for their batch: --overlap computes them while vLLM still samples the others.
+
+    arrive 1, 2 ──▶ gradient ──┐                          one policy version from end to end:
+    arrive 3, 4 ──▶ gradient ──┼─▶ sum ──/ divisor──▶ step    nothing is off-policy
+    the batch: 1 2 3 4 5 ──5───┘
+
+Gradients accumulate undivided, because what the batch divides by is known only when it is whole. A batch that does
+not hold a group that was computed early, because the queue has changed, is computed anew.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from atroposlib.logs import get_logger
+from example_trainer.batching import Batch
+from example_trainer.batching import Sequence as Sampled
+from example_trainer.exactness import Comparison
+from example_trainer.learner import Learner
+from example_trainer.objectives.base import LARGEST
+from example_trainer.packing import fed_length
+from example_trainer.step import OF_BATCH, OF_SAMPLER, StepMetrics
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences whose gradient was computed together, over a divisor of 1, and what was measured of them."""
+
+    sequences: list[Sampled]
+    measured: StepMetrics
+    comparison: Comparison
+
+    @property
+    def tokens(self) -> int:
+        """Trained tokens."""
+        return sum(sequence.trained_tokens for sequence in self.sequences)
+
+    @property
+    def compared(self) -> int:
+        """Those of them whose log-probability under the sampler is known."""
+        return len(self.comparison.compared()[0])
+
+
+class EarlyGradients:
+    """The groups of one batch that were computed before it was whole. `seconds` is the time that this took."""
+
+    def __init__(self, learner: Learner, least_tokens: int) -> None:
+        self._learner = learner
+        self._least_tokens = least_tokens  # of a part: fewer do not fill a micro-batch of every rank
+        self._waiting: dict[int, list[Sampled]] = {}
+        self._computed: dict[int, list[Sampled]] = {}
+        self.parts: list[Part] = []
+        self.seconds = 0.0
+
+    def add(self, groups: Mapping[int, list[Sampled]]) -> None:
+        """Compute on these groups, by their ids, and those that wait, if they are enough."""
+        self._waiting |= groups
+        sequences = [*chain(*self._waiting.values())]
+        if sum(map(fed_length, sequences)) < self._least_tokens:
+            return
+        start = time.monotonic()
+        self.parts.append(Part(sequences, self._learner.gradients(sequences, 1.0), self._learner.comparison))
+        self._computed |= self._waiting
+        self._waiting = {}
+        self.seconds += time.monotonic() - start
+
+    def of(self, batch: Batch, ids: Sequence[int]) -> Batch:
+        """The batch, whose items have these ids, with the very sequences that were computed early. Where some of these
+        are not in it, it is as it was, and nothing counts as computed.
+        """
+        if not self._computed.keys() <= {*ids}:
+            log.info("%d groups computed early are not in the batch: computing them anew", len(self._computed))
+            self._computed, self.parts = {}, []
+            self._learner.discard()
+        sequences = list(batch.sequences)
+        others = [identity for place, identity in enumerate(ids) if place not in batch.rejected]
+        records = batch.records[len(batch.rejected) :]  # those of the rejected items come first
+        for identity, record in zip(others, records, strict=bool(ids)):
+            places = [place for place in record.places if place is not None]
+            for place, sequence in zip(places, self._computed.get(identity, ()), strict=identity in self._computed):
+                sequences[place] = sequence
+        return replace(batch, sequences=sequences)
+
+    def left(self, sequences: Sequence[Sampled]) -> list[Sampled]:
+        """Those that were not computed early."""
+        done = {id(sequence) for part in self.parts for sequence in part.sequences}
+        return [sequence for sequence in sequences if id(sequence) not in done]
+
+
+def together(parts: Sequence[Part], loss_divisor: float) -> StepMetrics:
+    """What `batch_gradients` had measured of all parts at once."""
+
+    def value(name: str) -> float | None:
+        known = [(part, found) for part in parts if (found := part.measured[name]) is not None]
+        if not known:
+            return None
+        if name.endswith(LARGEST):
+            return max(found for _, found in known)
+        if name in OF_BATCH:
+            return sum(found for _, found in known) / loss_divisor
+        counts = [part.compared if name in OF_SAMPLER else part.tokens for part, _ in known]
+        return sum(found * count for (_, found), count in zip(known, counts, strict=True)) / sum(counts)
+
+    return {name: value(name) for name in parts[0].measured}
