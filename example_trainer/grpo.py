@@ -45,6 +45,7 @@ from example_trainer.api_client import ApiClient
 from example_trainer.bad_data import BadBatches, RejectionBudget
 from example_trainer.batching import Batch, GroupRecord, Item, make_batch
 from example_trainer.bridges import Prepare, SyncReport, WeightBridge, make_bridge
+from example_trainer.bridges.vllm_client import vllm_clients
 from example_trainer.checkpoint import expect_same_model, find_checkpoint
 from example_trainer.config import TrainerConfig
 from example_trainer.early import EarlyGradients
@@ -68,6 +69,7 @@ from example_trainer.parallel import (
 from example_trainer.rank_processes import Place, ignore_signals, own_environment, too_few_gpus
 from example_trainer.samples import samples_of
 from example_trainer.sharded_checkpoint import Saves
+from example_trainer.timeline import Timeline
 from example_trainer.trained_rows import trained_rows
 from example_trainer.updates import Plan, Updates
 from example_trainer.weights.written import remove_leftovers
@@ -160,6 +162,7 @@ class Run:
             trainable_only=True,
             logprobs_optional=not config.needs_sampler_logprobs,
         )
+        self.timeline = Timeline(vllm_clients(config))
         self.proven = False  # vLLM's weights by the probes, after an update
 
     def start(self) -> None:
@@ -174,6 +177,7 @@ class Run:
             **self.needs._asdict(),
         )
         self.api.report_step(progress.step, progress.policy_version)
+        self.timeline.begin()
 
     def step(self, step: int) -> None:
         """Train on one batch, have vLLM serve the result, report."""
@@ -191,6 +195,7 @@ class Run:
         self.keep_trained(step, batch, updates, updates.left_out)  # while the environments sample again
         synced = time.monotonic()
         version = self.progress.policy_version
+        train_s = early_s + differentiated - fetched + sync.update_s
         row = step_row(
             batch,
             updates.row(),
@@ -205,9 +210,10 @@ class Run:
             bad_batches=self.bad_batches.total,
             generate_s=fetched - start - early_s,
             early_s=early_s,
-            train_s=early_s + differentiated - fetched + sync.update_s,
+            train_s=train_s,
             step_s=synced - start,
             eval_wait_s=time.monotonic() - synced,
+            **self.timeline.row(train_s),
         )
         for sink in self.metrics:
             sink.write(row)

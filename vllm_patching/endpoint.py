@@ -15,7 +15,7 @@ from vllm_patching.engines import ROUTES, engines_of
 from vllm_patching.engines.base import Serving
 from vllm_patching.engines.session import Sessions
 from vllm_patching.http.engine_watch import EngineWatch
-from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, Unavailable
+from vllm_patching.http.gate import ENGINE_DEADLINE_S, Gate, GeneratingTime, Timed, Unavailable
 from vllm_patching.http.routes import add_routes, bears_key
 from vllm_patching.http.tool_calls import ToolCallParsing
 
@@ -31,6 +31,8 @@ class BridgeEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         self._app = app
         app.state.gate = Gate(open_paths=tuple(route.path for route in ROUTES))
+        app.state.generating = GeneratingTime()
+        app.add_middleware(Timed, time=app.state.generating)
         app.add_middleware(Unavailable, why=app.state.gate.why_not)
         app.state.engine_watch = EngineWatch()
         app.add_middleware(Unavailable, why=app.state.engine_watch.why_not)

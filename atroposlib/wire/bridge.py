@@ -185,6 +185,12 @@ class WorkerStatus(Struct):
     error: str | None = None
 
 
+class ServerActivity(Struct):
+    """GET /v1/bridge/activity: seconds since the server's start in which at least one request was generating."""
+
+    generating_s: float
+
+
 class ServerStatus(Struct):
     """GET /v1/bridge/status."""
 

@@ -14,7 +14,7 @@ from atroposlib.clients.waiting import NotYet, Wait, wait_for
 from atroposlib.errors import reading
 from atroposlib.logs import get_logger
 from atroposlib.redirects import refused_redirect
-from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerStatus
+from atroposlib.wire.bridge import Committed, Manifest, Offer, Resumed, ServerActivity, ServerStatus
 from example_trainer.bridges.base import BridgeError
 from example_trainer.config import TrainerConfig
 
@@ -24,6 +24,7 @@ Reply = TypeVar("Reply")
 CONNECT_S = 5.0
 HEARTBEAT_S = 30.0
 QUICK_S = 10.0  # for questions asked on the way, where a server that is frozen must not hold the others up
+GLANCE_S = 2.0  # for what a step can do without
 FOREVER = float("inf")  # the client's own limit holds
 SESSIONS = "/v1/bridge/session"
 ADAPTER_SESSIONS = "/v1/bridge/adapter/session"
@@ -87,6 +88,10 @@ class VllmClient:
     def status(self) -> ServerStatus:
         """Bridge status; raises NoAnswer while the server is not up, another BridgeError if it refuses us."""
         return self.ask(ServerStatus, "GET", "/v1/bridge/status", timeout_s=QUICK_S)
+
+    def generating_s(self) -> float:
+        """Seconds in which the server was generating, since its start."""
+        return self.ask(ServerActivity, "GET", "/v1/bridge/activity", timeout_s=GLANCE_S).generating_s
 
     def manifest(self) -> Manifest:
         return self.ask(Manifest, "GET", "/v1/bridge/manifest")

@@ -74,6 +74,7 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         "use_wandb": run.wandb,
         "tensorboard": run.tensorboard,
         **({"cores": shown_cores(site.cores.trainer)} if site.cores.trainer else {}),
+        **({"overlap": True} if _apart(run, site) else {}),
         **({"batch_invariant": True, "bit_exact": "strict"} if run.batch_invariant else {}),
         **run.trainer,
         "bridge": {**device_bridge(run, site.placement), **run.bridge, **_owned_vllm(run, site)},
@@ -88,6 +89,14 @@ def resolve_trainer(run: RunFile, flags: SectionFlags, site: Site, *, off_policy
         if getattr(config, name) != value:
             raise ConfigError(f"trainer.{name}: `{TIED[name]}` at the top of the run decides it")
     return config
+
+
+def _apart(run: RunFile, site: Site) -> bool:
+    """Whether vLLM and the trainer have devices of their own, so that both can compute at once."""
+    if site.placement.on_gpus:
+        return not site.placement.is_shared and not MODES[run.kind].same_devices
+    trainer, vllm = {*site.cores.trainer}, {core for cores in site.cores.vllm for core in cores}
+    return bool(trainer and vllm) and not trainer & vllm
 
 
 def _owned_vllm(run: RunFile, site: Site) -> Tree:

@@ -4,7 +4,9 @@ It runs inside vLLM's own authentication. /health, /metrics and all routes that 
 healthy, and a supervisor must not restart it. A trainer's next complete sync opens the gate.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
@@ -69,6 +71,48 @@ class Unavailable:
                 503,
                 {"retry-after": str(RETRY_AFTER_S)},
             )(scope, receive, send)
+
+
+class GeneratingTime:
+    """How long at least one request was generating, since the start: the time of several at once counts once. While
+    generation is paused for a sync, a request that waits counts, too.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._requests = 0
+        self._until_now_s = 0.0  # of spans that are over
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        return self._until_now_s + (self._now() - self._since if self._requests else 0.0)
+
+    @contextmanager
+    def of_a_request(self) -> Iterator[None]:
+        """The time of one request."""
+        if not self._requests:
+            self._since = self._now()
+        self._requests += 1
+        try:
+            yield
+        finally:
+            self._requests -= 1
+            if not self._requests:
+                self._until_now_s += self._now() - self._since
+
+
+@dataclass
+class Timed:
+    """ASGI middleware that adds the requests that generate to `time`."""
+
+    app: ASGIApp
+    time: GeneratingTime
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.time.of_a_request() if generates(scope) else nullcontext():
+            await self.app(scope, receive, send)
 
 
 def generates(scope: Scope) -> bool:

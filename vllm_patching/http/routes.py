@@ -3,6 +3,7 @@
     GET    /v1/bridge/status                  policy version, session, lease, every worker's updater
     GET    /v1/bridge/manifest                the weights that vLLM has, in wire order
     GET    /v1/bridge/digest                  a checksum of every live tensor, rank by rank
+    GET    /v1/bridge/activity                seconds in which the server was generating
     POST   /v1/bridge/session                 a trainer offers a session           409 if another one is open
     POST   /v1/bridge/session/{id}/heartbeat  renews the lease                     404 if it is not the current one
     DELETE /v1/bridge/session/{id}            ends the session
@@ -28,6 +29,7 @@ from fastapi.routing import APIRoute
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
+from atroposlib.wire.bridge import ServerActivity
 from atroposlib.wire.sessions import MODELS_ROUTE, PREFIX, SESSION_ROUTE, TOKEN_ROUTE, SessionCalls
 from atroposlib.wire.tool_calls import ROUTE as TOOL_CALLS
 from atroposlib.wire.tool_calls import ParseToolCalls
@@ -84,6 +86,11 @@ async def manifest(sessions: Server) -> Response:
 @bridge.get("/v1/bridge/digest")
 async def digest(sessions: Server) -> Response:
     return _json(await sessions.live())
+
+
+@bridge.get("/v1/bridge/activity")
+async def activity(request: Request) -> Response:
+    return _json(ServerActivity(request.app.state.generating.seconds))
 
 
 @bridge.post("/v1/bridge/session/{session}/heartbeat")

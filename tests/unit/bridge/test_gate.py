@@ -7,7 +7,7 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from vllm_patching.http.gate import Gate, Unavailable
+from vllm_patching.http.gate import Gate, GeneratingTime, Timed, Unavailable
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/invocations", "/pooling")
 OPEN = (
@@ -80,3 +80,33 @@ def test_gate_opens_when_the_last_cause_is_gone(client: TestClient) -> None:
     assert client.post("/generate").json()["error"]["message"] == "lags behind"
     gate.open("fenced")
     assert client.post("/generate").json() == {"served": True}
+
+
+def test_the_time_of_several_requests_at_once_counts_once() -> None:
+    now = 10.0
+    generating = GeneratingTime(lambda: now)
+    with generating.of_a_request():
+        now = 12.0
+        assert generating.seconds == 2
+        with pytest.raises(KeyError), generating.of_a_request():
+            now = 15.0
+            raise KeyError
+        now = 16.0
+    now = 100.0
+    assert generating.seconds == 6
+    with generating.of_a_request():
+        now = 101.0
+    assert generating.seconds == 7
+
+
+def test_only_requests_that_generate_are_timed() -> None:
+    times = iter(range(100))
+    generating = GeneratingTime(lambda: float(next(times)))
+    app = FastAPI()
+    app.add_middleware(Timed, time=generating)
+    for path in ("/generate", "/tokenize"):
+        app.post(path)(lambda: {"seconds": generating.seconds})
+    client = TestClient(app)
+    assert client.post("/tokenize").json() == {"seconds": 0}
+    assert client.post("/generate").json() == {"seconds": 1}
+    assert generating.seconds == 2

@@ -218,11 +218,8 @@ def test_arrivals_are_told_and_not_delivered() -> None:
         assert leased["ids"][:1] == first["ids"]
         assert arrivals(url, trainer)["whole"]  # the reply to the lease was lost: it is there to be given again
         assert not post("/batch/arrivals", trainer=trainer, holding=[leased["lease"]])["whole"]
-        later = [
-            post("/scored_data", **item([0.0, 1.0], seed=9, inference_logprobs=None)),
-            post("/scored_data", **group(1, 1)),
-        ]
-        assert all(reply["status"] == "received" for reply in later)
+        for later in (item([0.0, 1.0], seed=9, inference_logprobs=None), group(1, 1)):
+            assert post("/scored_data", **later)["status"] == "received"
         mixed = post("/batch/arrivals", trainer=trainer, holding=[leased["lease"]])
         assert mixed == {"batch": [], "ids": [], "whole": False}  # of two sizes: nothing can be foreseen
         replaced = post("/register", **registration)["uuid"]

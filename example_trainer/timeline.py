@@ -1,0 +1,48 @@
+"""How long trainer and sampler were busy in each step, and how long idle: what --overlap is there to change."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from example_trainer.bridges.base import BridgeError
+from example_trainer.bridges.vllm_client import VllmClient
+from example_trainer.metrics import Row
+
+
+class Timeline:
+    """The seconds of each step, which begins where the last one ended. `clients` are the run's vLLM servers."""
+
+    def __init__(self, clients: Sequence[VllmClient], now: Callable[[], float] = time.monotonic) -> None:
+        self._clients = clients
+        self._now = now
+        self._began = now()
+        self._generated: list[float] | None = None  # of each server, at the end of the last step
+
+    def begin(self) -> None:
+        """The first step begins."""
+        self._began, self._generated = self._now(), self._generating()
+
+    def row(self, trainer_busy_s: float) -> Row:
+        """A step ends, in which the trainer computed for so long. The sampler's are means over its servers, and null
+        where a server does not tell.
+        """
+        now, generated = self._now(), self._generating()
+        step_s = now - self._began
+        row: dict[str, float | None] = {
+            "trainer_busy_s": trainer_busy_s,
+            "trainer_idle_s": max(0.0, step_s - trainer_busy_s),
+            "sampler_busy_s": None,
+            "sampler_idle_s": None,
+        }
+        if generated is not None and self._generated is not None:
+            # a server that was started again counts from 0
+            spent = [new - old if new >= old else new for new, old in zip(generated, self._generated, strict=True)]
+            row["sampler_busy_s"] = busy = sum(spent) / len(spent)
+            row["sampler_idle_s"] = max(0.0, step_s - busy)
+        self._began, self._generated = now, generated
+        return row
+
+    def _generating(self) -> list[float] | None:
+        try:
+            return [client.generating_s() for client in self._clients]
+        except BridgeError:  # an older server, or another kind: the bridge notices one that is gone
+            return None
