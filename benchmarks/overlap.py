@@ -65,7 +65,7 @@ def table(runs: Path) -> str:
 
 def median(rows: Rows, name: str) -> float:
     """Of a column."""
-    return statistics.median(row[name] for row in rows)
+    return statistics.median(float(row[name]) for row in rows)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
     the batch: 1 2 3 4 5 ──5───┘
 
 Gradients accumulate undivided, because what the batch divides by is known only when it is whole. A batch that does
-not hold a group that was computed early, because the queue has changed, is computed anew.
+not hold a group that was computed early, because the queue has changed, is computed again.
 """
 
 import time
@@ -72,7 +72,7 @@ class EarlyGradients:
         are not in it, it is as it was, and nothing counts as computed.
         """
         if not self._computed.keys() <= {*ids}:
-            log.info("%d groups computed early are not in the batch: computing them anew", len(self._computed))
+            log.info("%d groups computed early are not in the batch: computing it from the start", len(self._computed))
             self._computed, self.parts = {}, []
             self._learner.discard()
         sequences = list(batch.sequences)

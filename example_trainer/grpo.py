@@ -253,7 +253,9 @@ class Run:
         """
         while True:
             self.early = self._early()
-            batch = self.converted(self.api.fetch_batch(self.config.fetch_timeout, self.early and self.compute_early))
+            batch = self.converted(
+                self.api.fetch_batch(self.config.fetch_timeout, self.compute_early if self.early else None)
+            )
             self.rejections.note(self.api.reject(batch.rejected), trainable=batch.groups)
             if self.early is not None:
                 batch = self.early.of(batch, self.api.ids)

@@ -98,7 +98,7 @@ class Updates:
         self._compared: list[tuple[list[Sequence], Comparison]] = []
 
     def begin(self, batch: Batch, judge: Callable[[Comparison], Row], early: EarlyGradients | None = None) -> None:
-        """Judge the batch and compute the first gradient, or what is left of it. Raises BadBatch or NotExact where the
+        """Judge the batch and compute the first gradient, or the rest of it. Raises BadBatch or NotExact where the
         configuration says to stop.
         """
         learner = self._learner

@@ -257,8 +257,8 @@ class BatchQueue(Generic[R]):
         return chosen
 
     def foreseen(self) -> list[Group[R]]:
-        """The waiting groups that the next batch will hold, as far as that can be told: none where groups differ in
-        size, or an environment has a minimum.
+        """The waiting groups that the next batch will hold unless the queue changes. None where groups differ in size,
+        or an environment has a minimum: then nobody knows.
         """
         sizes = self.lanes.sizes()
         if self.registration is None or self._counted()[0] or len(sizes) != 1:

@@ -52,6 +52,7 @@ class McpServer:
         self._connecting = asyncio.Lock()
         self._was_connected = False
         self._fruitless = 0
+        self._tasks: set[asyncio.Task[None]] = set()  # of connections that have not ended
 
     @classmethod
     def of(cls, command: str | None, url: str | None, call_limit_s: float) -> list[Self]:
@@ -77,17 +78,20 @@ class McpServer:
             return self._connection.tools
 
     async def close(self) -> None:
-        """End the connection, and the program behind it."""
+        """End the connection, those that a frozen server has left to end, and the programs behind them."""
         connection, self._connection = self._connection, None
-        if connection is not None and connection.task is not None:
+        if connection is not None:
             connection.ends.set()
-            await asyncio.wait([connection.task], timeout=END_LIMIT_S)
+        if self._tasks:  # one that is cancelled while it ends its program would wait for that program forever
+            await asyncio.wait(self._tasks, timeout=END_LIMIT_S)
 
     async def _connected(self) -> Connection:
         loop = asyncio.get_running_loop()
         ready: asyncio.Future[Connection] = loop.create_future()
         log.info("Connecting to the MCP server %s (at most %.0f s)", self.target, START_LIMIT_S)
         task = loop.create_task(self._hold(ready))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 connection = await ready

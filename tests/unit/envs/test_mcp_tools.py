@@ -159,6 +159,7 @@ async def test_a_late_call_of_a_live_server_is_the_models_and_one_of_a_frozen_se
         with pytest.raises(RolloutFailed, match="died, or no longer answers, in a call of freeze"):
             await ask("freeze")
         assert (await ask("add", a=2, b=2)).text == "4"
+    assert asyncio.all_tasks() == {asyncio.current_task()}  # the frozen server was ended, too
 
 
 async def test_a_server_of_an_address_is_found_again_when_it_is_back() -> None:

@@ -136,6 +136,21 @@ def test_the_trainer_gets_its_cores_as_a_flag_and_shares_them_out_among_its_rank
 
 
 @pytest.mark.usefixtures("eight_cores")
+@pytest.mark.parametrize(
+    ("words", "overlap"),
+    [
+        ("", False),
+        ("--layout.cores.trainer 2", False),
+        ("--layout.cores.vllm 4 --layout.cores.trainer 2", True),
+        ("--layout.cores.vllm 0-3 --layout.cores.trainer 3-4", False),
+        ("--layout.cores.vllm 4 --layout.cores.trainer 2 --trainer.no-overlap", False),
+    ],
+)
+def test_sampler_and_trainer_overlap_where_they_have_cores_of_their_own(words: str, overlap: bool) -> None:
+    assert plan("arithmetic", *words.split()).trainer.overlap is overlap
+
+
+@pytest.mark.usefixtures("eight_cores")
 def test_tensor_parallel_ranks_are_bound_to_shares() -> None:
     words = ["--vllm.tensor_parallel_size", "2", "--layout.cores.vllm"]
     assert services(*words, "2-5")["vllm"].environment[BINDING] == "2-3|4-5"

@@ -1,4 +1,4 @@
-"""--overlap: gradients of groups that wait for their batch, and what comes of them, with the real batching API."""
+"""--overlap: gradients of groups that wait for their batch, with the real batching API."""
 
 import json
 import threading
@@ -134,7 +134,7 @@ def logprobs(folder: Path) -> list[list[float]]:
     return [values for row in sorted(rows, key=lambda row: str(row["group"])) for values in row["logprobs"] if values]
 
 
-def test_a_batch_without_a_group_that_was_computed_is_computed_anew(
+def test_a_batch_without_a_group_that_was_computed_early_is_computed_again(
     model: str, tmp_path: Path, divisors: list[float]
 ) -> None:
     """The queue changed: a returned batch, a minimum, a group that went stale."""

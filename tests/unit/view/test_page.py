@@ -126,7 +126,9 @@ class Tab:
 
 
 @pytest.fixture
-def tab(chromium: Any) -> Iterator[Tab]:
+def tab(chromium: Any, request: pytest.FixtureRequest) -> Iterator[Tab]:
+    if "live" in request.fixturenames:
+        request.getfixturevalue("live")  # which then outlives the tab: its page asks again and again
     made = Tab(chromium, WIDE)
     yield made
     made.close()
