@@ -135,6 +135,7 @@ def test_own_server_of_two_ranks_is_started_restarted_under_load_and_dies_with_a
         child.wait()
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_served_after_the_restart_and_gone_with_the_trainer(llama_folder: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start_child(
