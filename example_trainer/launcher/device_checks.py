@@ -1,6 +1,7 @@
 """The doctor's checks of devices and memory: pure functions, as in doctor_checks.py. Estimates, in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import combinations
 
 from example_trainer.config import TrainerConfig
 from example_trainer.launcher.doctor_checks import Finding
@@ -13,6 +14,8 @@ from example_trainer.modes import Mode
 
 # vLLM 0.32's message queues to workers that are processes of their own: 160 and 240 MiB with one rank
 QUEUE_BYTES = 400 * MIB
+# docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html: --shm-size=1g for containers
+NCCL_BYTES = GIB
 
 
 def check_heads(tensor_parallel: int, model: Model) -> Finding:
@@ -59,16 +62,34 @@ def _ranks(tensor_parallel: int, servers: int) -> str:
     return f"{tensor_parallel} rank(s)" + (f" of each of {servers} servers" if servers > 1 else "")
 
 
-def check_shared_memory(free: int, separate_workers: bool) -> Finding:
-    """/dev/shm holds vLLM's queues to its workers, always on CPUs; weights that are shared are not in it."""
+def check_shared_memory(free: int, separate_workers: bool, nccl: bool = False) -> Finding:
+    """/dev/shm holds vLLM's queues to its workers, always on CPUs, and what NCCL sends between GPUs without peer
+    access; weights that are shared are not in it.
+    """
     need = 64 * MIB + (QUEUE_BYTES if separate_workers else 0)
-    return _enough(
-        "/dev/shm",
-        free,
-        need,
-        f"{_size(free)} free, {_size(need)} needed",
-        "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)",
-    )
+    shown = f"{_size(free)} free, {_size(need)} needed"
+    remedy = "mount -o remount,size=... /dev/shm, or docker run --shm-size=... (--ipc=host)"
+    if nccl and need <= free < NCCL_BYTES:
+        return Finding("warn", "/dev/shm", f"{shown}, and NCCL asks containers for {_size(NCCL_BYTES)}", remedy)
+    return _enough("/dev/shm", free, need, shown, remedy)
+
+
+def check_peers(gpus: Sequence[Gpu], peers: Mapping[tuple[int, int], str]) -> Finding:
+    """Whether the GPUs of a run reach each other's memory, over NVLink or PCIe."""
+    name, pairs = "peer access", list(combinations((gpu.index for gpu in gpus), 2))
+    if not peers:
+        return Finding("warn", name, "nvidia-smi topo -p2p r does not tell", "see NCCL_DEBUG=INFO in vLLM's log")
+    apart = [pair for pair in pairs if peers.get(pair) != "OK"]
+    if apart:
+        shown = ", ".join(f"GPU {one} and {other}: {peers.get((one, other), 'unknown')}" for one, other in apart[:4])
+        more = f" and {len(apart) - 4} more pairs" if len(apart) > 4 else ""
+        return Finding(
+            "warn",
+            name,
+            f"{shown}{more}",
+            "NCCL copies through /dev/shm, which is slower: enable it (IOMMU and ACS off), or use GPUs that have it",
+        )
+    return Finding("ok", name, f"{len(pairs)} pair(s) of GPUs")
 
 
 def check_memory(
@@ -116,6 +137,12 @@ def check_gpu_memory(
         return Finding("fail", name, shortage(training, room, where), advice(training, room))
     offloaded = f" with --offload {training.offload}" if training.offload != "none" else ""
     shown = f"{_size(training.need)} for each of {training.ranks} trainer rank(s){offloaded}, {_size(room.device)} free"
+    if not running:
+        rank = need.serving(placement)
+        shown += (
+            f"; at least {_size(rank.least)} for each rank of vLLM: weights {_size(rank.weights)}, staging"
+            f" {_size(rank.staging)}, KV cache {_size(rank.cache_of_one)}"
+        )
     return Finding("ok", name, shown)
 
 

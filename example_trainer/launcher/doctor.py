@@ -1,15 +1,18 @@
 """`atropos doctor`: checks this machine and the servers before a run, and prints one line per check.
 
     atropos doctor --mode lora --model MODEL        exit status 1 if a check fails
+    atropos doctor --live http://HOST:PORT          the weights of a running server alone
 
-It changes nothing and imports neither torch nor vLLM. doctor_checks.py and device_checks.py contain the checks. A host
-that does not answer costs 2 s.
+It changes nothing and imports neither torch nor vLLM. doctor_checks.py and device_checks.py contain the checks,
+example_trainer/live_weights.py compares weights. A host that does not answer costs 2 s.
 """
 
 import contextlib
+import json
 import os
 import resource
 import shutil
+import subprocess
 import sys
 from argparse import ArgumentParser
 from collections import Counter
@@ -24,23 +27,32 @@ import requests
 from pydantic import Field
 
 from atroposlib.config import load_config
-from atroposlib.flags import keys_of, make_parser
+from atroposlib.errors import reading
+from atroposlib.flags import ConfigError, keys_of, make_parser
 from atroposlib.wire.bridge import Manifest
 from example_trainer.inference_servers import Port, VllmServers
 from example_trainer.launcher import device_checks
 from example_trainer.launcher import doctor_checks as checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
+from example_trainer.launcher.folders import PACKAGES
+from example_trainer.launcher.gpu_record import RECORD, read_gpu_record
 from example_trainer.launcher.machine import (
     Gpu,
     Listener,
     declared_by,
+    find_compiler,
     find_gpus,
     find_listeners,
+    gpu_names,
     installed,
+    peer_access,
+    printed_by,
+    python_header,
     resolve,
     torch_cuda,
 )
 from example_trainer.launcher.model_files import read_model
+from example_trainer.launcher.servers import is_server
 from example_trainer.memory import available_memory
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES, Broadcast
@@ -48,6 +60,7 @@ from example_trainer.modes import MODES, Broadcast
 PROG = "atropos doctor"
 PLUGINS = ("atropos_processes", "atropos_bridge_http")  # the entry points of pyproject.toml
 CONNECT_S, ANSWER_S = 2.0, 10.0  # a busy vLLM answers between two forward steps
+LIVE_S = 1800  # to read a large model's files and compare them
 
 
 class DoctorConfig(VllmServers):
@@ -91,6 +104,23 @@ class DoctorConfig(VllmServers):
     cpu_kv_cache_gib: int = Field(
         1, ge=0, description="vLLM's KV cache on a CPU", json_schema_extra={"env": "VLLM_CPU_KVCACHE_SPACE"}
     )
+    cc: str | None = Field(None, description="C compiler for Triton's kernels", json_schema_extra={"env": "CC"})
+    cache_home: Path = Field(
+        Path.home() / ".cache",
+        description="cache of this user, where gpu-check keeps its record",
+        json_schema_extra={"env": "XDG_CACHE_HOME"},
+    )
+    live: tuple[str, ...] = Field(
+        (),
+        description="compare what these running vLLM servers compute with, word by word, with --weights, and check"
+        " nothing else: http://HOST:PORT, or a run's directory; several with commas",
+    )
+    weights: str | None = Field(
+        None,
+        min_length=1,
+        description="for --live: a checkpoint, a model's directory or a Hugging Face id; by default the model that the"
+        " server loaded",
+    )
 
 
 @dataclass(frozen=True)
@@ -118,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     words = ["--help" if word == "--flags" else word for word in argv]  # as it was called
     config = load_config(DoctorConfig, words, prog=PROG)
     levels: Counter[str] = Counter()
-    for finding in examine(config):
+    for finding in live(config) if config.live else examine(config):
         print(finding, flush=True)
         levels[finding.level] += 1
     print(
@@ -162,7 +192,11 @@ def versions(config: DoctorConfig, gpus: Sequence[Gpu], driver_cuda: str | None)
     if MODES[config.mode].trains_adapter:
         yield checks.check_package("peft", installed("peft"), "0.14")
     if gpus:
-        yield checks.check_driver(driver_cuda, torch_cuda())
+        names = gpu_names()
+        driver = names[0].rpartition(", ")[2] if names else None
+        yield checks.check_driver(driver, driver_cuda, torch_cuda())
+        yield checks.check_compiler(find_compiler(config.cc), python_header())
+        yield checks.check_proven(read_gpu_record(config.cache_home / RECORD), names)
     yield checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
@@ -232,7 +266,47 @@ def devices(config: DoctorConfig, gpus: Sequence[Gpu], servers: Sequence[Server]
         for server in servers:
             if server.manifest:
                 yield checks.check_same_model(model, server.manifest)
-    yield device_checks.check_shared_memory(shutil.disk_usage("/dev/shm").free, separate_workers=ranks > 1 or not gpus)
+    several = len(gpus) > 1 and (ranks > 1 or not mode.same_devices)  # then NCCL connects them
+    if several:
+        yield device_checks.check_peers(gpus, peer_access(printed_by("nvidia-smi", "topo", "-p2p", "r")))
+    free = shutil.disk_usage("/dev/shm").free
+    yield device_checks.check_shared_memory(free, separate_workers=ranks > 1 or not gpus, nccl=several)
+
+
+def live(config: DoctorConfig) -> Iterator[Finding]:
+    """What running servers compute with, against the files of --weights. Raises ConfigError."""
+    name = "live weights"
+    urls = [url for where in config.live for url in ([where] if ":" in where else urls_of_run(Path(where)))]
+    flags = ["--live", ",".join(urls), *(["--weights", config.weights] if config.weights else [])]
+    key = {"VLLM_API_KEY": config.vllm_api_key.get_secret_value()} if config.vllm_api_key else {}
+    path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
+    print(f"Comparing the weights of {', '.join(urls)} (at most {LIVE_S} s)", file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "example_trainer.live_weights", *flags],
+            env={**os.environ, **key, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=LIVE_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("fail", name, f"not compared within {LIVE_S} s", "copy --weights to a faster disk")
+        return
+    for line in done.stdout.splitlines():
+        found = json.loads(line)
+        yield Finding(found["level"], name, f"{found['url']}: {found['found']}", found["remedy"])
+    if done.returncode != 0:
+        yield Finding("fail", name, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+
+
+def urls_of_run(run: Path) -> list[str]:
+    """The vLLM servers of a run's last start. Raises ConfigError."""
+    with reading(f"--live {run}", ConfigError, remedy="give http://HOST:PORT, or the directory of a run"):
+        services = json.loads((run / "run.json").read_text())["starts"][-1]["services"]
+        if found := [place["url"] for service, place in services.items() if is_server(service) and "url" in place]:
+            return found
+        raise ValueError("its trainer starts vLLM itself")
 
 
 # --- looking --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the value, the limit, and what to change.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from packaging.version import Version
@@ -14,12 +15,16 @@ from packaging.version import Version
 from atroposlib.extras import install
 from atroposlib.logs import escape
 from atroposlib.wire.bridge import Manifest, ManifestMismatch, compare
+from example_trainer.launcher.gpu_record import GpuRecord
 from example_trainer.launcher.machine import Listener
 from example_trainer.launcher.model_files import Model
 from example_trainer.modes import MODES, Mode
 
 PYTHON = (3, 11)
 DISTRIBUTION = "atroposlib"
+# by CUDA release, docs.nvidia.com/cuda/cuda-toolkit-release-notes, "minimum required driver version for CUDA minor
+# version compatibility"
+DRIVERS = {12: 525, 13: 580}
 OPEN_FILES = 65_535  # vLLM raises its own limit to this
 
 
@@ -92,25 +97,59 @@ def check_plugins(found: Mapping[str, Sequence[str]]) -> Finding:
     return Finding("ok", "vLLM plugins", ", ".join(found))
 
 
-def check_driver(driver_cuda: str | None, torch_cuda: str | None) -> Finding:
-    """The driver must know the CUDA release that PyTorch was built for; within a major release any will do."""
+def check_driver(driver: str | None, driver_cuda: str | None, torch_cuda: str | None) -> Finding:
+    """The driver must know the CUDA release that PyTorch was built for; within a major release any will do. `driver` is
+    its version, which decides where nvidia-smi names no CUDA release.
+    """
     if torch_cuda is None:
         return Finding("fail", "CUDA", "this machine has GPUs and PyTorch is a CPU build", "run scripts/setup.sh --gpu")
-    if driver_cuda is None:
+    built = int(torch_cuda.split(".")[0])
+    needed = DRIVERS.get(built)
+    limit = f", which needs {needed} or newer" if needed else ""
+    shown = (
+        f"driver {driver or 'unknown'} (CUDA {driver_cuda or 'unknown'}), PyTorch built for CUDA {torch_cuda}{limit}"
+    )
+    if driver_cuda is not None:
+        is_old = int(driver_cuda.split(".")[0]) < built
+    elif driver is not None and needed is not None:
+        is_old = int(driver.split(".")[0]) < needed
+    else:
+        return Finding("warn", "CUDA", shown, "compare by hand")
+    if is_old:
+        return Finding("fail", "CUDA", shown, "update the driver, or install a PyTorch and a vLLM for an older CUDA")
+    return Finding("ok", "CUDA", shown)
+
+
+def check_compiler(compiler: str | None, header: Path) -> Finding:
+    """vLLM's and the exact trainer's Triton kernels are compiled at their first use."""
+    if compiler is None:
         return Finding(
-            "warn",
-            "CUDA",
-            f"PyTorch is built for {torch_cuda}; nvidia-smi does not report which CUDA the driver supports",
-            "compare by hand",
+            "fail", "C compiler", "none found, and Triton compiles kernels with it", "install gcc, or set CC to yours"
         )
-    if int(driver_cuda.split(".")[0]) < int(torch_cuda.split(".")[0]):
+    if not header.is_file():
         return Finding(
             "fail",
-            "CUDA",
-            f"the driver supports CUDA {driver_cuda}, but PyTorch is built for {torch_cuda}",
-            "update the driver, or install an older PyTorch",
+            "C compiler",
+            f"{compiler}, but not {header}, which Triton includes",
+            "install Python's headers (python3-dev, python3-devel), or use a Python from uv or conda",
         )
-    return Finding("ok", "CUDA", f"driver {driver_cuda}, PyTorch built for {torch_cuda}")
+    return Finding("ok", "C compiler", f"{compiler}, {header}")
+
+
+def check_proven(record: GpuRecord | str | None, gpus: Sequence[str]) -> Finding:
+    """What `atropos gpu-check` found on these GPUs; `record` is a line where it cannot be read."""
+    name, remedy = "gpu-check", "run atropos gpu-check once: it trains a small model over each bridge"
+    if record is None:
+        return Finding("warn", name, "never ran on this machine", remedy)
+    if isinstance(record, str):
+        return Finding("warn", name, record, remedy)
+    shown = f"{record.passed} passed, {len(record.failed)} failed, {record.skipped} skipped on {record.date}"
+    if sorted(record.gpus) != sorted(gpus):
+        then = ", ".join(record.gpus) or "none"
+        return Finding("warn", name, f"{shown}, with other GPUs or another driver ({then})", remedy)
+    if record.failed:
+        return Finding("warn", name, f"{shown}: {', '.join(record.failed)}", f"see {record.table}")
+    return Finding("ok", name, f"{shown}, vLLM {record.vllm}")
 
 
 def check_open_files(soft: int, hard: int) -> Finding:

@@ -5,8 +5,10 @@ torch nor vLLM is loaded.
 import csv
 import platform
 import re
+import shutil
 import socket
 import subprocess
+import sysconfig
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata, util
@@ -68,7 +70,7 @@ def processor() -> str:
 
 
 def gpu_names() -> list[str]:
-    """Each GPU's name and driver."""
+    """Each GPU's name and driver: `NVIDIA H200, 580.65.06`."""
     listed = printed_by("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     return listed.splitlines() if listed else []
 
@@ -88,6 +90,33 @@ def find_gpus(visible: str | None) -> tuple[list[Gpu], str | None]:
     ]
     release = re.search(r"CUDA[A-Za-z ]*Version:\s*([\d.]+)", printed_by("nvidia-smi") or "")
     return gpus, release[1] if release else None
+
+
+def peer_access(printed: str | None) -> dict[tuple[int, int], str]:
+    """Whether one GPU can read another's memory, by their indices, as `nvidia-smi topo -p2p r` prints it: OK, or why
+    not. Empty where the driver does not tell.
+
+             GPU0    GPU1
+     GPU0    X       CNS
+     GPU1    CNS     X
+    """
+    found: dict[tuple[int, int], str] = {}
+    for line in (printed or "").splitlines():
+        words = line.split()
+        if len(words) > 2 and (row := re.fullmatch(r"GPU(\d+)", words[0])) and not words[1].startswith("GPU"):
+            pairs = ((int(row[1]), column, state) for column, state in enumerate(words[1:]))
+            found |= {(one, other): state for one, other, state in pairs if one != other}
+    return found
+
+
+def find_compiler(named: str | None) -> str | None:
+    """The C compiler that Triton would call: of CC, or gcc, or clang (triton/runtime/build.py)."""
+    return next((found for name in ([named] if named else ["gcc", "clang"]) if (found := shutil.which(name))), None)
+
+
+def python_header() -> Path:
+    """Where Python.h is, if it is installed."""
+    return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
 def find_listeners() -> dict[int, Listener]:

@@ -104,6 +104,31 @@ def test_new_weights_are_served_and_agree_with_the_trainer(server: Server) -> No
     assert server.generate(PROMPT, max_tokens=4)["policy_versions"] == [[1, 1]]
 
 
+def test_the_doctor_compares_a_running_server_with_files(plain_server: Server) -> None:
+    def doctor() -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "example_trainer.launcher", "doctor", "--live", plain_server.url],
+            env={**os.environ, "VLLM_API_KEY": API_KEY, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        return done.returncode, done.stdout
+
+    sync_and_probe(plain_server)  # version 1, other weights than those that the server has loaded
+    code, found = doctor()
+    assert code == 1, found
+    assert re.search(r"fail  live weights .* policy version 1, (\d+) of \1 tensors differ from ", found), found
+    idle = start_child(plain_server, "idle")
+    read_until(idle, "SYNCED 0")
+    code, found = doctor()  # while a trainer has its session
+    idle.kill()
+    idle.wait()
+    assert code == 0, found
+    assert re.search(r"ok    live weights .* policy version 0, 0 of \d+ tensors differ from ", found), found
+
+
 def cached_tokens(server: Server) -> float:
     """Prompt tokens that vLLM has taken from its prefix cache so far."""
     metrics = server.request("GET", "/metrics").text

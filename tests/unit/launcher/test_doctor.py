@@ -18,7 +18,17 @@ from atroposlib.extras import install
 from atroposlib.wire.bridge import Manifest, lay_out
 from example_trainer.launcher import device_checks, doctor, doctor_checks
 from example_trainer.launcher.doctor_checks import Answer, Finding
-from example_trainer.launcher.machine import MIB, Gpu, Listener, declared_by
+from example_trainer.launcher.gpu_record import RECORD as RECORD_FILE
+from example_trainer.launcher.gpu_record import GpuRecord, read_gpu_record, write_gpu_record
+from example_trainer.launcher.machine import (
+    MIB,
+    Gpu,
+    Listener,
+    declared_by,
+    find_compiler,
+    peer_access,
+    python_header,
+)
 from example_trainer.launcher.model_files import Model, read_model
 from example_trainer.memory_plan import GIB
 from example_trainer.modes import MODES
@@ -36,6 +46,21 @@ STATUS = {
     "model": "mine",
 }
 GPUS = [Gpu(0, "H200", 100 * GIB), Gpu(1, "H200", 10 * MIB)]
+H200 = Gpu(0, "H200", 80 * GIB)
+LARGE = Model("large", {"embed.weight": (200_000, 100_000)}, heads=8, kv_heads=8)  # 40 GB in bfloat16
+NAMES = ["NVIDIA H200, 580.65.06", "NVIDIA H100, 580.65.06"]
+RECORD = GpuRecord(NAMES, "2026-01-02", "0.33.0", passed=16, failed=[], skipped=1, table="table.md")
+TOPOLOGY = """\
+ \t\x1b[4mGPU0\tGPU1\tGPU2\x1b[0m\t
+ GPU0\tX\tOK\tCNS\t
+ GPU1\tOK\tX\tOK\t
+ GPU2\tCNS\tOK\tX\t
+
+Legend:
+  X    = Self
+  OK   = Status Ok
+  CNS  = Chipset not supported
+"""
 
 
 def manifest(rows: int = 1000) -> Manifest:
@@ -66,8 +91,17 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "declared by atroposlib and by atropos: pip uninstall atropos atroposlib, then install",
         ),
         (doctor_checks.check_plugins({"one": ["atroposlib"], "two": []}), "two not installed: run scripts/setup.sh"),
-        (doctor_checks.check_driver("12.4", "13.0"), "the driver supports CUDA 12.4, but PyTorch is built for 13.0"),
-        (doctor_checks.check_driver("13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
+        (
+            doctor_checks.check_driver("550.90.07", "12.4", "13.0"),
+            "driver 550.90.07 (CUDA 12.4), PyTorch built for CUDA 13.0, which needs 580 or newer: update the driver",
+        ),
+        (doctor_checks.check_driver("575.57.08", None, "13.0"), "driver 575.57.08 (CUDA unknown), PyTorch built"),
+        (doctor_checks.check_driver("580.65.06", "13.0", None), "PyTorch is a CPU build: run scripts/setup.sh --gpu"),
+        (doctor_checks.check_compiler(None, Path(__file__)), "install gcc, or set CC to yours"),
+        (
+            doctor_checks.check_compiler("/usr/bin/gcc", Path("/nowhere/Python.h")),
+            "/usr/bin/gcc, but not /nowhere/Python.h, which Triton includes: install Python's headers (python3-dev",
+        ),
         (doctor_checks.check_open_files(256, 256), "at most 256, needs 1024: ulimit -n 65535"),
         (doctor_checks.check_allocator(True, 1, "expandable_segments:True", ""), "unset expandable_segments"),
         (doctor_checks.check_allocator(True, 1, "", "vllm --enable-sleep-mode"), "restart vLLM without it"),
@@ -145,6 +179,11 @@ def server(mode: str, status: Answer, listener: Listener | None = OTHER, local: 
             "3.0 GiB available, 6.4 GiB needed",
         ),
         (device_checks.check_shared_memory(64 * MIB, True), "64 MiB free, 464 MiB needed"),
+        (device_checks.check_shared_memory(64 * MIB, True, nccl=True), "64 MiB free, 464 MiB needed: mount -o remount"),
+        (
+            device_checks.check_gpu_memory([H200] * 2, MODES["broadcast"], LARGE, "bfloat16", 1, False),
+            "vLLM needs 82.0 GB on each of 1 GPU(s), 40.0 GB of it for the staging buffer, but a GPU has 85.9 GB of",
+        ),
         (
             device_checks.check_memory(3 * GIB, MODES["broadcast"], MODEL, "float32", GIB, False),
             "3.0 GiB available, 4.1 GiB needed",
@@ -168,7 +207,16 @@ def test_what_would_break_a_run_fails_with_value_limit_and_remedy(finding: Findi
 @pytest.mark.parametrize(
     "finding",
     [
-        doctor_checks.check_driver(None, "13.0"),
+        doctor_checks.check_driver(None, None, "13.0"),
+        doctor_checks.check_driver("525.60.13", None, "11.8"),
+        doctor_checks.check_proven(None, NAMES),
+        doctor_checks.check_proven("gpu-check.json cannot be read: invalid", NAMES),
+        doctor_checks.check_proven(RECORD, ["NVIDIA H200, 590.10"]),
+        doctor_checks.check_proven(RECORD, NAMES[:1]),
+        doctor_checks.check_proven(msgspec.structs.replace(RECORD, failed=["reload"]), NAMES),
+        device_checks.check_shared_memory(512 * MIB, True, nccl=True),
+        device_checks.check_peers([H200, GPUS[1]], {}),
+        device_checks.check_peers([H200, GPUS[1]], {(0, 1): "CNS", (1, 0): "CNS"}),
         doctor_checks.check_open_files(1024, 20_000),
         doctor_checks.check_switch(MODES["broadcast"], "", running=False),
         device_checks.check_gpus(MODES["broadcast"], 1, 1),
@@ -186,7 +234,13 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
         doctor_checks.check_python((3, 11)),
         doctor_checks.check_package("vllm", "0.33.1", "0.26", "0.34"),
         doctor_checks.check_plugins({"one": ["atroposlib"], "two": ["atroposlib"]}),
-        doctor_checks.check_driver("13.1", "13.0"),
+        doctor_checks.check_driver("590.10", "13.1", "13.0"),
+        doctor_checks.check_driver("550.90.07", "13.0", "13.0"),  # by NVIDIA's forward compatibility
+        doctor_checks.check_driver("580.65.06", None, "13.0"),
+        doctor_checks.check_compiler("/usr/bin/gcc", Path(__file__)),
+        doctor_checks.check_proven(RECORD, NAMES[::-1]),
+        device_checks.check_shared_memory(GIB, True, nccl=True),
+        device_checks.check_peers([H200, GPUS[1]], {(0, 1): "OK", (1, 0): "OK"}),
         doctor_checks.check_open_files(1024, 65_535),
         doctor_checks.check_switch(MODES["broadcast"], "1", running=False),
         doctor_checks.check_switch(MODES["restart"], "", running=False),
@@ -213,6 +267,71 @@ def test_what_runs_less_well_is_a_warning_with_a_remedy(finding: Finding) -> Non
 def test_what_is_right_is_ok(finding: Finding) -> None:
     assert finding.level == "ok"
     assert not finding.remedy
+
+
+def test_the_driver_s_matrix_is_read_pair_by_pair() -> None:
+    found = peer_access(TOPOLOGY)
+    assert found == {(0, 1): "OK", (0, 2): "CNS", (1, 0): "OK", (1, 2): "OK", (2, 0): "CNS", (2, 1): "OK"}
+    assert peer_access(None) == peer_access("\tGPU0\n GPU0\tX\n") == {}
+    finding = device_checks.check_peers([Gpu(index, "H200", GIB) for index in range(3)], found)
+    assert finding.found == "GPU 0 and 2: CNS"
+    assert device_checks.check_peers([Gpu(index, "H200", GIB) for index in (1, 2)], found).level == "ok"
+
+
+def test_the_compiler_is_the_one_that_triton_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_compiler(None) is None
+    for name in ("clang", "gcc", "icc"):
+        (tmp_path / name).touch(0o755)
+        assert find_compiler(None) == str(tmp_path / ("clang" if name == "clang" else "gcc"))
+    assert find_compiler("icc") == str(tmp_path / "icc")
+    assert find_compiler("nvc") is None
+    assert python_header().name == "Python.h"
+
+
+def test_a_record_is_read_as_it_was_written_and_a_damaged_one_is_a_line(tmp_path: Path) -> None:
+    path = tmp_path / RECORD_FILE
+    assert read_gpu_record(path) is None
+    write_gpu_record(path, RECORD)
+    assert read_gpu_record(path) == RECORD
+    path.write_text('{"gpus": 3}')
+    found = read_gpu_record(path)
+    assert isinstance(found, str)
+    assert str(path) in found
+
+
+SMI = """#!/bin/sh
+case "$*" in
+*driver_version*) echo "NVIDIA H200, 570.10"; echo "NVIDIA H200, 570.10" ;;
+*memory.free*) echo "0, GPU-a, NVIDIA H200, 80000"; echo "1, GPU-b, NVIDIA H200, 80000" ;;
+*p2p*) printf ' \\tGPU0\\tGPU1\\n GPU0\\tX\\tNS\\n GPU1\\tNS\\tX\\n' ;;
+*) echo "CUDA Version: 12.8" ;;
+esac
+"""
+
+
+@pytest.mark.services
+def test_a_machine_with_gpus_is_checked_and_one_without_hears_nothing_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only_of_gpus = ("C compiler", "gpu-check", "peer access", "  CUDA  ")
+    (smi := tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor, "torch_cuda", lambda: "13.0")
+    doctor.main([])
+    shown = capsys.readouterr().out
+    assert not [word for word in only_of_gpus if word in shown]
+    smi.write_text(SMI)
+    assert doctor.main([]) == 1
+    shown = capsys.readouterr().out
+    assert "fail  CUDA            driver 570.10 (CUDA 12.8), PyTorch built for CUDA 13.0, which needs 580" in shown
+    assert "warn  peer access     GPU 0 and 1: NS" in shown
+    assert "warn  gpu-check       never ran on this machine" in shown
+    write_gpu_record(tmp_path / RECORD_FILE, msgspec.structs.replace(RECORD, gpus=["NVIDIA H200, 570.10"] * 2))
+    doctor.main([])
+    assert "ok    gpu-check       16 passed, 0 failed, 1 skipped on 2026-01-02, vLLM 0.33.0" in capsys.readouterr().out
 
 
 def write_model(folder: Path, tied: bool) -> Path:
